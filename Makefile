@@ -1,0 +1,66 @@
+# One vocabulary: setup demo test verify check proto bench.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where torch comes from. The constraints pin a CPU build of it; for CUDA, say for example
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
+TORCH_INDEX ?=
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+BUF := build/node_modules/.bin/buf
+PROTOS := $(wildcard proto/specdec/v1/*.proto)
+
+.PHONY: setup demo test verify check proto bench clean format
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup  ## Three services, one completion: drafted, then plain.
+	$(BIN)/python -m demo.run
+
+test: setup  ## Everything that must hold, in minutes.
+	$(BIN)/python -m pytest -q
+
+verify: setup  ## The long equality suites.
+	$(BIN)/python -m pytest -q -m verify --timeout 3600
+
+bench: setup  ## Speed on the demo pair, as ratios within one run.
+	$(BIN)/python -m bench.speed
+
+check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	cd proto && ../$(BUF) lint && ../$(BUF) format --diff --exit-code
+	cd proto && ../$(BUF) breaking --against landed.binpb
+	$(MAKE) --no-print-directory proto OUT=build/stubs
+	diff -r --exclude __pycache__ --exclude __init__.py build/stubs/specdec/v1 specdec/v1
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Stubs are made with the lowest supported grpcio-tools: generated code refuses an older runtime.
+OUT ?= .
+proto: build/proto/.done  ## Regenerate specdec/v1 from proto/.
+	mkdir -p $(OUT)
+	build/proto/bin/python -m grpc_tools.protoc -Iproto \
+	    --plugin=build/proto/bin/protoc-gen-mypy --plugin=build/proto/bin/protoc-gen-mypy_grpc \
+	    --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) $(PROTOS)
+
+build/proto/.done: Makefile
+	$(PYTHON) -m venv build/proto
+	build/proto/bin/pip install --quiet grpcio-tools==1.75.1 protobuf==6.33.6 mypy-protobuf==3.6.0
+	touch $@
+
+$(BUF): Makefile
+	mkdir -p build && cd build && npm install --silent --no-audit --no-fund --ignore-scripts @bufbuild/buf@1.75.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) build
