@@ -1,0 +1,34 @@
+"""How a request wants its tokens chosen: a value, already validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+GREEDY_BELOW = 1e-4
+"""A temperature below this is zero: the division would only amplify rounding."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of the choice rule, in the order they apply. Defaults are off."""
+
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_tokens: frozenset[int] = frozenset()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice depends on which tokens the text already holds."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0

@@ -1,0 +1,201 @@
+"""The token tree: every live candidate below the committed text.
+
+A node is a path: the committed prefix plus its guessed tokens. The path is its identity; there are no
+ids. So what arrives late, twice or out of order inserts the same paths, and a commit only moves the
+root. The draft owns one tree a session and grows it; the verifier holds a cache of it and spends it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+
+class BaseAheadError(ValueError):
+    """Candidates start beyond the committed text: their sender and this tree have lost each other."""
+
+
+class Node:
+    """One candidate. `score` is log P(the target takes this token | it reaches the parent)."""
+
+    __slots__ = ("children", "origin", "parent", "position", "score", "state", "token")
+
+    def __init__(self, token: int, position: int, parent: Node | None, score: float, origin: int) -> None:
+        self.token = token
+        self.position = position  # absolute, of this token
+        self.parent = parent
+        self.score = score
+        self.origin = origin  # whose guess it is, in the holder's terms
+        self.children: dict[int, Node] = {}
+        self.state: object = None  # what the holder keeps with it
+
+    def path(self) -> list[Node]:
+        """The nodes from below the root down to this one."""
+        nodes: list[Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def reach(self) -> float:
+        """log P(the target's text goes through this node): the sum of scores from the root."""
+        total, node = 0.0, self
+        while node.parent is not None:
+            total += node.score
+            node = node.parent
+        return total
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes below this one, parents first."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+class TokenTree:
+    """Committed tokens and the candidates below them.
+
+    Candidates are dropped silently where they can never be taken: at positions past `last_position`,
+    below an end token, with ids outside the vocabulary or scores that are not finite, and when
+    `max_nodes` are alive.
+    """
+
+    def __init__(
+        self,
+        committed: Sequence[int],
+        *,
+        vocabulary: int,
+        last_position: int,
+        end_tokens: frozenset[int] = frozenset(),
+        max_nodes: int = 1 << 30,
+    ) -> None:
+        self.committed = list(committed)
+        self.root = Node(self.committed[-1], len(self.committed) - 1, None, 0.0, 0)
+        self.size = 0
+        self._vocabulary = vocabulary
+        self._last_position = last_position
+        self._end_tokens = end_tokens
+        self._max_nodes = max_nodes
+
+    @property
+    def base(self) -> int:
+        """Committed tokens, prompt included."""
+        return len(self.committed)
+
+    def insert(
+        self, base: int, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], origin: int = 0
+    ) -> list[Node]:
+        """Insert paths as `specdec.v1.Extend` spells them; the nodes that were not there before."""
+        if base > self.base:
+            raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
+        made: list[Node] = []
+        # A place is a node, or a length of the committed text, or None for what was dropped.
+        places: list[Node | int | None] = [self.root if base == self.base else base]
+        for token, parent, score in zip(tokens, parents, scores, strict=True):
+            if parent >= len(places):
+                raise ValueError(f"node {len(places)} names parent {parent}, which does not precede it")
+            place = places[parent]
+            if isinstance(place, int):
+                place = self._follow(place, token)
+            elif place is not None:
+                known = place.children.get(token)
+                if known is not None:
+                    if math.isfinite(score):
+                        known.score = max(known.score, min(score, 0.0))
+                    place = known
+                else:
+                    place = self.add(place, token, score, origin)
+                    if place is not None:
+                        made.append(place)
+            places.append(place)
+        return made
+
+    def _follow(self, length: int, token: int) -> Node | int | None:
+        """One token further along a path that lies inside the committed text."""
+        if self.committed[length] != token:
+            return None
+        return self.root if length + 1 == self.base else length + 1
+
+    def add(self, parent: Node, token: int, score: float, origin: int = 0) -> Node | None:
+        """Make a child that is not there yet, unless it could never be taken."""
+        position = parent.position + 1
+        if (
+            position > self._last_position
+            or token >= self._vocabulary
+            or not math.isfinite(score)
+            or (parent.token in self._end_tokens and parent is not self.root)
+            or self.size >= self._max_nodes
+        ):
+            return None
+        node = Node(token, position, parent, min(score, 0.0), origin)
+        parent.children[token] = node
+        self.size += 1
+        return node
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append final tokens; a node survives iff the new text is a prefix of its path."""
+        for token in tokens:
+            self.committed.append(token)
+            child = self.root.children.get(token)
+            self.root = child if child is not None else Node(token, self.base - 1, None, 0.0, 0)
+            self.root.parent = None
+        self.size = sum(1 for _ in self.root.walk())
+
+    def by_reach(self) -> Iterator[tuple[float, Node]]:
+        """(reach, node) of every live node, highest reach first, parents before children."""
+        frontier: list[tuple[float, int, Node]] = []
+        order = 0  # breaks ties: what was offered first comes first
+        parent, reach = self.root, 0.0
+        while True:
+            for child in parent.children.values():
+                order += 1
+                heapq.heappush(frontier, (-reach - child.score, order, child))
+            if not frontier:
+                return
+            negative_reach, _, parent = heapq.heappop(frontier)
+            reach = -negative_reach
+            yield reach, parent
+
+    def best(self, count: int) -> list[Node]:
+        """The `count` nodes of highest reach, best first: always a connected tree, parents first."""
+        return [node for _, node in itertools.islice(self.by_reach(), count)]
+
+    def outlook(self, count: int) -> tuple[float, float]:
+        """(tokens that a step over `best(count)` is expected to bring, reach of the most probable leaf among
+        them). The root is the leaf of an empty tree; with `count` nodes there is no room for more: 0."""
+        expected, leaf, seen = 1.0, 0.0, 0
+        for reach, node in itertools.islice(self.by_reach(), count):
+            probability = math.exp(reach)
+            expected += probability
+            seen += 1
+            if not node.children:
+                leaf = max(leaf, probability)
+        if not seen:
+            return 1.0, 1.0
+        return expected, leaf if seen < count else 0.0
+
+    def paths(self) -> tuple[list[int], list[int], list[float]]:
+        """Every live candidate as (tokens, parents, scores) of an Extend message from `base`."""
+        return spell(list(self.root.walk()))
+
+
+def spell(nodes: Sequence[Node]) -> tuple[list[int], list[int], list[float]]:
+    """Nodes and their ancestors as (tokens, parents, scores) of one Extend message."""
+    numbers: dict[int, int] = {}
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    for leaf in nodes:
+        for node in leaf.path():
+            if id(node) not in numbers:
+                tokens.append(node.token)
+                parents.append(numbers.get(id(node.parent), 0))
+                scores.append(node.score)
+                numbers[id(node)] = len(tokens)
+    return tokens, parents, scores

@@ -1,0 +1,334 @@
+"""Proves that the choice rule is the one the design spells out, step by step and bit by bit.
+
+`Chooser.choose` is compared with a slow reference written here in plain Python: float32 where the design
+says float32 (by rounding every operation), float64 for top-p and the noise. Vocabularies are small and
+logits lie on a coarse grid, so that ties occur at every step. Beside it: choices follow the softmax they
+are meant to sample (chi-square tests on fixed seeds, thus deterministic; the stated false-alarm probability
+is that of the choice of seeds), two models with shared noise agree as often as the theory promises, and
+`preferences` ranks what `choose` would take.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import special, stats
+
+from specdec.decoding.choice import AGREEMENT_SCALE, Chooser, History, log_softmax
+from specdec.decoding.noise import gumbel
+from specdec.decoding.sampling import Sampling
+
+FALSE_ALARM = 1e-6
+
+
+def float32(value: float) -> float:
+    """`value` rounded to float32; rounding a float64 result so is what float32 arithmetic gives."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything one choice depends on."""
+
+    logits: list[float]
+    sampling: Sampling = field(default_factory=Sampling)
+    prompt: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    position: int = 0
+    end_tokens: frozenset[int] = frozenset()
+    first_end_position: int = 0
+
+    @property
+    def row(self) -> NDArray[np.float32]:
+        row = np.array(self.logits, dtype=np.float32)
+        row.flags.writeable = False
+        return row
+
+    @property
+    def history(self) -> History:
+        return History(len(self.logits), self.prompt, self.output)
+
+    @property
+    def chooser(self) -> Chooser:
+        return Chooser(self.sampling, self.end_tokens, self.first_end_position)
+
+    def choose(self) -> int:
+        return self.chooser.choose(self.row, self.position, self.history, self.path)
+
+    def preferences(self, width: int) -> tuple[list[int], list[float]]:
+        return self.chooser.preferences(self.row, self.position, self.history, self.path, width)
+
+
+def reference_adjusted(case: Case) -> list[float]:
+    """Penalties, bias and bans, in the design's order."""
+    s = case.sampling
+    output = case.output + case.path
+    adjusted = []
+    for token, logit in enumerate(case.logits):
+        z = float32(logit)
+        if token in case.prompt or token in output:
+            penalty = float32(s.repetition_penalty)
+            z = float32(z / penalty) if z > 0 else float32(z * penalty)
+        z = float32(z - float32(float32(s.frequency_penalty) * output.count(token)))
+        z = float32(z - (float32(s.presence_penalty) if token in output else 0.0))
+        z = float32(z + float32(s.logit_bias.get(token, 0.0)))
+        too_early = token in case.end_tokens and case.position < case.first_end_position
+        adjusted.append(-math.inf if token in s.banned_tokens or too_early else z)
+    return adjusted
+
+
+def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, float]:
+    """Divide by T, then top-k, top-p, min-p: surviving ids and their logits."""
+    temperature = float32(s.temperature)
+    z = {token: float32(logit / temperature) for token, logit in enumerate(adjusted) if logit > -math.inf}
+    ranked = sorted(z, key=lambda token: (-z[token], token))
+    if s.top_k:
+        ranked = ranked[: s.top_k]
+    if s.top_p < 1.0:
+        weights = [math.exp(z[token] - z[ranked[0]]) for token in ranked]
+        total = 0.0
+        for weight in weights:
+            total += weight
+        reached, size = 0.0, 0
+        while reached < s.top_p * total:
+            reached += weights[size]
+            size += 1
+        ranked = ranked[:size]
+    least = z[ranked[0]] + math.log(s.min_p) if s.min_p else -math.inf
+    return {token: z[token] for token in sorted(ranked) if z[token] >= least}
+
+
+def reference_perturbed(case: Case) -> dict[int, float]:
+    """Surviving ids and what the choice maximises over them."""
+    adjusted = reference_adjusted(case)
+    if case.sampling.temperature < 1e-4:
+        return {token: z for token, z in enumerate(adjusted) if z > -math.inf}
+    survivors = reference_survivors(adjusted, case.sampling)
+    seed, position = case.sampling.seed, case.position
+    return {token: z + float(gumbel(seed, position, np.array([token]))[0]) for token, z in survivors.items()}
+
+
+def reference_choice(case: Case) -> int:
+    perturbed = reference_perturbed(case)
+    return min(perturbed, key=lambda token: (-perturbed[token], token))
+
+
+coarse = st.integers(-8, 8).map(lambda half: half / 2)
+fine = st.floats(-30, 30, width=32)
+
+
+@st.composite
+def cases(draw: st.DrawFn, temperatures: Sequence[float] = (0.0, 5e-5, 1e-4, 0.3, 0.7, 1.0, 2.5)) -> Case:
+    vocabulary = draw(st.integers(1, 12))
+    token = st.integers(0, vocabulary - 1)
+    tokens = st.lists(token, max_size=6)
+    # -inf is how some models mask the padding of their vocabulary
+    value = draw(st.sampled_from([coarse, fine, coarse | st.just(-math.inf)]))
+    case = Case(
+        logits=draw(st.lists(value, min_size=vocabulary, max_size=vocabulary)),
+        sampling=Sampling(
+            repetition_penalty=draw(st.just(1.0) | st.sampled_from([0.5, 1.1, 2.0])),
+            frequency_penalty=draw(st.just(0.0) | st.sampled_from([-0.5, 0.1, 0.5])),
+            presence_penalty=draw(st.just(0.0) | st.sampled_from([-0.5, 0.1, 0.5])),
+            logit_bias=draw(st.just({}) | st.dictionaries(token, coarse | st.sampled_from([-100.0, 100.0]))),
+            banned_tokens=draw(st.just(frozenset()) | st.frozensets(token)),
+            temperature=draw(st.sampled_from(temperatures)),
+            top_k=draw(st.just(0) | st.integers(0, vocabulary + 2)),
+            top_p=draw(st.just(1.0) | st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9]) | st.floats(1e-3, 1.0)),
+            min_p=draw(st.just(0.0) | st.sampled_from([0.01, 0.1, 0.5, 0.99])),
+            seed=draw(st.integers(0, 2**64 - 1)),
+        ),
+        prompt=draw(tokens),
+        output=draw(tokens),
+        path=draw(tokens),
+        position=draw(st.integers(0, 5)),
+        end_tokens=draw(st.just(frozenset()) | st.frozensets(token)),
+        first_end_position=draw(st.integers(0, 5)),
+    )
+    assume(any(z > -math.inf for z in reference_adjusted(case)))  # a rule that bans every token has no choice
+    return case
+
+
+class TestChoose:
+    @settings(max_examples=600, deadline=None)
+    @given(cases())
+    def test_equals_the_reference(self, case: Case) -> None:
+        assert case.choose() == reference_choice(case)
+
+    @settings(max_examples=200, deadline=None)
+    @given(cases())
+    def test_scores_are_what_the_choice_maximises(self, case: Case) -> None:
+        """Of the survivors; greedily of all tokens, those that are banned at -inf."""
+        ids, scores = case.chooser.scores(case.row, case.position, case.history, case.path)
+        want = reference_perturbed(case)
+        if case.sampling.temperature < 1e-4:
+            want = {token: want.get(token, -math.inf) for token in range(len(case.logits))}
+        assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == want
+        assert ids.tolist() == sorted(want)
+
+    @settings(max_examples=200, deadline=None)
+    @given(cases(), st.lists(st.integers(0, 11), max_size=6))
+    def test_a_history_that_grew_is_the_history(self, case: Case, more: list[int]) -> None:
+        more = [token % len(case.logits) for token in more]
+        history = case.history
+        history.extend(more)
+        got = case.chooser.choose(case.row, case.position, history, case.path)
+        assert got == reference_choice(replace(case, output=case.output + more))
+
+    @settings(max_examples=200, deadline=None)
+    @given(cases())
+    def test_neither_row_nor_history_is_changed(self, case: Case) -> None:
+        row, history = np.array(case.logits, dtype=np.float32), case.history
+        seen, counts = history.seen.copy(), history.output_counts.copy()
+        case.chooser.choose(row, case.position, history, case.path)
+        assert row.tobytes() == case.row.tobytes()
+        assert np.array_equal(history.seen, seen)
+        assert np.array_equal(history.output_counts, counts)
+
+    def test_greedy_takes_the_lowest_id_among_equals(self) -> None:
+        assert Case([1.0, 3.0, 3.0, 3.0]).choose() == 1
+
+    def test_a_temperature_below_1e_4_is_greedy_whatever_the_seed(self) -> None:
+        """Two equal logits: with noise, one of 100 seeds would choose the second but for 2**-100."""
+        greedy = {Case([0.0, 0.0], Sampling(temperature=9.9e-5, seed=seed)).choose() for seed in range(100)}
+        noisy = {Case([0.0, 0.0], Sampling(temperature=1e-4, seed=seed)).choose() for seed in range(100)}
+        assert (greedy, noisy) == ({0}, {0, 1})
+
+    def test_top_k_keeps_exactly_k_and_the_lower_ids_of_equals(self) -> None:
+        found = {Case([1.0] * 8, Sampling(temperature=1.0, top_k=3, seed=seed)).choose() for seed in range(200)}
+        assert found == {0, 1, 2}  # one of them missing: 3 * (2/3)**200 = 2e-35
+
+    def test_top_p_keeps_the_smallest_set_that_reaches_p(self) -> None:
+        """Four equals and p = 1/2: two of them reach it exactly."""
+        found = {Case([1.0] * 4, Sampling(temperature=1.0, top_p=0.5, seed=seed)).choose() for seed in range(200)}
+        assert found == {0, 1}
+
+    def test_end_tokens_wait_for_their_first_position(self) -> None:
+        case = Case([0.0, 5.0, 1.0], end_tokens=frozenset({1}), first_end_position=7)
+        assert replace(case, position=6).choose() == 2
+        assert replace(case, position=7).choose() == 1
+
+    def test_penalties_count_the_path_as_output(self) -> None:
+        case = Case([2.0, 1.5], Sampling(frequency_penalty=0.3), output=[0])
+        assert case.choose() == 0
+        assert replace(case, path=[0]).choose() == 1
+
+    def test_penalties_without_a_history_are_refused(self) -> None:
+        chooser = Chooser(Sampling(presence_penalty=0.5))
+        with pytest.raises(ValueError, match="history"):
+            chooser.choose(np.zeros(3, dtype=np.float32), 0, None)
+
+
+LOGITS = [2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.0, -2.0, -3.0]
+
+
+class TestDistribution:
+    """Chi-square tests over 10 000 choices; false alarm 1e-6 each."""
+
+    @pytest.mark.parametrize("along", ["positions", "seeds"])
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            Sampling(temperature=1.0),
+            Sampling(temperature=0.7, top_k=6),
+            Sampling(temperature=1.5, top_p=0.8),
+            Sampling(temperature=1.0, min_p=0.1),
+            Sampling(temperature=0.8, top_k=8, top_p=0.95, min_p=0.05, repetition_penalty=1.3, presence_penalty=0.4),
+        ],
+        ids=["plain", "top-k", "top-p", "min-p", "everything"],
+    )
+    def test_choices_follow_the_softmax_of_the_survivors(self, sampling: Sampling, along: str) -> None:
+        count = 10_000
+        case = Case(LOGITS, sampling, prompt=[0, 1], output=[3, 3, 4])
+        survivors = reference_survivors(reference_adjusted(case), sampling)
+        row, history = case.row, case.history
+        found = np.zeros(len(LOGITS), dtype=np.int64)
+        if along == "positions":
+            chooser = Chooser(replace(sampling, seed=11))
+            for position in range(count):
+                found[chooser.choose(row, position, history)] += 1
+        else:
+            for seed in range(count):
+                found[Chooser(replace(sampling, seed=seed)).choose(row, 100, history)] += 1
+        kept = list(survivors)
+        assert found.sum() == found[kept].sum()
+        expected = special.softmax(list(survivors.values())) * count
+        assert stats.chisquare(found[kept], expected).pvalue > FALSE_ALARM
+
+    def test_two_models_agree_at_least_as_often_as_promised(self) -> None:
+        """Daliri, Musco, Suresh 2024: shared noise agrees with probability at least (1 - TV) / (1 + TV), and
+        no coupling with more than 1 - TV. 20 000 positions, six standard deviations: false alarm below 1e-8.
+        """
+        count = 20_000
+        chooser = Chooser(Sampling(temperature=1.0, seed=3))
+        p = np.array(LOGITS, dtype=np.float32)
+        q = (p + np.random.default_rng(0).normal(0, 1.5, len(p))).astype(np.float32)
+        distance = float(np.abs(special.softmax(p) - special.softmax(q)).sum()) / 2
+        agreed = sum(chooser.choose(p, i, None) == chooser.choose(q, i, None) for i in range(count)) / count
+        slack = 6 * 0.5 / math.sqrt(count)
+        assert 0.1 < distance < 0.5
+        assert (1 - distance) / (1 + distance) - slack < agreed < 1 - distance + slack
+
+
+class TestPreferences:
+    @settings(max_examples=400, deadline=None)
+    @given(cases(), st.integers(1, 14))
+    def test_the_first_is_the_choice_and_the_rest_descend(self, case: Case, width: int) -> None:
+        tokens, scores = case.preferences(width)
+        assert tokens[0] == case.choose()
+        assert len(tokens) == len(scores) == len(set(tokens)) <= width
+        assert all(-math.inf < score <= 0 for score in scores)
+        assert scores == sorted(scores, reverse=True)
+
+    @settings(max_examples=200, deadline=None)
+    @given(cases(temperatures=(0.0, 0.7, 1.0, 2.5)), st.integers(1, 14))
+    def test_they_rank_the_perturbed_logits_of_the_survivors(self, case: Case, width: int) -> None:
+        """Before the division by T, at the scale of agreement."""
+        greedy = case.sampling.temperature < 1e-4
+        perturbed = reference_perturbed(case)
+        best = sorted(perturbed, key=lambda token: (-perturbed[token], token))[:width]
+        scale = (1.0 if greedy else case.sampling.temperature) / AGREEMENT_SCALE
+        total = special.logsumexp([scale * z for z in perturbed.values()])
+        tokens, scores = case.preferences(width)
+        assert tokens == best
+        np.testing.assert_allclose(scores, [scale * perturbed[token] - total for token in best], atol=1e-6)
+
+    @settings(max_examples=200, deadline=None)
+    @given(cases(), st.integers(1, 14))
+    def test_banned_tokens_are_never_among_them(self, case: Case, width: int) -> None:
+        banned = {token for token, z in enumerate(reference_adjusted(case)) if z == -math.inf}
+        tokens, _ = case.preferences(width)
+        assert not banned & set(tokens)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_of_a_large_vocabulary_the_256_best_are_looked_at(self, temperature: float) -> None:
+        row = np.random.default_rng(5).normal(0, 3, 1000).astype(np.float32)
+        best = np.argsort(-row, kind="stable")[:256]
+        alone = np.full_like(row, -np.inf)
+        alone[best] = row[best]
+        for position in range(50):
+            chooser = Chooser(Sampling(temperature=temperature, seed=1))
+            tokens, scores = chooser.preferences(row, position, None, (), 8)
+            assert len(tokens) == 8
+            assert set(tokens) <= set(best.tolist())
+            assert tokens[0] == chooser.choose(alone, position, None)
+            assert scores == sorted(scores, reverse=True)
+            assert max(scores) <= 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
+def test_log_softmax(logits: list[float]) -> None:
+    got = log_softmax(np.array(logits, dtype=np.float32))
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, special.log_softmax(np.array(logits)), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,357 @@
+"""Proves that the token tree forgets nothing it should keep and keeps nothing it should forget.
+
+Messages about one text, inserted and committed in any order in which a message's base is already committed,
+leave the same live candidates as inserting everything first; duplicates, latecomers and contradictions do no
+harm. `best` is checked against brute force, `size` against a count, and what can never be taken is dropped.
+Scores are multiples of 1/8, so that sums of them are exact and equal reaches are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.decoding.tree import BaseAheadError, Node, TokenTree, spell
+
+VOCABULARY = 4
+PROMPT = (1, 2)
+FAR = 100
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """An Extend message: `base`, tokens, parents, scores."""
+
+    base: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    scores: tuple[float, ...]
+
+    def into(self, tree: TokenTree) -> list[Node]:
+        return tree.insert(self.base, self.tokens, self.parents, self.scores)
+
+
+def live(tree: TokenTree) -> dict[Path, float]:
+    """Every live candidate: its tokens below the committed text, and its score."""
+    return {tuple(node.token for node in below.path()): below.score for below in tree.root.walk()}
+
+
+def sound(tree: TokenTree) -> None:
+    """Holds for every tree at any time."""
+    nodes = list(tree.root.walk())
+    assert tree.size == len(nodes)
+    assert tree.root.parent is None
+    assert tree.root.position == tree.base - 1
+    assert tree.root.token == tree.committed[-1]
+    for node in nodes:
+        assert node.parent is not None
+        assert node.parent.children[node.token] is node
+        assert node.position == node.parent.position + 1
+        assert node.score <= 0
+
+
+def plant(committed: Sequence[int] = PROMPT, last_position: int = FAR, **settings: int | frozenset[int]) -> TokenTree:
+    return TokenTree(committed, vocabulary=VOCABULARY, last_position=last_position, **settings)  # type: ignore[arg-type]
+
+
+tokens = st.integers(0, VOCABULARY - 1)
+scores = st.integers(-24, 4).map(lambda eighths: eighths / 8)
+
+
+@st.composite
+def messages(draw: st.DrawFn, base: int, most: int = 8) -> Message:
+    count = draw(st.integers(0, most))
+    return Message(
+        base,
+        tuple(draw(tokens) for _ in range(count)),
+        tuple(draw(st.integers(0, i)) for i in range(count)),
+        tuple(draw(scores) for _ in range(count)),
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    tree = plant()
+    for message in draw(st.lists(messages(len(PROMPT), most=15), max_size=3)):
+        message.into(tree)
+    return tree
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happened to one session: messages and committed tokens, in the order they arrived."""
+
+    events: tuple[Message | int, ...]
+
+    @property
+    def committed(self) -> list[int]:
+        return [*PROMPT, *(event for event in self.events if isinstance(event, int))]
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Story:
+    """A text that is committed token by token, and messages about it, each at any time from its base on.
+
+    A message is written when the text had its base, and arrives then or later: after further commits it is
+    late, and wherever it guessed wrong it contradicts the text.
+    """
+    text = draw(st.lists(tokens, max_size=6))
+    arrivals: list[list[Message]] = [[] for _ in range(len(text) + 1)]
+    for _ in range(draw(st.integers(0, 6))):
+        written = draw(st.integers(0, len(text)))
+        arrives = draw(st.integers(written, len(text)))
+        arrivals[arrives].append(draw(messages(len(PROMPT) + written)))
+    events: list[Message | int] = []
+    for arrived, token in zip(arrivals, [*text, None], strict=True):
+        events += draw(st.permutations(arrived))
+        if token is not None:
+            events.append(token)
+    return Story(tuple(events))
+
+
+def play(story: Story) -> TokenTree:
+    tree = plant()
+    for event in story.events:
+        if isinstance(event, int):
+            tree.commit([event])
+        else:
+            event.into(tree)
+        sound(tree)
+    return tree
+
+
+def everything_first(story: Story) -> TokenTree:
+    """All messages into a fresh tree, then all commits at once.
+
+    Each message is respelled from the prompt on: the text between prompt and base becomes a chain of nodes.
+    """
+    tree = plant()
+    for event in story.events:
+        if isinstance(event, int):
+            continue
+        chain = story.committed[len(PROMPT) : event.base]
+        links = tuple(range(len(chain)))
+        shifted = tuple(len(chain) + parent for parent in event.parents)
+        Message(len(PROMPT), (*chain, *event.tokens), (*links, *shifted), (*([0.0] * len(chain)), *event.scores)).into(
+            tree
+        )
+    tree.commit(story.committed[len(PROMPT) :])
+    sound(tree)
+    return tree
+
+
+class TestOrder:
+    @settings(max_examples=500, deadline=None)
+    @given(stories())
+    def test_any_interleaving_ends_as_inserting_everything_first(self, story: Story) -> None:
+        tree = play(story)
+        assert tree.committed == story.committed
+        assert live(tree) == live(everything_first(story))
+
+    @settings(max_examples=200, deadline=None)
+    @given(stories(), st.data())
+    def test_duplicates_and_latecomers_change_nothing(self, story: Story, data: st.DataObject) -> None:
+        """Messages once more, at any time after they came, and all of them at the end."""
+        events: list[Message | int] = []
+        again: list[Message | int] = []
+        for event in story.events:
+            events.append(event)
+            if not isinstance(event, int):
+                again.append(event)
+            if again:
+                events += data.draw(st.lists(st.sampled_from(again), max_size=3))
+        assert live(play(Story((*events, *again)))) == live(play(story))
+
+    @settings(max_examples=200, deadline=None)
+    @given(trees(), st.data())
+    def test_a_contradicting_message_does_no_harm(self, tree: TokenTree, data: st.DataObject) -> None:
+        """A message whose every path leaves the committed text inserts nothing and drops nothing."""
+        tree.commit([3, 0])
+        before = live(tree)
+        rest = data.draw(messages(len(PROMPT)))
+        base = data.draw(st.sampled_from([len(PROMPT), len(PROMPT) + 1]))
+        wrong = 2  # neither of the committed tokens
+        shifted = tuple(parent + 1 for parent in rest.parents)
+        assert Message(base, (wrong, *rest.tokens), (0, *shifted), (0.0, *rest.scores)).into(tree) == []
+        assert live(tree) == before
+        sound(tree)
+
+    @given(trees(), st.lists(tokens, max_size=5))
+    def test_committing_at_once_is_committing_one_by_one(self, tree: TokenTree, text: list[int]) -> None:
+        other = plant()
+        other.insert(other.base, *tree.paths())
+        tree.commit(text)
+        for token in text:
+            other.commit([token])
+        assert live(tree) == live(other)
+        assert tree.committed == other.committed
+        sound(tree)
+
+    @given(trees(), st.lists(tokens, max_size=5))
+    def test_a_node_survives_iff_the_text_is_a_prefix_of_its_path(self, tree: TokenTree, text: list[int]) -> None:
+        before = live(tree)
+        tree.commit(text)
+        depth = len(text)
+        expected = {path[depth:]: score for path, score in before.items() if list(path[:depth]) == text}
+        expected.pop((), None)
+        assert live(tree) == expected
+
+    def test_survivors_keep_their_identity_and_state(self) -> None:
+        tree = plant()
+        first, second = tree.insert(2, [3, 0], [0, 1], [-1.0, -2.0])
+        second.state = "kept"
+        tree.commit([3])
+        assert tree.root is first
+        assert tree.root.children[0] is second
+        assert second.reach() == -2.0
+        assert [node.state for node in tree.best(5)] == ["kept"]
+
+
+class TestInsert:
+    @given(trees(), messages(len(PROMPT)))
+    def test_returns_the_nodes_that_were_not_there(self, tree: TokenTree, message: Message) -> None:
+        before = {id(node) for node in tree.root.walk()}
+        made = message.into(tree)
+        after = {id(node) for node in tree.root.walk()}
+        assert {id(node) for node in made} == after - before
+        assert len(made) == len(after - before)
+
+    def test_a_duplicate_path_keeps_the_larger_score(self) -> None:
+        tree = plant()
+        for score in (-2.0, -1.0, -3.0, math.inf, -math.inf, math.nan):
+            tree.insert(2, [3], [0], [score])
+        assert live(tree) == {(3,): -1.0}
+
+    def test_scores_are_at_most_zero(self) -> None:
+        tree = plant()
+        tree.insert(2, [3], [0], [2.0])
+        tree.insert(2, [3], [0], [5.0])
+        assert live(tree) == {(3,): 0.0}
+
+    def test_a_base_ahead_of_the_text_is_an_error_and_inserts_nothing(self) -> None:
+        tree = plant()
+        with pytest.raises(BaseAheadError, match=r"start at 3.* 2 tokens"):
+            tree.insert(3, [0], [0], [-1.0])
+        assert tree.size == 0
+
+    def test_a_parent_must_precede_its_child(self) -> None:
+        with pytest.raises(ValueError, match="parent 2"):
+            plant().insert(2, [0, 1], [0, 2], [-1.0, -1.0])
+
+    def test_lists_of_different_lengths_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"shorter|longer"):
+            plant().insert(2, [0, 1], [0], [-1.0, -1.0])
+
+    def test_the_origin_is_the_first_sender(self) -> None:
+        tree = plant()
+        (node,) = tree.insert(2, [3], [0], [-1.0], origin=7)
+        tree.insert(2, [3], [0], [-0.5], origin=8)
+        assert (node.origin, node.score) == (7, -0.5)
+
+
+class TestDropped:
+    """What can never be taken is dropped with all that is below it; its siblings stay."""
+
+    def chain(self, tree: TokenTree, path: Sequence[int], *scores: float) -> set[Path]:
+        tree.insert(tree.base, path, range(len(path)), scores or [-1.0] * len(path))
+        tree.insert(tree.base, [0], [0], [-1.0])
+        sound(tree)
+        return set(live(tree)) - {(0,)}
+
+    def test_below_an_end_token(self) -> None:
+        assert self.chain(plant(end_tokens=frozenset({3})), [1, 3, 2, 1]) == {(1,), (1, 3)}
+
+    def test_not_below_an_end_token_that_is_committed(self) -> None:
+        """A prompt may hold end tokens, at its end too."""
+        assert self.chain(plant((1, 3), end_tokens=frozenset({3})), [1]) == {(1,)}
+
+    def test_past_the_last_position(self) -> None:
+        assert self.chain(plant(last_position=3), [1, 2, 3]) == {(1,), (1, 2)}
+
+    def test_ids_outside_the_vocabulary(self) -> None:
+        assert self.chain(plant(), [1, VOCABULARY, 2]) == {(1,)}
+
+    @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+    def test_scores_that_are_not_finite(self, score: float) -> None:
+        assert self.chain(plant(), [1, 2, 3], -1.0, score, -1.0) == {(1,)}
+
+    @given(st.lists(messages(len(PROMPT)), max_size=4), st.integers(0, 6))
+    def test_above_max_nodes(self, sent: list[Message], most: int) -> None:
+        tree, unlimited = plant(max_nodes=most), plant()
+        for message in sent:
+            message.into(tree)
+            message.into(unlimited)
+            sound(tree)
+        assert tree.size == min(most, unlimited.size)
+        assert live(tree).items() <= live(unlimited).items()
+
+    def test_a_commit_makes_room(self) -> None:
+        tree = plant(max_nodes=2)
+        tree.insert(2, [0, 1, 2], [0, 0, 0], [-1.0, -1.0, -1.0])
+        tree.commit([0])
+        tree.insert(3, [0, 1, 2], [0, 0, 0], [-1.0, -1.0, -1.0])
+        assert set(live(tree)) == {(0,), (1,)}
+
+
+class TestBest:
+    @settings(max_examples=300, deadline=None)
+    @given(trees(), st.integers(0, 30))
+    def test_is_the_connected_top_by_reach(self, tree: TokenTree, count: int) -> None:
+        chosen = tree.best(count)
+        assert len({id(node) for node in chosen}) == len(chosen)
+        reaches = [node.reach() for node in chosen]
+        assert reaches == sorted((node.reach() for node in tree.root.walk()), reverse=True)[:count]
+        met = {id(tree.root)}
+        for node in chosen:
+            assert id(node.parent) in met  # parents first
+            met.add(id(node))
+
+    @given(trees())
+    def test_by_reach_goes_on_to_the_last_node(self, tree: TokenTree) -> None:
+        found = list(tree.by_reach())
+        assert [node for _, node in found] == tree.best(tree.size)
+        assert [reach for reach, _ in found] == [node.reach() for _, node in found]
+        assert len(found) == tree.size
+
+    @given(trees())
+    def test_reach_is_the_sum_along_the_path_and_never_rises(self, tree: TokenTree) -> None:
+        for node in tree.root.walk():
+            path = node.path()
+            assert path[-1] is node
+            assert node.reach() == sum(step.score for step in path)
+            assert node.parent is not None
+            assert node.reach() <= node.parent.reach()
+
+
+class TestSpelling:
+    @given(trees(), st.lists(tokens, max_size=2))
+    def test_paths_make_the_same_tree_again(self, tree: TokenTree, text: list[int]) -> None:
+        tree.commit(text)
+        copy = plant(tree.committed)
+        made = copy.insert(tree.base, *tree.paths())
+        assert live(copy) == live(tree)
+        assert len(made) == tree.size  # each node is spelled once
+
+    @given(trees(), st.data())
+    def test_spelled_nodes_come_with_their_ancestors_and_nothing_else(
+        self, tree: TokenTree, data: st.DataObject
+    ) -> None:
+        nodes = list(tree.root.walk())
+        chosen = data.draw(st.lists(st.sampled_from(nodes), max_size=4) if nodes else st.just([]))
+        spelled = spell(chosen)
+        copy = plant(tree.committed)
+        made = copy.insert(tree.base, *spelled)
+        expected = {
+            tuple(node.token for node in path[: i + 1]): step.score
+            for path in (node.path() for node in chosen)
+            for i, step in enumerate(path)
+        }
+        assert live(copy) == expected
+        assert len(made) == len(spelled[0]) == len(expected)
