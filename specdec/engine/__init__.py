@@ -1,0 +1,1 @@
+"""Running a model over packed batches: memory, layout and the two engines."""

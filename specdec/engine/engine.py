@@ -1,0 +1,32 @@
+"""What services ask of an engine: one packed forward pass, and moving rows of its memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.batch import PackedBatch, Packer
+from specdec.engine.kv import Slots
+
+
+class UnsupportedModelError(Exception):
+    """The model cannot run in a packed batch, and why."""
+
+
+class Engine(Protocol):
+    """A loaded model and its key/value memory. Used by one thread."""
+
+    capacity: int  # slots of key/value memory
+    vocabulary: int
+    numerics: str  # fingerprint: equal ones give equal bits
+
+    def packer(self) -> Packer:
+        """An empty batch in the layout this engine wants."""
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        """Logits [n, vocabulary] of the wanted rows; stores the keys and values of all rows."""
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        """Copy rows of key/value memory from slots to slots, in every layer."""

@@ -1,0 +1,178 @@
+"""Export a Hugging Face causal language model as one ONNX graph over packed batches.
+
+The graph is the torch engine's forward pass, traced: the same attention, the pools as inputs that come
+back as outputs (bound to the same memory by the ONNX engine). The folder it writes needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.engine import attention
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.torch_engine import Float32Head, cache_shapes, load, window_of
+
+OPSET = 23
+INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
+"""The arrays of a one-group PackedBatch, in the graph's order; the pools follow."""
+
+
+@dataclass
+class TracedPools:
+    """Memory that is written by making new tensors, as a graph must."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    written: list[int] = field(default_factory=list)
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys[layer] = self.keys[layer].index_put((slots,), keys)
+        self.values[layer] = self.values[layer].index_put((slots,), values)
+        return self.keys[layer], self.values[layer]
+
+
+class _Graph(torch.nn.Module):
+    """The forward pass as a function of arrays alone."""
+
+    def __init__(self, model: torch.nn.Module, layers: int) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+        windowed: Tensor,
+        place: Tensor,
+        wanted: Tensor,
+        pools: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        memory = TracedPools(pools[: self.layers], pools[self.layers :])
+        group = attention.Group(keys, rows, visible, windowed)
+        packed = attention.Packed(memory, slots, [group], place, fused=False)
+        logits = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            logits_to_keep=wanted,
+            use_cache=False,
+            packed=packed,
+        ).logits
+        return logits[0], [*memory.keys, *memory.values]
+
+
+def export(directory: ModelDirectory, target: Path) -> None:
+    """Write graph, configuration and tokenizer into `target`, complete or not at all.
+
+    An earlier export there is replaced; anything else is left alone, with a ModelDirectoryError.
+    """
+    if target.exists() and not (target / DESCRIPTION).is_file() and any(target.iterdir()):
+        raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
+    model = load(directory, torch.float32, "cpu")
+    model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
+    shapes = cache_shapes(model)
+    layers = len(shapes)
+    dim = torch.export.Dim
+    t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
+    # Every dimension at least 2, and all different: a 1 or an equality would be taken for a constant.
+    example = (
+        torch.zeros(6, dtype=torch.int64),
+        torch.arange(6),
+        torch.arange(1, 7),
+        torch.ones(3, 64, dtype=torch.int64),
+        torch.zeros(3, 4, dtype=torch.int64),
+        torch.ones(3, 4, 64, dtype=torch.bool),
+        torch.ones(3, 4, 64, dtype=torch.bool),
+        torch.zeros(6, dtype=torch.int64),
+        torch.arange(2),
+        [torch.zeros(128, heads, width) for heads, width, _ in shapes]
+        + [torch.zeros(128, heads, width) for heads, _, width in shapes],
+    )
+    shapes_of_inputs = (
+        {0: t},
+        {0: t},
+        {0: t},
+        {0: g, 1: k},
+        {0: g, 1: r},
+        {0: g, 1: r, 2: k},
+        {0: g, 1: r, 2: k},
+        {0: t},
+        {0: n},
+        [{0: s}] * (2 * layers),
+    )
+    pool_names = [f"{kind}_{layer}" for kind in ("key", "value") for layer in range(layers)]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    try:
+        with _quiet(directory.name):
+            torch.onnx.export(
+                _Graph(model, layers).eval(),
+                example,
+                partial / GRAPH,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[*INPUTS, *pool_names],
+                output_names=["logits", *(f"new_{name}" for name in pool_names)],
+                dynamic_shapes=shapes_of_inputs,
+                external_data=True,
+            )
+        description = {
+            "pools": [[heads, k_width, v_width] for heads, k_width, v_width in shapes],
+            "window": window_of(model),
+            "model": directory.name,
+            "model_fingerprint": directory.model_fingerprint,
+        }
+        (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (directory.path / name).is_file():
+                shutil.copy(directory.path / name, partial / name)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def exported(directory: ModelDirectory) -> Path:
+    """The exported form of a directory: itself, or one in the user's cache, made now if need be."""
+    if (directory.path / GRAPH).is_file():
+        return directory.path
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # The form of the graph is part of the key: a newer exporter does not meet an older one's file.
+    target = cache / "specdec" / "onnx-1" / directory.model_fingerprint[:24] / directory.name
+    if not (target / DESCRIPTION).is_file():
+        export(directory, target)
+    return target
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence the exporter, which reports on stdout and in warnings; say its error in one line."""
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # the exporter's errors have no common base
+        first_line = str(error).strip().partition("\n")[0]
+        raise UnsupportedModelError(f"{name} cannot be exported: {type(error).__name__}: {first_line}") from error
+    finally:
+        logging.getLogger("torch.onnx").setLevel(level)
