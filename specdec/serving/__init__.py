@@ -1,0 +1,1 @@
+"""The plumbing that the three services share, written once."""

@@ -1,0 +1,54 @@
+"""What a session's worker has to say, on its way to the session's stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from specdec.serving.errors import ModelFailureError, ServiceError
+
+PROGRESS_SECONDS = 0.25
+
+Response = TypeVar("Response")
+
+
+class Outbox(Generic[Response]):
+    """Filled from any thread, written to the stream in order. An exception put here ends the session."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, item: Response | Exception) -> None:
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    async def write_to(
+        self,
+        context: grpc.aio.ServicerContext[Any, Response],
+        *,
+        progress: Callable[[], Response],
+        is_last: Callable[[Response], bool] = lambda _: False,
+    ) -> None:
+        """Write items as they come, and a sign of life every PROGRESS_SECONDS, until the last one."""
+        beat = asyncio.create_task(self._beat(progress))
+        try:
+            while True:
+                item = await self._queue.get()
+                if isinstance(item, ServiceError):
+                    raise item
+                if isinstance(item, Exception):
+                    raise ModelFailureError(f"the step failed: {type(item).__name__}: {item}")
+                await context.write(item)
+                if is_last(item):
+                    return
+        finally:
+            beat.cancel()
+
+    async def _beat(self, progress: Callable[[], Response]) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            if self._queue.empty():  # else what waits there is a sign of life
+                self._queue.put_nowait(progress())

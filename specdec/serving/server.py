@@ -1,0 +1,142 @@
+"""The life of a service process: load, serve, drain, exit.
+
+The port opens when the service is ready, so that nothing is sent to a pod that still loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from specdec.serving import logs
+from specdec.serving.interceptor import CallInterceptor
+
+log = structlog.get_logger()
+
+MAX_MESSAGE_BYTES = 16 << 20
+
+PEER_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000))
+"""For channels to other services: one that comes back is found within seconds, not gRPC's two minutes."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+
+class StartError(Exception):
+    """The service cannot start; the message is one line for a person."""
+
+
+class Service(Protocol):
+    """A servicer with a life of its own."""
+
+    name: str
+    """Full name of its gRPC service."""
+
+    def register(self, server: grpc.aio.Server) -> None: ...
+
+    async def close(self) -> None:
+        """After the last call has ended."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Where and how a service listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    drain_seconds: float = 30.0
+    log_level: str = "info"
+    stop_with_stdin: bool = False  # end when stdin closes: how a child follows its parent
+
+
+async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
+    """Run a service until SIGINT, SIGTERM or, if asked for, the end of stdin.
+
+    Prints one line `ready HOST:PORT` on stdout when calls are welcome.
+    """
+    logs.configure(service_name, settings.log_level)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if settings.stop_with_stdin:
+        loop.add_reader(sys.stdin, _on_stdin, stop)
+
+    # 1. A port that is taken should not cost the loading of a model: look first.
+    _check_port(settings)
+
+    # 2. Load, then take calls.
+    loading = asyncio.ensure_future(load())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        log.info("stopped_while_loading")
+        os._exit(0)  # the loading thread cannot be told to end
+    service = loading.result()
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+    service.register(server)
+    checks = health.aio.HealthServicer()
+    await checks.set(service.name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection((service.name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    except RuntimeError as error:
+        raise _port_taken(settings) from error
+    await server.start()
+    print(f"ready {settings.host}:{port}", flush=True)
+    log.info("serving", address=f"{settings.host}:{port}")
+    await stopping
+
+    # 3. Drain: refuse new calls, give running ones their time, cancel the rest.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)  # a second signal ends the process at once
+    await checks.enter_graceful_shutdown()
+    log.info("draining", seconds=settings.drain_seconds)
+    await server.stop(settings.drain_seconds)
+    await service.close()
+    log.info("stopped")
+
+
+def _check_port(settings: ServerSettings) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise _port_taken(settings) from error
+
+
+def _port_taken(settings: ServerSettings) -> StartError:
+    return StartError(f"cannot listen on {settings.host}:{settings.port}: the port is taken or not ours")
+
+
+def _on_stdin(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin)
+        stop.set()
+
+
+def run(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
+    """`serve` as a program: a start that fails is one line on stderr and exit status 1."""
+    from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.model_directory import ModelDirectoryError
+
+    try:
+        asyncio.run(serve(settings, load, service_name))
+    except (StartError, ModelDirectoryError, UnsupportedModelError) as error:
+        print(f"{service_name}: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,118 @@
+"""A session is a stream: the life of one, the same at draft and verifier.
+
+The first request opens the session and gives it memory, the rest are handed to the worker in order, what
+the worker says goes back; when the stream ends, for whatever reason, the memory is free within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from specdec.engine.kv import PoolFullError
+from specdec.serving.errors import OverloadedError, ProtocolError
+from specdec.serving.outbox import Outbox
+from specdec.serving.worker import Worker
+
+LINGER_SECONDS = 5.0
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Session = TypeVar("Session")
+
+
+class SessionServicer(ABC, Generic[Session, Request, Response]):
+    """What draft and verifier say of their sessions; `run` does the rest."""
+
+    def __init__(self, worker: Worker, max_sessions: int) -> None:
+        self._worker = worker
+        self._max_sessions = max_sessions
+        self._sessions = 0
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._worker.stop)
+
+    @abstractmethod
+    def parse(self, request: Request) -> Session:
+        """The session that an `open` asks for; ServiceError if it is refused."""
+
+    @abstractmethod
+    def attach(self, session: Session, outbox: Outbox[Response]) -> None:
+        """Give it memory and let the worker work on it. In the worker's thread; PoolFullError."""
+
+    @abstractmethod
+    def detach(self, session: Session) -> None:
+        """Take it from the worker, memory and all. In the worker's thread, once or more."""
+
+    @abstractmethod
+    def act(self, session: Session, request: Request, arrived: float) -> None:
+        """What any later request asks for; it `arrived` at that `time.monotonic`. In the worker's thread;
+        ValueError ends the session."""
+
+    @abstractmethod
+    def opened(self) -> Response:
+        """The answer to `open`."""
+
+    @abstractmethod
+    def progress(self) -> Response:
+        """A sign of life."""
+
+    @abstractmethod
+    def is_last(self, response: Response) -> bool:
+        """Whether the session is over with this response."""
+
+    async def run(self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Response]) -> None:
+        first = await anext(aiter(requests), None)
+        if first is None or _kind(first) != "open":
+            raise ProtocolError("a session begins with `open`")
+        if self._sessions >= self._max_sessions:
+            raise OverloadedError(f"{self._sessions} sessions are open, the limit is {self._max_sessions}")
+        session = self.parse(first)
+        outbox: Outbox[Response] = Outbox()
+        self._sessions += 1
+        reader: asyncio.Task[None] | None = None
+        try:
+            await self._worker.call(partial(self.attach, session, outbox))
+            await context.write(self.opened())
+            reader = asyncio.create_task(self._read(requests, session, outbox))
+            await outbox.write_to(context, progress=self.progress, is_last=self.is_last)
+            # The caller ends the stream: requests may still be on their way, and a write that meets a
+            # stream closed from here would cost it the last response.
+            await asyncio.wait({reader}, timeout=LINGER_SECONDS)
+        except PoolFullError as full:
+            raise OverloadedError(f"the key/value memory is full: {full}") from full
+        finally:
+            self._sessions -= 1
+            if reader is not None:
+                reader.cancel()
+            self._worker.submit(partial(self.detach, session))
+
+    async def _read(self, requests: AsyncIterator[Request], session: Session, outbox: Outbox[Response]) -> None:
+        """Hand requests to the worker, in order."""
+
+        def act(request: Request, arrived: float) -> None:
+            try:
+                self.act(session, request, arrived)
+            except ValueError as error:
+                outbox.put(ProtocolError(f"{_kind(request)}: {error}"))
+            except Exception as error:  # it ends this session, not the worker
+                outbox.put(error)
+
+        try:
+            async for request in requests:
+                if _kind(request) in ("open", None):
+                    raise ProtocolError("a session is opened once, and messages are not empty")
+                self._worker.submit(partial(act, request, time.monotonic()))
+        except Exception as error:  # what cannot be read ends the session
+            outbox.put(error)
+
+
+def _kind(request: Any) -> str | None:
+    kind: str | None = request.WhichOneof("message")
+    return kind

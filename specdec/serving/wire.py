@@ -1,0 +1,116 @@
+"""Between messages and the values that the code works with."""
+
+from __future__ import annotations
+
+import math
+
+from specdec.decoding.sampling import Sampling
+from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.errors import InvalidRequestError, NotBuiltError
+from specdec.v1 import model_pb2
+
+PROTOCOL_VERSION = 1
+
+
+def identity_of(directory: ModelDirectory, numerics: str, context: int) -> model_pb2.ModelIdentity:
+    """What a pod that serves a directory says of itself; `context` is the longest text it has room for."""
+    return model_pb2.ModelIdentity(
+        protocol_version=PROTOCOL_VERSION,
+        model=directory.name,
+        tokenizer_fingerprint=directory.tokenizer_fingerprint,
+        model_fingerprint=directory.model_fingerprint,
+        numerics_fingerprint=numerics,
+        context_tokens=min(directory.context, context),
+        vocabulary_size=directory.vocabulary,
+    )
+
+
+def sampling_from(message: model_pb2.Sampling) -> Sampling:
+    return Sampling(
+        repetition_penalty=message.repetition_penalty or 1.0,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        logit_bias=dict(message.logit_bias),
+        banned_tokens=frozenset(message.banned_tokens),
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        min_p=message.min_p,
+        seed=message.seed,
+    )
+
+
+def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
+    return model_pb2.Sampling(
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=sampling.logit_bias,
+        banned_tokens=sorted(sampling.banned_tokens),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+
+
+def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
+    """(field, problem) of every value outside its range. `barred`: end tokens that `min_tokens` rules out
+    at first; with the banned ones they must leave something to choose."""
+    prefix = "sampling."
+    found: list[tuple[str, str]] = []
+
+    def check(field: str, value: float, good: bool, limit: str) -> None:
+        if not good:
+            found.append((prefix + field, f"is {value:g}, must be {limit}"))
+
+    s = sampling
+    check("temperature", s.temperature, 0 <= s.temperature < math.inf, "a finite number of at least 0")
+    check("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]")
+    check("min_p", s.min_p, 0 <= s.min_p < 1, "in [0, 1)")
+    check("repetition_penalty", s.repetition_penalty, 0 < s.repetition_penalty < math.inf, "a finite number above 0")
+    check("frequency_penalty", s.frequency_penalty, -2 <= s.frequency_penalty <= 2, "in [-2, 2]")
+    check("presence_penalty", s.presence_penalty, -2 <= s.presence_penalty <= 2, "in [-2, 2]")
+    for token, bias in s.logit_bias.items():
+        check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")
+        check(f"logit_bias[{token}]", token, token < vocabulary, f"keyed by a token id below {vocabulary}")
+    for token in s.banned_tokens:
+        check("banned_tokens", token, token < vocabulary, f"a token id below {vocabulary}")
+    if len(s.banned_tokens | barred) >= vocabulary:
+        found.append((f"{prefix}banned_tokens", f"leaves none of the {vocabulary} tokens to choose"))
+    return found
+
+
+def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tuple[str, str]]:
+    """The first token id outside the vocabulary, if there is one."""
+    for index, token in enumerate(tokens):
+        if token >= vocabulary:
+            return [(f"{field}[{index}]", f"is {token}, must be a token id below {vocabulary}")]
+    return []
+
+
+def text_violations(
+    prompt: list[int], generated: list[int], max_tokens: int, *, vocabulary: int, context: int
+) -> list[tuple[str, str]]:
+    """What is wrong with the text that a session begins with."""
+    found = token_violations("prompt_tokens", prompt, vocabulary)
+    found += token_violations("generated_tokens", generated, vocabulary)
+    if not prompt:
+        found.append(("prompt_tokens", "is empty, must hold at least 1 token"))
+    length = len(prompt) + len(generated)
+    if length >= context:
+        found.append(("prompt_tokens", f"with generated_tokens {length} tokens, the context is {context}"))
+    if max_tokens <= len(generated):
+        found.append(("max_tokens", f"is {max_tokens}, must be more than the {len(generated)} generated_tokens"))
+    return found
+
+
+def check_rule(rule: model_pb2.AcceptanceRule.ValueType) -> None:
+    """Only COUPLED is built so far; what is not is refused by name."""
+    coupled = (model_pb2.ACCEPTANCE_RULE_UNSPECIFIED, model_pb2.ACCEPTANCE_RULE_COUPLED)
+    if rule in coupled:
+        return
+    if rule in model_pb2.AcceptanceRule.values():
+        raise NotBuiltError(f"rule {model_pb2.AcceptanceRule.Name(rule)} is not built yet")
+    raise InvalidRequestError([("rule", f"is {rule}, which is no AcceptanceRule")])

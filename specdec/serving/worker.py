@@ -1,0 +1,99 @@
+"""A thread that owns its state: others reach it by actions that run between two of its turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class Worker(ABC):
+    """Takes turns for as long as there is work, and sleeps when there is none.
+
+    No lock guards what a worker owns: everything happens in its thread, in order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """After the actions submitted so far; waits for the thread's end."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Run an action in the worker's thread, before its next turn. Actions must not raise."""
+        self._inbox.put(action)
+
+    async def call(self, action: Callable[[], T]) -> T:
+        """Run an action in the worker's thread and await its result, or what it raises."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: Exception | None) -> None:
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                result = action()
+            except Exception as error:  # whatever it is, it belongs to the caller
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, result, None)
+
+        self.submit(run)
+        return await future
+
+    @abstractmethod
+    def turn(self) -> float | None:
+        """Do what can be done now. How long to wait for an action before the next turn: seconds, or None
+        for as long as it takes."""
+
+    def _run(self) -> None:
+        wait: float | None = 0.0
+        try:
+            while self._receive(wait):
+                wait = self.turn()
+        except Exception as error:
+            # A process whose worker is gone would answer health checks and nothing else; peers of a dead one
+            # go elsewhere at once.
+            log.critical("worker_died", worker=self._thread.name, exc_info=error)
+            os._exit(70)
+
+    def _receive(self, wait: float | None) -> bool:
+        """Run the actions that are in the inbox, waiting for the first; False if it is time to end.
+
+        Those that come meanwhile wait for the next turn: a flood delays the work, it does not stop it.
+        """
+        try:
+            action = self._inbox.get(timeout=wait) if wait is None or wait > 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        waiting = self._inbox.qsize()
+        while True:
+            if action is None:
+                return False
+            action()
+            if not waiting:
+                return True
+            waiting -= 1
+            action = self._inbox.get_nowait()
