@@ -1,0 +1,1 @@
+"""The draft: a small model that grows a tree of guesses ahead of the target."""

@@ -1,0 +1,75 @@
+"""`python -m draft_service`: serve a draft model."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from draft_service.growth_loop import GrowthLoop
+from draft_service.servicer import DraftServicer, Limits
+from specdec.engine.engine import Engine
+from specdec.engine.model_directory import GRAPH, ModelDirectory
+from specdec.serving.server import ServerSettings, StartError, run
+from specdec.serving.wire import identity_of
+
+
+def main(
+    model: Annotated[
+        Path, typer.Option(help="Directory of the draft model: exported by `specdec export`, or Hugging Face's layout.")
+    ],
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    engine: Annotated[
+        Literal["onnx", "torch"], typer.Option(help="onnx exports a Hugging Face directory on first use.")
+    ] = "onnx",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
+    slots: Annotated[int, typer.Option(min=512, help="Tokens of key/value memory.")] = 16384,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
+    drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
+    log_level: Literal["debug", "info", "warning", "error"] = "info",
+    stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
+) -> None:
+    """Serve a draft model: guess ahead of the target."""
+    settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
+
+    def start() -> DraftServicer:
+        directory = ModelDirectory(model)
+        loaded = _load_engine(directory, engine, slots, threads)
+        limits = Limits(max_sessions=max_sessions)
+        # A session's memory holds its text and its nodes.
+        identity = identity_of(directory, loaded.numerics, slots - 1 - limits.max_nodes)
+        loop = GrowthLoop(loaded)
+        loop.start()
+        return DraftServicer(loop, identity, limits)
+
+    async def load() -> DraftServicer:
+        return await asyncio.to_thread(start)
+
+    run(settings, load, "draft")
+
+
+def _load_engine(directory: ModelDirectory, engine: str, slots: int, threads: int) -> Engine:
+    if engine == "torch":
+        from specdec.engine.torch_engine import TorchEngine
+
+        return TorchEngine(directory, capacity=slots, least_rows=1, threads=threads)
+    from specdec.engine.onnx_engine import OnnxEngine
+
+    if not (directory.path / GRAPH).is_file():
+        if importlib.util.find_spec("torch") is None:
+            raise StartError(
+                f"{directory.path}: not exported (no {GRAPH}), and without torch it cannot be exported here: "
+                "run `specdec export` where torch is installed"
+            )
+        from specdec.engine.export import exported
+
+        directory = ModelDirectory(exported(directory))
+    return OnnxEngine(directory, capacity=slots, threads=threads)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""The growth loop: expand the most promising nodes of all sessions in one forward pass, push, again.
+
+It runs in its own thread and owns every session. A commit takes effect between two steps; when no session
+has anything worth guessing, the loop sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from draft_service.session import Frontier, Session
+from specdec.engine.engine import Engine
+from specdec.engine.kv import KVPool
+from specdec.serving.worker import Worker
+
+log = structlog.get_logger()
+
+Extension = tuple[int, list[int], list[int], list[float]]
+
+
+@dataclass
+class Attached:
+    """A session and where its extensions go. `emit` is called from the loop's thread, must not block."""
+
+    session: Session
+    emit: Callable[[Extension], None]
+    fail: Callable[[Exception], None]
+
+
+@dataclass
+class Hungry:
+    """A session with something worth reading, best first."""
+
+    attached: Attached
+    frontier: Frontier
+
+
+class GrowthLoop(Worker):
+    """`rows`: nodes read in one step, over all sessions; `rows_per_session` of one session at most;
+    `prompt_budget`: tokens of text read in one step, over all sessions."""
+
+    def __init__(self, engine: Engine, *, rows: int = 16, rows_per_session: int = 4, prompt_budget: int = 512) -> None:
+        super().__init__("growth-loop")
+        self.steps = 0
+        self._engine = engine
+        self._pool = KVPool(engine.capacity)
+        self._rows = rows
+        self._rows_per_session = rows_per_session
+        self._prompt_budget = prompt_budget
+        self._attached: dict[int, Attached] = {}
+
+    @property
+    def slots_used(self) -> int:
+        return self._pool.used
+
+    # --- actions: called in the loop's thread -----------------------------------------------------
+
+    def attach(self, attached: Attached) -> None:
+        """Give a session its memory; PoolFullError if there is none left."""
+        session = attached.session
+        session.own(self._pool.take(session.end + session.policy.max_nodes))
+        self._attached[id(session)] = attached
+
+    def detach(self, session: Session) -> None:
+        if self._attached.pop(id(session), None) is not None:
+            self._pool.give(session.slots)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def turn(self) -> float | None:
+        hungry = [
+            Hungry(attached, frontier)
+            for attached in self._attached.values()
+            if (frontier := attached.session.frontier(self._rows_per_session))
+        ]
+        if hungry:
+            hungry.sort(key=lambda h: -h.frontier[0][0])
+            try:
+                self._step(hungry)
+            except Exception as error:  # the step's sessions are lost, the loop is not
+                log.error("step_failed", exc_info=error)
+                for h in hungry:
+                    self.detach(h.attached.session)
+                    h.attached.fail(error)
+        now = time.monotonic()
+        wake = self._send(now)
+        if hungry:
+            return 0.0
+        return None if wake is None else max(0.0, wake - now)
+
+    def _step(self, hungry: list[Hungry]) -> None:
+        packer = self._engine.packer()
+        rows, prompt_budget = self._rows, self._prompt_budget
+        share = max(1, rows // len(hungry))
+        planned: list[Attached] = []
+        for h in hungry:
+            session = h.attached.session
+            if session.unread_text:
+                if prompt_budget > 0:
+                    prompt_budget -= session.plan_text(packer, prompt_budget)
+                    planned.append(h.attached)
+            elif rows > 0:
+                chosen = [node for _, node in h.frontier[: min(share, rows)]]
+                session.plan_nodes(packer, chosen)
+                rows -= len(chosen)
+                planned.append(h.attached)
+        logits = self._engine.forward(packer.pack())
+        self.steps += 1
+        for attached in planned:
+            try:
+                attached.session.grow(logits)
+            except Exception as error:  # one session's trouble is not the others'
+                log.error("session_failed", exc_info=error)
+                self.detach(attached.session)
+                attached.fail(error)
+
+    def _send(self, now: float) -> float | None:
+        """Push what is due; when the next push will be."""
+        wake: float | None = None
+        for attached in self._attached.values():
+            session = attached.session
+            if session.due(now):
+                attached.emit(session.spell_unsent(now))
+            elif session.unsent:
+                then = session.sent_at + session.policy.extend_interval
+                wake = then if wake is None else min(wake, then)
+        return wake

@@ -1,0 +1,113 @@
+"""DraftService: between gRPC streams and the growth loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from draft_service.growth_loop import Attached, Extension, GrowthLoop
+from draft_service.session import GrowthPolicy, Session, SessionRequest
+from specdec.decoding.choice import Chooser
+from specdec.serving.errors import InvalidRequestError
+from specdec.serving.outbox import Outbox
+from specdec.serving.session_stream import SessionServicer
+from specdec.serving.wire import check_rule, sampling_from, sampling_violations, text_violations
+from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a session may ask for; defaults where it asks for nothing."""
+
+    defaults: GrowthPolicy = field(default_factory=GrowthPolicy)
+    max_nodes: int = 64
+    max_depth: int = 64
+    max_branches: int = 16
+    max_sessions: int = 256
+
+
+class DraftServicer(
+    SessionServicer[Session, draft_pb2.DraftRequest, draft_pb2.DraftResponse],
+    draft_pb2_grpc.DraftServiceServicer,
+):
+    name = "specdec.v1.DraftService"
+
+    def __init__(self, loop: GrowthLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
+        super().__init__(loop, limits.max_sessions)
+        self._loop = loop
+        self._identity = identity
+        self._limits = limits
+
+    def register(self, server: grpc.aio.Server) -> None:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
+
+    async def Draft(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[draft_pb2.DraftRequest],
+        context: grpc.aio.ServicerContext[draft_pb2.DraftRequest, draft_pb2.DraftResponse],
+    ) -> None:
+        await self.run(request_iterator, context)
+
+    def attach(self, session: Session, outbox: Outbox[draft_pb2.DraftResponse]) -> None:
+        def emit(extension: Extension) -> None:
+            base, tokens, parents, scores = extension
+            message = model_pb2.Extend(base=base, tokens=tokens, parents=parents, scores=scores)
+            outbox.put(draft_pb2.DraftResponse(extend=message))
+
+        self._loop.attach(Attached(session, emit, outbox.put))
+
+    def detach(self, session: Session) -> None:
+        self._loop.detach(session)
+
+    def act(self, session: Session, request: draft_pb2.DraftRequest, arrived: float) -> None:
+        match request.WhichOneof("message"):
+            case "committed":
+                session.commit(request.committed.base, list(request.committed.tokens))
+            case "policy":
+                session.follow(self._policy(request.policy, session.policy.max_nodes))
+            case "resend":
+                session.resend()
+
+    def opened(self) -> draft_pb2.DraftResponse:
+        return draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=self._identity))
+
+    def progress(self) -> draft_pb2.DraftResponse:
+        return draft_pb2.DraftResponse(progress=model_pb2.Progress(steps=self._loop.steps))
+
+    def is_last(self, response: draft_pb2.DraftResponse) -> bool:
+        return False  # the caller ends a draft session
+
+    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> GrowthPolicy:
+        """A policy within this pod's limits, with at most as many nodes as there is memory for."""
+        limits, defaults = self._limits, self._limits.defaults
+        return GrowthPolicy(
+            max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
+            max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
+            max_branches=min(message.max_branches or defaults.max_branches, limits.max_branches),
+            min_reach=message.min_reach or defaults.min_reach,
+            extend_interval=message.extend_interval_us * 1e-6,
+        )
+
+    def parse(self, request: draft_pb2.DraftRequest) -> Session:
+        """Every value is checked, whoever sent it."""
+        message = request.open
+        check_rule(message.rule)
+        vocabulary, context = self._identity.vocabulary_size, self._identity.context_tokens
+        prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
+        sampling = sampling_from(message.sampling)
+        violations = sampling_violations(sampling, vocabulary, frozenset())
+        violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
+        if violations:
+            raise InvalidRequestError(violations)
+        end_tokens = frozenset(message.end_tokens)
+        wanted = SessionRequest(
+            prompt,
+            generated,
+            Chooser(sampling, end_tokens, len(prompt) + message.min_tokens),
+            end_tokens,
+            message.max_tokens,
+            context,
+        )
+        return Session(wanted, self._policy(message.policy, self._limits.max_nodes), vocabulary)

@@ -1,0 +1,235 @@
+"""One session at the draft: its text, its growing tree, and the memory of both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.choice import Chooser, History
+from specdec.decoding.tree import Node, TokenTree, spell
+from specdec.engine.batch import Packer
+from specdec.engine.kv import Slots
+
+Frontier = list[tuple[float, Node]]
+"""Unread nodes with their log-reach, best first."""
+
+
+@dataclass(frozen=True)
+class GrowthPolicy:
+    """A validated DraftPolicy."""
+
+    max_nodes: int = 48
+    max_depth: int = 16
+    max_branches: int = 3
+    min_reach: float = 0.01  # probability
+    extend_interval: float = 0.0  # seconds
+
+    @property
+    def least_reach(self) -> float:
+        """`min_reach` as a log-probability."""
+        return math.log(self.min_reach) if self.min_reach > 0 else -math.inf
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """A validated DraftOpen."""
+
+    prompt: list[int]
+    generated: list[int]
+    chooser: Chooser
+    end_tokens: frozenset[int]
+    max_tokens: int
+    context: int
+
+
+class Session:
+    """Owned by the draft loop's thread.
+
+    A node's `state` is its slot of key/value memory once the model has read it, None before; its
+    children exist only after that. `prefix` are the slots of the committed text as far as it is read;
+    when a commit follows the tree, the nodes' slots become the prefix's: nothing is copied.
+    """
+
+    def __init__(self, request: SessionRequest, policy: GrowthPolicy, vocabulary: int) -> None:
+        text = request.prompt + request.generated
+        self.request = request
+        self.policy = policy
+        self.vocabulary = vocabulary
+        self.end = min(len(request.prompt) + request.max_tokens, request.context)
+        self.tree = TokenTree(text, vocabulary=vocabulary, last_position=self.end - 1, end_tokens=request.end_tokens)
+        self.history = (
+            History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
+        )
+        self.slots: Slots = np.zeros(0, dtype=np.int64)
+        self.prefix: list[int] = []
+        self.unsent: list[Node] = []
+        self.sent_at = -math.inf
+        self._idle = False  # whether the tree is as large as it is worth, until a commit or another policy
+        self._free: list[int] = []
+        self._planned: list[tuple[Node, int]] = []  # (node, index among the results)
+
+    def own(self, slots: Slots) -> None:
+        """Take possession of memory, enough for the text and every node."""
+        self.slots = slots
+        self._free = slots.tolist()
+
+    # --- what the verifier said --------------------------------------------------------------------
+
+    def commit(self, base: int, tokens: list[int]) -> None:
+        """Re-root at the new text; what contradicts it is dropped, memory and all.
+
+        A commit that overlaps what is known is cut to its news; ValueError if it leaves a gap, contradicts
+        the committed text, or names a token this model does not have.
+        """
+        tree = self.tree
+        known = tree.base - base
+        if known < 0:
+            raise ValueError(f"commit at {base}, the committed text has {tree.base} tokens")
+        overlap, news = tokens[:known], tokens[known:]
+        if tree.committed[base : base + len(overlap)] != overlap:
+            raise ValueError(f"commit at {base} contradicts the committed text")
+        if max(tokens, default=0) >= self.vocabulary:
+            raise ValueError(f"token {max(tokens)} is not in the draft's vocabulary of {self.vocabulary}")
+        held = {node.state for node in tree.root.walk()}
+        node: Node | None = None if self.unread_text else tree.root
+        for token in news:
+            node = node.children.get(token) if node is not None else None
+            if node is None or node.state is None:
+                break
+            assert isinstance(node.state, int)
+            self.prefix.append(node.state)
+        tree.commit(news)
+        self._idle = False
+        if self.history is not None:
+            self.history.extend(news)
+        alive = {id(n): n for n in tree.root.walk()}
+        self.unsent = [n for n in self.unsent if id(n) in alive]
+        kept = {*(n.state for n in alive.values()), *self.prefix[base:]}
+        self._free += [slot for slot in held - kept if isinstance(slot, int)]
+
+    # --- growing -----------------------------------------------------------------------------------
+
+    @property
+    def unread_text(self) -> bool:
+        """Whether committed tokens are to be read before anything can be guessed."""
+        return len(self.prefix) < self.tree.base
+
+    def frontier(self, count: int) -> Frontier:
+        """The `count` unread nodes of highest reach that are worth reading; the root, while there is
+        unread text."""
+        policy, tree = self.policy, self.tree
+        if self._idle or tree.base >= self.end:
+            return []  # nothing left to do; or the text is over, or past what this model can hold
+        if self.unread_text:
+            return [(0.0, tree.root)]
+        found: Frontier = []
+        if tree.size >= policy.max_nodes:
+            self._idle = True
+            return found
+        for reach, node in tree.by_reach():
+            if reach < policy.least_reach or len(found) == count:
+                break
+            if node.state is None and self._may_have_children(node):
+                found.append((reach, node))
+        self._idle = not found
+        return found
+
+    def _may_have_children(self, node: Node) -> bool:
+        return (
+            node.position < self.end - 1
+            and node.position - self.tree.root.position < self.policy.max_depth
+            and node.token not in self.request.end_tokens
+        )
+
+    def plan_text(self, packer: Packer, budget: int) -> int:
+        """Catching up, after a correction or at the start: one chain of at most `budget` rows; how many."""
+        start = len(self.prefix)
+        text = self.tree.committed[start : start + budget]
+        slots = [self._free.pop() for _ in text]
+        rows = packer.add_rows(text, start, slots)
+        self.prefix += slots
+        packer.add_path(np.asarray(self.prefix), list(rows))
+        if len(self.prefix) == self.tree.base:
+            self._planned.append((self.tree.root, packer.want(rows[-1])))
+        return len(text)
+
+    def plan_nodes(self, packer: Packer, chosen: list[Node]) -> None:
+        """One lane: the prefix, the chosen nodes' ancestors, the nodes; a mask says who sees whom."""
+        tail: dict[int, int] = {}  # id(node) -> column after the prefix
+        column_slots: list[int] = []
+        column_positions: list[int] = []
+        paths = [node.path() for node in chosen]
+        for node in chosen:
+            node.state = self._free.pop()
+        for path in paths:
+            for node in path:
+                if id(node) not in tail:
+                    tail[id(node)] = len(column_slots)
+                    assert isinstance(node.state, int)
+                    column_slots.append(node.state)
+                    column_positions.append(node.position)
+        base = self.tree.base
+        visible = np.zeros((len(chosen), base + len(tail)), dtype=bool)
+        visible[:, :base] = True
+        rows: list[int] = []
+        for i, (node, path) in enumerate(zip(chosen, paths, strict=True)):
+            visible[i, [base + tail[id(n)] for n in path]] = True
+            assert isinstance(node.state, int)
+            row = packer.add_row(node.token, node.position, node.state)
+            rows.append(row)
+            self._planned.append((node, packer.want(row)))
+        keys = np.asarray(self.prefix + column_slots)
+        packer.add_tree(keys, np.asarray([*range(base), *column_positions]), rows, visible)
+
+    def grow(self, logits: NDArray[np.float32]) -> None:
+        """Give the nodes just read their likeliest children."""
+        policy, tree = self.policy, self.tree
+        for node, index in self._planned:
+            path = node.path()
+            ranked = self.request.chooser.preferences(
+                logits[index],
+                node.position + 1,
+                self.history,
+                [n.token for n in path],
+                policy.max_branches,
+            )
+            reach = node.reach()
+            for token, score in zip(*ranked, strict=True):
+                # The likeliest next token is worth sending however unlikely it is: else a verifier would wait
+                # for nothing.
+                first = node is tree.root and not node.children
+                if (reach + score < policy.least_reach and not first) or tree.size >= policy.max_nodes:
+                    break
+                child = tree.add(node, token, score)
+                if child is not None:
+                    self.unsent.append(child)
+        self._planned = []
+
+    # --- sending -----------------------------------------------------------------------------------
+
+    def due(self, now: float) -> bool:
+        """Whether an Extend should go out: something is new, and either the verifier has nothing of
+        this tree or the last message is long enough ago."""
+        if not self.unsent:
+            return False
+        return len(self.unsent) == self.tree.size or now - self.sent_at >= self.policy.extend_interval
+
+    def spell_unsent(self, now: float) -> tuple[int, list[int], list[int], list[float]]:
+        """(base, tokens, parents, scores) of what was not sent yet."""
+        tokens, parents, scores = spell(self.unsent)
+        self.unsent = []
+        self.sent_at = now
+        return self.tree.base, tokens, parents, scores
+
+    def follow(self, policy: GrowthPolicy) -> None:
+        """Grow by another policy from now on."""
+        self.policy = policy
+        self._idle = False
+
+    def resend(self) -> None:
+        """Everything counts as unsent."""
+        self.unsent = [node for _, node in self.tree.by_reach()]
+        self.sent_at = -math.inf

@@ -1,0 +1,1 @@
+"""The orchestrator: runs every request, holds the committed text, brings draft and verifier together."""

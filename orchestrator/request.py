@@ -1,0 +1,183 @@
+"""From a GenerateRequest to valid samples: parsed once, here; nothing behind checks again."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from orchestrator.tokenizer import ChatTemplateError, Tokenizer
+from specdec.decoding.noise import sample_seed
+from specdec.decoding.sampling import Sampling
+from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
+from specdec.serving.wire import check_rule, sampling_violations, token_violations
+from specdec.v1 import generation_pb2
+
+MOST_SAMPLES = 16
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 256
+MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model this orchestrator serves."""
+
+    name: str
+    tokenizer: Tokenizer
+    tokenizer_fingerprint: str
+    context: int
+    vocabulary: int
+    end_tokens: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a request wants to speculate; 0 leaves a value to the services."""
+
+    enabled: bool
+    max_candidates: int
+    max_depth: int
+    max_branches: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One of the n completions of a request."""
+
+    index: int
+    prompt: list[int]
+    generated: list[int]
+    sampling: Sampling
+    max_tokens: int
+    min_tokens: int
+    end_tokens: frozenset[int]
+    stop: tuple[str, ...]
+    logprobs: int  # as in VerifyOpen.logprobs
+    speculation: Speculation
+
+
+@dataclass(frozen=True)
+class Request:
+    """A valid request: its seed, and its samples."""
+
+    seed: int
+    samples: list[Sample]
+
+
+def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
+    """The request a message asks for, or an error that names every field that is wrong."""
+    if message.model and message.model != model.name:
+        raise UnknownModelError(f"model: is {message.model!r}, served here is {model.name!r}")
+    if message.json_schema:
+        raise NotBuiltError("json_schema: structured output is not built yet")
+    check_rule(message.rule)
+    violations: list[tuple[str, str]] = []
+    prompt = _prompt(message, model, violations)
+    generated = list(message.generated_tokens)
+    violations += token_violations("generated_tokens", generated, model.vocabulary)
+
+    asked = message.sampling
+    has_seed = asked.HasField("seed")
+    seed = asked.seed if has_seed else secrets.randbits(64)
+    sampling = Sampling(
+        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
+        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=asked.presence_penalty,
+        logit_bias=dict(asked.logit_bias),
+        banned_tokens=frozenset(asked.banned_tokens),
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
+        min_p=asked.min_p,
+    )
+    end_tokens = frozenset(message.stop_tokens) | (frozenset() if message.ignore_end_token else model.end_tokens)
+    violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
+
+    room = model.context - len(prompt)
+    if prompt and room < 1:
+        violations.append(("prompt", f"has {len(prompt)} tokens, the context of {model.context} leaves no room"))
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else max(1, room) + 1
+    if max_tokens < 1:
+        violations.append(("max_tokens", "is 0, must be at least 1"))
+    elif len(generated) >= max_tokens or (generated and len(generated) >= room):
+        most = min(max_tokens, room)
+        violations.append(("generated_tokens", f"has {len(generated)} tokens, nothing is left of {most}"))
+    if message.min_tokens > max_tokens:
+        violations.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
+    if message.n > MOST_SAMPLES:
+        violations.append(("n", f"is {message.n}, must be at most {MOST_SAMPLES}"))
+    if generated and not has_seed:
+        violations.append(("sampling.seed", "is not set, must be given with generated_tokens"))
+    if generated and message.n > 1:
+        violations.append(("n", f"is {message.n}, must be 1 with generated_tokens"))
+    logprobs = message.logprobs + 1 if message.HasField("logprobs") else 0
+    if logprobs > MOST_LOGPROBS + 1:
+        violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
+    _check_stops(message, model, violations)
+    if message.speculation.mode not in generation_pb2.SpeculationMode.values():
+        violations.append(("speculation.mode", f"is {message.speculation.mode}, which is no SpeculationMode"))
+    if violations:
+        raise InvalidRequestError(violations)
+
+    sample = Sample(
+        index=0,
+        prompt=prompt,
+        generated=generated,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
+        end_tokens=end_tokens,
+        stop=tuple(message.stop),
+        logprobs=logprobs,
+        speculation=Speculation(
+            enabled=message.speculation.mode != generation_pb2.SPECULATION_MODE_OFF,
+            max_candidates=message.speculation.max_candidates,
+            max_depth=message.speculation.max_depth,
+            max_branches=message.speculation.max_branches,
+        ),
+    )
+    return Request(
+        seed,
+        [
+            replace(sample, index=i, sampling=replace(sampling, seed=sample_seed(seed, i)))
+            for i in range(max(1, message.n))
+        ],
+    )
+
+
+def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> list[int]:
+    """The prompt's tokens; what is wrong with it is added to `violations`."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            if not message.text:
+                violations.append(("text", "is empty, must hold at least 1 character"))
+                return []
+            return model.tokenizer.encode(message.text)
+        case "tokens":
+            ids = list(message.tokens.ids)
+            if not ids:
+                violations.append(("tokens.ids", "is empty, must hold at least 1 token"))
+            violations += token_violations("tokens.ids", ids, model.vocabulary)
+            return ids
+        case "chat":
+            if not message.chat.messages:
+                violations.append(("chat.messages", "is empty, must hold at least 1 message"))
+                return []
+            try:
+                text = model.tokenizer.render([(m.role, m.content) for m in message.chat.messages])
+            except ChatTemplateError as error:
+                violations.append(("chat", str(error)))
+                return []
+            return model.tokenizer.encode(text, special=False)
+        case _:
+            violations.append(("prompt", "is missing: set one of text, tokens, chat"))
+            return []
+
+
+def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:
+    if len(message.stop) > MOST_STOP_STRINGS:
+        violations.append(("stop", f"has {len(message.stop)} strings, must have at most {MOST_STOP_STRINGS}"))
+    for index, stop in enumerate(message.stop):
+        if not 0 < len(stop) <= LONGEST_STOP_STRING:
+            violations.append((f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {LONGEST_STOP_STRING}"))
+    violations += token_violations("stop_tokens", list(message.stop_tokens), model.vocabulary)

@@ -1,0 +1,117 @@
+"""GenerationService: what backend applications call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from orchestrator.generation import Generation, Peers
+from orchestrator.request import Model, Request, parse
+from specdec.v1 import generation_pb2, generation_pb2_grpc
+
+Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    name = "specdec.v1.GenerationService"
+
+    def __init__(self, model: Model, peers: Peers) -> None:
+        self._model = model
+        self._peers = peers
+
+    def register(self, server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+
+    async def close(self) -> None:
+        await self._peers.verifier.close()
+        if self._peers.draft is not None:
+            await self._peers.draft.close()
+
+    async def Generate(  # type: ignore[override]
+        self,
+        request: generation_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+    ) -> None:
+        valid = await asyncio.to_thread(parse, request, self._model)  # tokenising takes a while
+        first = True
+        async with aclosing(self._responses(valid, context)) as responses:
+            async for response in responses:
+                if first:
+                    response.seed = valid.seed
+                    first = False
+                await context.write(response)
+
+    async def Complete(
+        self,
+        request: generation_pb2.CompleteRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
+    ) -> generation_pb2.CompleteResponse:
+        valid = await asyncio.to_thread(parse, request.request, self._model)
+        completions = [generation_pb2.Completion() for _ in valid.samples]
+        async with aclosing(self._responses(valid, context)) as responses:
+            async for response in responses:
+                completion = completions[response.index]
+                completion.text += response.text
+                completion.tokens.extend(response.tokens)
+                completion.sources.extend(response.sources)
+                completion.logprobs.extend(response.logprobs)
+                if response.HasField("finish"):
+                    completion.finish.CopyFrom(response.finish)
+        return generation_pb2.CompleteResponse(completions=completions, seed=valid.seed)
+
+    async def ListModels(
+        self,
+        request: generation_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse],
+    ) -> generation_pb2.ListModelsResponse:
+        model = self._model
+        served = generation_pb2.ServedModel(
+            name=model.name,
+            context_tokens=model.context,
+            vocabulary_size=model.vocabulary,
+            chat=model.tokenizer.has_chat_template,
+        )
+        return generation_pb2.ListModelsResponse(models=[served])
+
+    def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
+        """Responses of all samples as they come."""
+        remaining = context.time_remaining()
+        deadline = None if remaining is None else time.monotonic() + remaining
+        runs = [Generation(sample, self._model, self._peers, deadline).run() for sample in request.samples]
+        return runs[0] if len(runs) == 1 else _merged(runs)
+
+
+async def _merged(runs: list[Responses]) -> Responses:
+    """Interleave streams; the first that fails ends them all."""
+    queue: asyncio.Queue[generation_pb2.GenerateResponse | None] = asyncio.Queue(maxsize=1)
+
+    async def drain(run: Responses) -> None:
+        async with aclosing(run):
+            async for response in run:
+                await queue.put(response)
+
+    async def drain_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for run in runs:
+                    group.create_task(drain(run))
+        except Exception:
+            await queue.put(None)
+            raise
+        await queue.put(None)
+
+    work = asyncio.create_task(drain_all())
+    try:
+        while (response := await queue.get()) is not None:
+            yield response
+        await work  # raises what ended it
+    finally:
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await work

@@ -1,0 +1,105 @@
+"""Tokens into text as they come: whole characters only, and nothing past a stop string.
+
+The result is a pure function of the token sequence, however it was cut into pieces: so a request that
+resumes replays its generated tokens here and goes on exactly where the text broke off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.tokenizer import Tokenizer
+
+INCOMPLETE = "\ufffd"
+"""What a tokenizer decodes the first bytes of a character to."""
+
+
+MOST_PENDING = 8
+"""No character has so many tokens: what is still incomplete then was never one."""
+
+
+class Detokenizer:
+    """Incremental decoding. A short window of earlier tokens is decoded along, because what a token
+    spells depends on its neighbours (a leading space, a byte of a longer character)."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(prompt[-8:])  # decoded before; gives context
+        self._pending: list[int] = []  # not yet spelt
+        while self._window and tokenizer.decode(self._window).endswith(INCOMPLETE) and len(self._pending) < 4:
+            self._pending.insert(0, self._window.pop())  # the prompt ends inside a character
+        self._window_text = tokenizer.decode(self._window)
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._pending.append(token)
+        text = self._tokenizer.decode(self._window + self._pending)
+        incomplete = text.endswith(INCOMPLETE) and len(self._pending) < MOST_PENDING
+        if len(text) <= len(self._window_text) or incomplete:
+            return ""
+        return self._turn(text)
+
+    def flush(self) -> str:
+        """What is left at the end, incomplete or not."""
+        if not self._pending:
+            return ""
+        return self._turn(self._tokenizer.decode(self._window + self._pending))
+
+    def _turn(self, text: str) -> str:
+        new = text[len(self._window_text) :]
+        self._window, self._pending = self._pending, []
+        self._window_text = self._tokenizer.decode(self._window)
+        return new
+
+
+@dataclass(frozen=True)
+class Spelt:
+    """What a token added: readable text, and the stop string it completed, if one."""
+
+    text: str
+    stop: str = ""
+
+
+class TextStream:
+    """Detokenizer and stop strings of one sample."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stop = tuple(stop)
+        self._held = ""  # may be the beginning of a stop string
+
+    def push(self, token: int) -> Spelt:
+        return self._release(self._detokenizer.push(token))
+
+    def finish(self) -> Spelt:
+        """At the end of the tokens: nothing is held back any more."""
+        spelt = self._release(self._detokenizer.flush())
+        if spelt.stop:
+            return spelt
+        held, self._held = self._held, ""
+        return Spelt(spelt.text + held)
+
+    def _release(self, new: str) -> Spelt:
+        if not self._stop:
+            return Spelt(new)
+        if not new:
+            return Spelt("")
+        text = self._held + new
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            # The earliest; of two that begin there, the longer: its text goes either way.
+            at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            self._held = ""
+            return Spelt(text[:at], stop)
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return Spelt(text[: len(text) - keep])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

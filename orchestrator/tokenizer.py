@@ -1,0 +1,109 @@
+"""Text to tokens and back, by the target model's own tokenizer and chat template, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+
+
+class ChatTemplateError(Exception):
+    """The conversation cannot be rendered."""
+
+
+class Tokenizer:
+    """The tokenizer of a model directory."""
+
+    def __init__(self, directory: ModelDirectory) -> None:
+        path = directory.path / "tokenizer.json"
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelDirectoryError(f"{path}: cannot be read: {error}") from error
+        # What a training run left in the file must not shorten a prompt.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special = {
+            name: value if isinstance(value, str) else (value or {}).get("content")
+            for name, value in directory.tokenizer_config.items()
+            if name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        self._template = _compiled(_chat_template(directory), directory)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; `special` adds what the model expects around a plain prompt (a BOS token, say)."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+        """A conversation of (role, content) as the prompt text of the assistant's next turn."""
+        if self._template is None:
+            raise ChatTemplateError("the model has no chat template")
+
+        variables: dict[str, Any] = {key: value for key, value in self._special.items() if value}
+        try:
+            return self._template.render(
+                messages=[{"role": role, "content": content} for role, content in messages],
+                add_generation_prompt=True,
+                **variables,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ChatTemplateError(f"the model's chat template says: {error}") from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, which marks the assistant's turns for training: its content, and nothing else."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compiled(source: str | None, directory: ModelDirectory) -> Template | None:
+    """The template, with what transformers gives to templates."""
+    if source is None:
+        return None
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # the user's clock, as there
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ModelDirectoryError(f"{directory.path}: the chat template cannot be read: {error}") from error
+
+
+def _chat_template(directory: ModelDirectory) -> str | None:
+    """From chat_template.jinja, else from tokenizer_config.json (where it may be a list of named ones)."""
+    file: Path = directory.path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = directory.tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,1 @@
+"""The verifier: the target model, its memory, and the loop that decides every token."""

@@ -1,0 +1,127 @@
+"""VerifierService: between gRPC streams and the step loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from specdec.decoding.choice import Chooser
+from specdec.serving.errors import InvalidRequestError
+from specdec.serving.outbox import Outbox
+from specdec.serving.session_stream import SessionServicer
+from specdec.serving.wire import check_rule, sampling_from, sampling_violations, text_violations, token_violations
+from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_service.session import Policy, Session, SessionRequest, Verdict
+from verifier_service.step_loop import Attached, StepLoop, StepTimes
+
+MOST_LOGPROBS = 20
+MOST_NODES_A_MESSAGE = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a session may have; what it gets where it asks for nothing."""
+
+    max_nodes: int = 64
+    max_candidates: int = 12
+    max_sessions: int = 256
+
+
+class VerifierServicer(
+    SessionServicer[Session, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse],
+    verifier_pb2_grpc.VerifierServiceServicer,
+):
+    name = "specdec.v1.VerifierService"
+
+    def __init__(self, loop: StepLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
+        super().__init__(loop, limits.max_sessions)
+        self._loop = loop
+        self._identity = identity
+        self._limits = limits
+
+    def register(self, server: grpc.aio.Server) -> None:
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
+
+    async def Verify(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.VerifyRequest],
+        context: grpc.aio.ServicerContext[verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse],
+    ) -> None:
+        await self.run(request_iterator, context)
+
+    def attach(self, session: Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
+        def emit(verdict: Verdict, times: StepTimes) -> None:
+            outbox.put(verifier_pb2.VerifyResponse(commit=_commit(verdict, times)))
+
+        self._loop.attach(Attached(session, emit, outbox.put))
+
+    def detach(self, session: Session) -> None:
+        self._loop.detach(session)
+
+    def act(self, session: Session, request: verifier_pb2.VerifyRequest, arrived: float) -> None:
+        match request.WhichOneof("message"):
+            case "extend":
+                e = request.extend
+                if len(e.tokens) > MOST_NODES_A_MESSAGE:
+                    raise ValueError(f"{len(e.tokens)} nodes, at most {MOST_NODES_A_MESSAGE} a message")
+                session.extend(e.base, list(e.tokens), list(e.parents), list(e.scores), arrived)
+            case "policy":
+                session.policy = self._policy(request.policy)
+            case "consumed":
+                session.consumed = len(session.request.prompt) + request.consumed.tokens
+
+    def opened(self) -> verifier_pb2.VerifyResponse:
+        opened = verifier_pb2.VerifyOpened(identity=self._identity, max_nodes=self._limits.max_nodes)
+        return verifier_pb2.VerifyResponse(opened=opened)
+
+    def progress(self) -> verifier_pb2.VerifyResponse:
+        return verifier_pb2.VerifyResponse(progress=model_pb2.Progress(steps=self._loop.steps))
+
+    def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:
+        return bool(response.commit.finish_reason)
+
+    def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
+        most = self._limits.max_candidates
+        return Policy(
+            speculate=message.speculate,
+            max_candidates=min(message.max_candidates or most, most),
+            patience=message.patience_us * 1e-6,
+        )
+
+    def parse(self, request: verifier_pb2.VerifyRequest) -> Session:
+        """Every value is checked, whoever sent it."""
+        message = request.open
+        check_rule(message.rule)
+        vocabulary, context = self._identity.vocabulary_size, self._identity.context_tokens
+        prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
+        sampling = sampling_from(message.sampling)
+        end_tokens = frozenset(message.end_tokens)
+        violations = sampling_violations(sampling, vocabulary, end_tokens if message.min_tokens else frozenset())
+        violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
+        violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
+        if message.logprobs > MOST_LOGPROBS + 1:
+            violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS + 1}"))
+        if violations:
+            raise InvalidRequestError(violations)
+        chooser = Chooser(sampling, end_tokens, len(prompt) + message.min_tokens)
+        wanted = SessionRequest(prompt, generated, chooser, end_tokens, message.max_tokens, message.logprobs, context)
+        return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
+
+
+def _commit(verdict: Verdict, times: StepTimes) -> verifier_pb2.Commit:
+    return verifier_pb2.Commit(
+        committed=model_pb2.Committed(base=verdict.base, tokens=verdict.tokens),
+        sources=verdict.sources,  # type: ignore[arg-type]
+        logprobs=[
+            verifier_pb2.TokenLogprobs(chosen=p.chosen, top_tokens=p.top_tokens, top_logprobs=p.top_logprobs)
+            for p in verdict.logprobs
+        ],
+        offered=verdict.offered,
+        accepted=verdict.accepted,
+        finish_reason=verdict.finish,  # type: ignore[arg-type]
+        forward_us=int(1e6 * times.forward),
+        step_us=int(1e6 * times.step),
+        waited_us=int(1e6 * times.waited),
+    )
