@@ -1,0 +1,259 @@
+"""The `specdec` command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.text import Text
+except ImportError:  # the client alone was installed
+    sys.exit("the specdec command needs typer and rich: pip install 'specdec[cli]'")
+
+from specdec import __version__
+from specdec.client import Chunk, Client, Finish, SpecdecError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+STYLES = {"draft": "green", "correction": "red", "bonus": "cyan", "plain": "default", "ngram": "yellow"}
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def main() -> None:
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def specdec(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Speculative decoding as three gRPC services."""
+
+
+# --- services ------------------------------------------------------------------------------------
+
+
+def _replace_with(module: str, context: typer.Context) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
+
+
+@app.command(context_settings=PASS_ON)
+def draft(context: typer.Context) -> None:
+    """Start a draft service (`specdec draft --help` for its options)."""
+    _replace_with("draft_service", context)
+
+
+@app.command(context_settings=PASS_ON)
+def verifier(context: typer.Context) -> None:
+    """Start a verifier service (`specdec verifier --help`)."""
+    _replace_with("verifier_service", context)
+
+
+@app.command(context_settings=PASS_ON)
+def orchestrator(context: typer.Context) -> None:
+    """Start an orchestrator (`specdec orchestrator --help`)."""
+    _replace_with("orchestrator", context)
+
+
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="Directory of a model in Hugging Face's layout.")],
+    target: Annotated[Path, typer.Argument(help="Directory to write; replaced if it exists.")],
+) -> None:
+    """Export a model for the ONNX draft, so that the draft's machine needs no torch."""
+    from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.export import export as run
+    from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+
+    try:
+        run(ModelDirectory(model), target)
+    except (ModelDirectoryError, UnsupportedModelError) as error:
+        _fail(str(error))
+    print(target)
+
+
+@app.command()
+def up(
+    target: Annotated[Path | None, typer.Option(help="Directory of the target model; the demo's by default.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Directory of the draft model, or `none`; the demo's by default.")
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the target computes in.")] = "float32",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the client API; 0 takes a free one.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the address as a JSON object.")] = False,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "warning",
+) -> None:
+    """Start verifier, draft and orchestrator on this machine; end them all with Ctrl-C."""
+    from specdec.local import LocalError, Stack
+
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: stop.append(n))
+    try:
+        with Stack.start(
+            target, draft, dtype=dtype, port=port, log_level=log_level, stopped=lambda: bool(stop)
+        ) as stack:
+            print(json.dumps({"address": stack.address}) if json_output else stack.address, flush=True)
+            while not stop:
+                time.sleep(0.2)
+                stack.check()
+    except LocalError as error:
+        _fail(str(error))
+
+
+# --- generate ------------------------------------------------------------------------------------
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; `-` reads stdin.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="One JSON object a line, each with `text` or `tokens`.")
+    ] = None,
+    address: Annotated[str, typer.Option(help="Of an orchestrator.")] = "127.0.0.1:50050",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
+    min_p: float = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Drawn and reported if not given.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    speculation: Literal["auto", "off"] = "auto",
+    timeout: Annotated[float | None, typer.Option(help="Seconds for one prompt.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
+) -> None:
+    """Continue prompts, each token coloured by where it came from."""
+    if (prompt is None) == (prompt_file is None):
+        _fail("give a PROMPT or --prompt-file, one of them")
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or (),
+        "speculation": speculation,
+    }
+    try:
+        with Client(address, timeout=timeout) as client:
+            for where in _prompts(prompt, prompt_file):
+                _run(client, where, options, json_output)
+    except (SpecdecError, ValueError, TypeError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
+    """{"text": ...} or {"tokens": ...} of each prompt."""
+    if file is None:
+        yield {"text": sys.stdin.read() if prompt == "-" else prompt}
+        return
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"{file}: {error}")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            _fail(f"{file}:{number}: not JSON: {error}")
+        if not isinstance(entry, dict) or ("text" in entry) == ("tokens" in entry):
+            _fail(f"{file}:{number}: must be an object with `text` or `tokens`, one of them")
+        yield entry
+
+
+def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_output: bool) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    start = time.monotonic()
+    first: float | None = None
+    tokens: list[int] = []
+    text: list[str] = []
+    seed: int | None = None
+    finish: Finish | None = None
+    with client.generate(where.get("text"), tokens=where.get("tokens"), **options) as stream:
+        for chunk in stream:
+            if first is None and chunk.tokens:
+                first = time.monotonic() - start
+            tokens += chunk.tokens
+            text.append(chunk.text)
+            seed = chunk.seed if chunk.seed is not None else seed
+            finish = chunk.finish or finish
+            if not json_output:
+                if console.is_terminal:
+                    console.print(coloured(chunk), end="")
+                else:  # to the character
+                    sys.stdout.write(chunk.text)
+                    sys.stdout.flush()
+    seconds = time.monotonic() - start
+    if finish is None:
+        raise SpecdecError("the stream ended before the text did")
+    if json_output:
+        print(json.dumps(_report(tokens, "".join(text), seed, finish, seconds, first or seconds)), flush=True)
+    else:
+        s = finish.speculation
+        err = Console(stderr=True, highlight=False, soft_wrap=True)
+        err.print()
+        err.print(
+            f"[dim]{len(tokens)} tokens in {seconds:.2f} s ({len(tokens) / seconds:.0f}/s), "
+            f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.drafted} drafted accepted; "
+            f"{finish.reason}, seed {seed}[/dim]"
+        )
+
+
+def coloured(chunk: Chunk) -> Text:
+    """A chunk's text, each token in the colour of where it came from."""
+    text = Text()
+    for piece, source in zip(chunk.token_texts, chunk.sources, strict=True):
+        text.append(piece, style=STYLES.get(source, "default"))
+    return text
+
+
+def _report(
+    tokens: list[int], text: str, seed: int | None, finish: Finish, seconds: float, first: float
+) -> dict[str, Any]:
+    s = finish.speculation
+    return {
+        "tokens": tokens,
+        "text": text,
+        "finish_reason": finish.reason,
+        "usage": {"prompt_tokens": finish.prompt_tokens, "completion_tokens": finish.completion_tokens},
+        "seed": seed,
+        "speculation": {
+            "steps": s.steps,
+            "drafted": s.drafted,
+            "accepted": s.accepted,
+            "mean_tokens_per_step": s.mean_tokens_per_step,
+            "sources": dict(s.sources),
+        },
+        "seconds": seconds,
+        "time_to_first_token": first,
+    }
+
+
+def _fail(message: str) -> Any:
+    print(f"specdec: {message}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

@@ -1,0 +1,55 @@
+"""The client: typed, synchronous or asyncio, with grpcio and protobuf as its only dependencies.
+
+    with Client("localhost:50051") as client:
+        print(client.complete("def main", max_tokens=64).text)
+        with client.generate("def main", max_tokens=64) as stream:
+            for chunk in stream:
+                print(chunk.text, end="")
+
+A stream whose server goes away is taken up again on another one: a pause, never a repeat or a gap.
+Only `specdec.client` itself is public; the modules below it may move.
+"""
+
+from specdec.client.aio import AsyncClient, AsyncStream
+from specdec.client.completion import Chunk, Completion, Finish, Logprobs, Model, Result, Speculation
+from specdec.client.errors import (
+    AccessDenied,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ServerError,
+    SpecdecError,
+    Unavailable,
+    Unimplemented,
+)
+from specdec.client.request import GenerateOptions, Message, build_request
+from specdec.client.sync import Client, Stream
+
+__all__ = [
+    "AccessDenied",
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Finish",
+    "GenerateOptions",
+    "InvalidRequest",
+    "Logprobs",
+    "Message",
+    "Model",
+    "NotFound",
+    "Overloaded",
+    "Result",
+    "ServerError",
+    "SpecdecError",
+    "Speculation",
+    "Stream",
+    "Unavailable",
+    "Unimplemented",
+    "build_request",
+]

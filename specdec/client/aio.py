@@ -1,0 +1,171 @@
+"""The asyncio client. One belongs to one running loop; start other processes by spawn, not by fork."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from types import EllipsisType, TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack, cast
+
+import grpc
+
+from specdec.client.completion import Chunk, Model, Result, read_models, read_result
+from specdec.client.endpoint import Endpoint
+from specdec.client.errors import Cancelled
+from specdec.client.request import GenerateOptions, build_request
+from specdec.client.transcript import Transcript
+from specdec.v1.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
+from specdec.v1.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    from specdec.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+class AsyncClient(Endpoint):
+    """Calls a specdec server. After `close` it may be used again: it connects anew."""
+
+    _channel: grpc.aio.Channel | None = None
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout: float | EllipsisType | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
+        """Ask for a completion, chunk by chunk. The request is sent at once.
+
+        `timeout` replaces the client's own; the options are described at `GenerateOptions`.
+        """
+        transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
+        return AsyncStream(partial(self._stub().Generate, metadata=self._metadata), transcript)
+
+    async def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout: float | EllipsisType | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Result:
+        """Ask for a completion and wait for all of it. Takes what `generate` takes."""
+        request = CompleteRequest(request=build_request(prompt, **options))
+        return read_result(await self._ask(self._stub().Complete, request, timeout))
+
+    async def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
+        """The models that requests may name."""
+        return read_models(await self._ask(self._stub().ListModels, ListModelsRequest(), timeout))
+
+    async def close(self) -> None:
+        """End all calls and the connection."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stub(self) -> GenerationServiceAsyncStub:
+        if self._channel is None:
+            asyncio.get_running_loop()  # a channel made outside would belong to another loop
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self._address, self._options)
+            else:
+                self._channel = grpc.aio.secure_channel(self._address, self._credentials, self._options)
+        return cast("GenerationServiceAsyncStub", GenerationServiceStub(self._channel))
+
+    async def _ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Answer],
+        request: Request,
+        timeout: float | EllipsisType | None,
+    ) -> Answer:
+        retries = self._retries(timeout)
+        while True:
+            try:
+                return await method(request, timeout=retries.seconds_left, metadata=self._metadata)
+            except grpc.RpcError as error:
+                pause = retries.pause(error)
+            except asyncio.CancelledError as error:
+                raise _seen_as(error) from None
+            await asyncio.sleep(pause)
+
+
+class _Call(Protocol):
+    """gRPC's side of a stream."""
+
+    def __aiter__(self) -> AsyncIterator[GenerateResponse]: ...
+
+    def cancel(self) -> bool: ...
+
+
+class _Send(Protocol):
+    def __call__(self, request: GenerateRequest, *, timeout: float | None) -> _Call: ...
+
+
+class AsyncStream:
+    """The chunks of a completion. Leaving its context cancels what is not finished."""
+
+    def __init__(self, send: _Send, transcript: Transcript) -> None:
+        """Send the request; made by `AsyncClient.generate`."""
+        self._send = send
+        self._transcript = transcript
+        self._cancelled = asyncio.Event()
+        self._call = self._ask()
+
+    def cancel(self) -> None:
+        """End the completion; a pending `anext` raises Cancelled."""
+        self._cancelled.set()
+        self._call.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not self._cancelled.is_set():
+            try:
+                return self._transcript.take(await anext(aiter(self._call)))
+            except StopAsyncIteration:
+                self._transcript.end()
+                raise
+            except grpc.RpcError as error:
+                pause = self._transcript.pause(error)
+            except asyncio.CancelledError as error:
+                self._cancelled.set()  # grpc.aio ends a call whose reader is cancelled
+                raise _seen_as(error) from None
+            if pause is None:
+                raise StopAsyncIteration
+            try:
+                async with asyncio.timeout(pause):
+                    await self._cancelled.wait()
+            except TimeoutError:
+                self._call = self._ask()
+        raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def _ask(self) -> _Call:
+        request, seconds = self._transcript.ask()
+        return self._send(request, timeout=seconds)
+
+
+def _seen_as(error: asyncio.CancelledError) -> BaseException:
+    """grpc.aio reports a cancelled call as if the task were cancelled: only one that is may see that."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return error
+    return Cancelled("the call was cancelled", code=grpc.StatusCode.CANCELLED)

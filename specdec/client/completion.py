@@ -1,0 +1,165 @@
+"""What comes back, as plain values: chunks of a stream, whole completions, models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.v1 import generation_pb2 as pb
+from specdec.v1 import model_pb2, verifier_pb2
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities at one position, of the target's distribution before temperature and truncation."""
+
+    chosen: float
+    top: dict[int, float]  # of the most probable tokens, by id, best first
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What speculation did for one completion; after a resumption, since then."""
+
+    steps: int  # target steps that committed tokens
+    drafted: int  # candidates verified
+    accepted: int  # candidates accepted
+    overrun: int  # tokens computed past a stop string and dropped
+    accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
+    undrafted_reason: str  # why drafting was off for part of the request; empty if it was not
+    sources: dict[str, int]  # tokens by where they came from
+
+    @property
+    def mean_tokens_per_step(self) -> float:
+        """Tokens of this completion by the target steps they took; 0 without steps."""
+        return sum(self.sources.values()) / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How a completion ended."""
+
+    reason: str  # "stop", "length" or "context"
+    stop: str  # the stop string that ended it, if one did
+    prompt_tokens: int
+    completion_tokens: int  # resumed ones included
+    speculation: Speculation
+    numerics: str  # fingerprint of what the tokens were computed with
+    reproducible: bool  # False when the text moved between pods whose numerics differ
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream. The last one of each sample has `finish`."""
+
+    index: int  # which of the n samples
+    text: str  # empty while a character is incomplete
+    tokens: list[int]
+    token_texts: list[str]  # the part of `text` that each token made readable
+    sources: list[str]  # of each token: "draft", "correction", "bonus", "plain", "ngram", "lookahead"
+    logprobs: list[Logprobs]  # of each token, if asked for
+    elapsed_seconds: float  # since the request arrived, pauses included
+    forward_seconds: float  # of the target's forward pass
+    step_seconds: float  # of the whole verification step
+    finish: Finish | None
+    seed: int | None  # of the request; in the first chunk
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One whole sample."""
+
+    text: str
+    tokens: list[int]
+    sources: list[str]  # of each token, as in Chunk
+    logprobs: list[Logprobs]  # of each token, if asked for
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `complete` returns: a completion for each sample, in order."""
+
+    completions: list[Completion]
+    seed: int
+
+    @property
+    def text(self) -> str:
+        """The text of the first sample."""
+        return self.completions[0].text
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that requests may name."""
+
+    name: str
+    context_tokens: int  # longest text, prompt included
+    vocabulary_size: int
+    chat: bool  # whether it takes `messages`
+
+
+# A newer server may know values that this client does not: they read as "unspecified".
+_SOURCES = {number: name.removeprefix("TOKEN_SOURCE_").lower() for name, number in model_pb2.TokenSource.items()}
+_REASONS = {number: name.removeprefix("FINISH_REASON_").lower() for name, number in model_pb2.FinishReason.items()}
+
+
+def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) -> Chunk:
+    """A response as a chunk; `before_seconds` had passed when its server got the request."""
+    return Chunk(
+        index=response.index,
+        text=response.text,
+        tokens=list(response.tokens),
+        token_texts=list(response.token_texts),
+        sources=[_SOURCES.get(source, "unspecified") for source in response.sources],
+        logprobs=[_read_logprobs(logprobs) for logprobs in response.logprobs],
+        elapsed_seconds=before_seconds + response.timings.elapsed_us / 1e6,
+        forward_seconds=response.timings.forward_us / 1e6,
+        step_seconds=response.timings.step_us / 1e6,
+        finish=_read_finish(response.finish) if response.HasField("finish") else None,
+        seed=response.seed if response.HasField("seed") else None,
+    )
+
+
+def read_result(response: pb.CompleteResponse) -> Result:
+    """The answer of `Complete`."""
+    completions = [
+        Completion(
+            text=completion.text,
+            tokens=list(completion.tokens),
+            sources=[_SOURCES.get(source, "unspecified") for source in completion.sources],
+            logprobs=[_read_logprobs(logprobs) for logprobs in completion.logprobs],
+            finish=_read_finish(completion.finish),
+        )
+        for completion in response.completions
+    ]
+    return Result(completions, response.seed)
+
+
+def read_models(response: pb.ListModelsResponse) -> list[Model]:
+    """The answer of `ListModels`."""
+    return [Model(m.name, m.context_tokens, m.vocabulary_size, m.chat) for m in response.models]
+
+
+def _read_finish(finish: pb.Finish) -> Finish:
+    statistics = finish.speculation
+    return Finish(
+        reason=_REASONS.get(finish.reason, "unspecified"),
+        stop=finish.stop,
+        prompt_tokens=finish.usage.prompt_tokens,
+        completion_tokens=finish.usage.completion_tokens,
+        speculation=Speculation(
+            steps=statistics.steps,
+            drafted=statistics.drafted,
+            accepted=statistics.accepted,
+            overrun=statistics.overrun,
+            accepted_histogram=list(statistics.accepted_histogram),
+            undrafted_reason=statistics.undrafted_reason,
+            sources=dict(statistics.sources),
+        ),
+        numerics=finish.numerics_fingerprint,
+        reproducible=finish.reproducible,
+    )
+
+
+def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs) -> Logprobs:
+    return Logprobs(logprobs.chosen, dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)))

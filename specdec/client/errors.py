@@ -1,0 +1,162 @@
+"""What a call may raise, and which gRPC status becomes which error.
+
+    SpecdecError
+    ├── InvalidRequest      the request is wrong: `violations` says where
+    ├── NotFound            no such model
+    ├── AccessDenied        the credentials are missing or not sufficient
+    ├── Overloaded          the server takes no more: try again after `retry_after`
+    ├── Unavailable         no server answers, retries included
+    ├── DeadlineExceeded    the timeout passed
+    ├── Cancelled           the stream was cancelled, here or by the server
+    ├── Unimplemented       the server has not built this
+    └── ServerError         anything else: a fault of the server
+
+A value that does not fit into the request at all is Python's own ValueError or TypeError, raised
+before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import cast
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+
+class SpecdecError(Exception):
+    """A call failed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode = grpc.StatusCode.UNKNOWN,
+        reason: str = "",
+        violations: Iterable[tuple[str, str]] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        """The server's name for what happened, such as "DRAFT_REQUIRED"; empty if it gave none."""
+        self.violations = list(violations)
+        """(field, description) of each field the server refused."""
+        self.retry_after = retry_after
+        """Seconds after which the server suggests to try again, if it does."""
+
+
+class InvalidRequest(SpecdecError):
+    """The request is wrong."""
+
+
+class NotFound(SpecdecError):
+    """The server does not have what the request names."""
+
+
+class AccessDenied(SpecdecError):
+    """The credentials are missing or not sufficient."""
+
+
+class Overloaded(SpecdecError):
+    """The server takes no more requests at present."""
+
+
+class Unavailable(SpecdecError):
+    """No server answers, and the retries are used up."""
+
+
+class DeadlineExceeded(SpecdecError):
+    """The timeout passed before the call was complete."""
+
+
+class Cancelled(SpecdecError):
+    """The call was cancelled, here or by the server."""
+
+
+class Unimplemented(SpecdecError):
+    """Not built: the server does not know the call or the feature."""
+
+
+class ServerError(SpecdecError):
+    """The server failed, or broke the protocol."""
+
+
+ERRORS: Mapping[grpc.StatusCode, type[SpecdecError]] = MappingProxyType(
+    {
+        grpc.StatusCode.CANCELLED: Cancelled,
+        grpc.StatusCode.UNKNOWN: ServerError,
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+        grpc.StatusCode.NOT_FOUND: NotFound,
+        grpc.StatusCode.ALREADY_EXISTS: ServerError,
+        grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+        grpc.StatusCode.FAILED_PRECONDITION: ServerError,
+        grpc.StatusCode.ABORTED: ServerError,
+        grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+        grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+        grpc.StatusCode.INTERNAL: ServerError,
+        grpc.StatusCode.UNAVAILABLE: Unavailable,
+        grpc.StatusCode.DATA_LOSS: ServerError,
+        grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
+    }
+)
+"""Every status but OK; a test says that none is missing."""
+
+
+def from_rpc(error: grpc.RpcError) -> SpecdecError:
+    """The error a caller sees for what gRPC raised."""
+    details = dict(_details(error))
+    retry = details.get("google.rpc.RetryInfo")
+    try:
+        violations = [
+            (_text(_fields(violation), 1), _text(_fields(violation), 2))
+            for violation in _fields(details.get("google.rpc.BadRequest", b"")).get(1, [])
+        ]
+        reason = _text(_fields(details.get("google.rpc.ErrorInfo", b"")), 1)
+        delay = None if retry is None else Duration.FromString(_fields(retry).get(1, [b""])[0])
+    except DecodeError:  # broken details must not hide the error they belong to
+        violations, reason, delay = [], "", None
+    return ERRORS[error.code()](
+        error.details() or error.code().name,
+        code=error.code(),
+        reason=reason,
+        violations=violations,
+        retry_after=None if delay is None else delay.seconds + delay.nanos / 1e9,
+    )
+
+
+def _details(error: grpc.RpcError) -> list[tuple[str, bytes]]:
+    """(type, encoded message) of what the server attached to a status (google.rpc.Status)."""
+    status = b""
+    for key, value in cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()):
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            status = value
+    try:
+        packed = [_fields(detail) for detail in _fields(status).get(3, [])]
+    except DecodeError:
+        return []
+    return [(_text(detail, 1).rpartition("/")[2], detail.get(2, [b""])[0]) for detail in packed]
+
+
+def _fields(data: bytes) -> dict[int, list[bytes]]:
+    """The strings, bytes and messages in an encoded message, by field number.
+
+    Reading google.rpc's messages this way spares the client a dependency. An Empty has no fields of
+    its own, so all that it reads are kept as unknown ones.
+    """
+    fields: dict[int, list[bytes]] = {}
+    unknown = UnknownFieldSet(Empty.FromString(data))
+    for field in (unknown[i] for i in range(len(unknown))):
+        if isinstance(field.data, bytes):
+            fields.setdefault(field.field_number, []).append(field.data)
+    return fields
+
+
+def _text(fields: Mapping[int, list[bytes]], number: int) -> str:
+    return fields.get(number, [b""])[0].decode(errors="replace")

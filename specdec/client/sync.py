@@ -1,0 +1,153 @@
+"""The synchronous client. Threads may share one; start other processes by spawn, not by fork."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from types import EllipsisType, TracebackType
+from typing import Protocol, Self, TypeVar, Unpack
+
+import grpc
+
+from specdec.client.completion import Chunk, Model, Result, read_models, read_result
+from specdec.client.endpoint import Endpoint
+from specdec.client.errors import Cancelled
+from specdec.client.request import GenerateOptions, build_request
+from specdec.client.transcript import Transcript
+from specdec.v1.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
+from specdec.v1.generation_pb2_grpc import GenerationServiceStub
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+class Client(Endpoint):
+    """Calls a specdec server. After `close` it may be used again: it connects anew."""
+
+    _channel: grpc.Channel | None = None
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout: float | EllipsisType | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream:
+        """Ask for a completion, chunk by chunk. The request is sent at once.
+
+        `timeout` replaces the client's own; the options are described at `GenerateOptions`.
+        """
+        transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
+        return Stream(partial(self._stub().Generate, metadata=self._metadata), transcript)
+
+    def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout: float | EllipsisType | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Result:
+        """Ask for a completion and wait for all of it. Takes what `generate` takes."""
+        request = CompleteRequest(request=build_request(prompt, **options))
+        return read_result(self._ask(self._stub().Complete, request, timeout))
+
+    def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
+        """The models that requests may name."""
+        return read_models(self._ask(self._stub().ListModels, ListModelsRequest(), timeout))
+
+    def close(self) -> None:
+        """End all calls and the connection."""
+        with self._connecting:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stub(self) -> GenerationServiceStub:
+        with self._connecting:
+            if self._channel is None:
+                if self._credentials is None:
+                    self._channel = grpc.insecure_channel(self._address, self._options)
+                else:
+                    self._channel = grpc.secure_channel(self._address, self._credentials, self._options)
+            return GenerationServiceStub(self._channel)
+
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Answer],
+        request: Request,
+        timeout: float | EllipsisType | None,
+    ) -> Answer:
+        retries = self._retries(timeout)
+        while True:
+            try:
+                return method(request, timeout=retries.seconds_left, metadata=self._metadata)
+            except grpc.RpcError as error:
+                time.sleep(retries.pause(error))
+
+
+class _Call(Protocol):
+    """gRPC's side of a stream."""
+
+    def __next__(self) -> GenerateResponse: ...
+
+    def cancel(self) -> bool: ...
+
+
+class _Send(Protocol):
+    def __call__(self, request: GenerateRequest, *, timeout: float | None) -> _Call: ...
+
+
+class Stream:
+    """The chunks of a completion. Leaving its context, or dropping it, cancels what is not finished."""
+
+    def __init__(self, send: _Send, transcript: Transcript) -> None:
+        """Send the request; made by `Client.generate`."""
+        self._send = send
+        self._transcript = transcript
+        self._cancelled = threading.Event()
+        self._call = self._ask()
+
+    def cancel(self) -> None:
+        """End the completion, from any thread; a pending `next` raises Cancelled."""
+        self._cancelled.set()
+        self._call.cancel()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        while not self._cancelled.is_set():
+            try:
+                return self._transcript.take(next(self._call))
+            except StopIteration:
+                self._transcript.end()
+                raise
+            except grpc.RpcError as error:
+                pause = self._transcript.pause(error)
+            if pause is None:
+                raise StopIteration
+            if not self._cancelled.wait(pause):
+                self._call = self._ask()
+        self._call.cancel()  # another thread may have cancelled the call before this one
+        raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def _ask(self) -> _Call:
+        request, seconds = self._transcript.ask()
+        return self._send(request, timeout=seconds)

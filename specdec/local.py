@@ -1,0 +1,170 @@
+"""All three services as processes on this machine: what `specdec up` and the demo run.
+
+Cores are partitioned: the draft has one, the verifier the rest (with two threads on two busy cores,
+both would wait for each other at every layer). Children end when their stdin closes, so that none is
+left behind however the parent dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEMO = Path(__file__).parent.parent / "demo"
+START_SECONDS = 300.0
+STOP_SECONDS = 10.0
+
+
+class LocalError(Exception):
+    """A service did not start, or ended by itself; one line for a person."""
+
+
+@dataclass
+class Child:
+    """One service process."""
+
+    name: str
+    process: subprocess.Popen[str]
+    lines: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+
+    def await_address(self, stopped: Callable[[], bool]) -> str:
+        """The address it is ready at."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and not stopped():
+            with contextlib.suppress(queue.Empty):
+                line = self.lines.get(timeout=0.1)
+                if line is None:
+                    raise LocalError(f"{self.name} did not start (its own message is above)")
+                if line.startswith("ready "):
+                    return line.split()[1]
+        raise LocalError("interrupted" if stopped() else f"{self.name} is not ready after {START_SECONDS:.0f} s")
+
+
+@dataclass
+class Stack:
+    """Verifier, orchestrator and, unless there is none, a draft."""
+
+    address: str
+    children: dict[str, Child]
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(
+        cls,
+        target: Path | None = None,
+        draft: str | None = None,
+        *,
+        dtype: str = "float32",
+        port: int = 0,
+        log_level: str = "warning",
+        stopped: Callable[[], bool] = lambda: False,
+        verifier_options: tuple[str, ...] = (),
+        draft_options: tuple[str, ...] = (),
+        orchestrator_options: tuple[str, ...] = (),
+    ) -> Iterator[Stack]:
+        """Start them, wait until they are ready, and end them on leaving. `draft` may be "none"."""
+        target_path, draft_path = _models(target, draft)
+        threads = os.cpu_count() or 1
+        verifier_threads = threads if draft_path is None else max(1, threads - 1)
+        children: dict[str, Child] = {}
+        drafted = draft_path is not None
+        try:
+            verifier = children["verifier"] = _spawn(
+                "verifier",
+                "verifier_service",
+                ("--model", str(target_path), "--dtype", dtype, "--threads", str(verifier_threads), *verifier_options),
+                drafted,
+                log_level,
+            )
+            if draft_path is not None:
+                children["draft"] = _spawn(
+                    "draft",
+                    "draft_service",
+                    ("--model", str(draft_path), "--threads", "1", *draft_options),
+                    drafted,
+                    log_level,
+                )
+            options = ["--model", str(target_path), "--port", str(port)]
+            options += ["--verifier", verifier.await_address(stopped)]
+            if draft_path is not None:
+                options += ["--draft", children["draft"].await_address(stopped)]
+            children["orchestrator"] = _spawn(
+                "orchestrator", "orchestrator", (*options, *orchestrator_options), drafted, log_level
+            )
+            yield cls(children["orchestrator"].await_address(stopped), children)
+        finally:
+            _stop(children.values())
+
+    def check(self) -> None:
+        """LocalError if the verifier or the orchestrator has ended; without its draft, the stack serves on."""
+        for name in ("verifier", "orchestrator"):
+            status = self.children[name].process.poll()
+            if status is not None:
+                raise LocalError(f"{name} ended by itself with status {status}")
+
+
+def _models(target: Path | None, draft: str | None) -> tuple[Path, Path | None]:
+    """The directories to serve, checked before anything starts."""
+    from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+
+    if target is None and not (DEMO / "target" / "config.json").is_file():
+        raise LocalError("this installation has no demo pair: give --target and --draft")
+    target_path = target or DEMO / "target"
+    # With a target of one's own, the demo's draft would never fit.
+    draft_path = None if draft == "none" else Path(draft) if draft else (None if target else DEMO / "draft")
+    try:
+        target_directory = ModelDirectory(target_path)
+        if draft_path is not None:
+            draft_directory = ModelDirectory(draft_path)
+            if draft_directory.tokenizer_fingerprint != target_directory.tokenizer_fingerprint:
+                raise LocalError(f"the tokenizers of {target_path} and {draft_path} differ: they cannot be paired")
+    except ModelDirectoryError as error:
+        raise LocalError(str(error)) from error
+    return target_path, draft_path
+
+
+def _spawn(name: str, module: str, options: tuple[str, ...], drafted: bool, log_level: str) -> Child:
+    # With a draft beside the verifier, waiting threads sleep: spinning ones would starve the other services.
+    # Alone, the verifier is faster with threads that spin between two layers.
+    shared = {"OMP_WAIT_POLICY": "PASSIVE"} if drafted else {}
+    environment = {"TOKENIZERS_PARALLELISM": "false", **shared, **os.environ}
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *options, "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
+    )
+    child = Child(name, process)
+
+    def pump() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            child.lines.put(line)
+        child.lines.put(None)
+
+    threading.Thread(target=pump, name=f"{name}-stdout", daemon=True).start()
+    return child
+
+
+def _stop(children: Iterable[Child]) -> None:
+    """All together; each drains what it still has."""
+    alive = [child for child in children if child.process.poll() is None]
+    for child in alive:
+        child.process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for child in alive:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()

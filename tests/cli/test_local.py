@@ -1,0 +1,235 @@
+"""The command-line contract, with real processes: what scripts rely on, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import make, near
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("pair")
+    target = make("llama", root / "target")
+    return Pair(target, near(target, root / "draft", noise=0.04))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment whose cache of exported models is this module's own."""
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specdec.cli", *arguments], capture_output=True, text=True, timeout=100, **options
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    """Live child processes, from /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Up:
+    process: subprocess.Popen[str]
+    address: str
+    children: list[int]
+
+
+@pytest.fixture(scope="module")
+def up(pair: Pair, cache: dict[str, str]) -> Iterator[Up]:
+    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.draft)]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        running = Up(process, json.loads(line)["address"], children_of(process.pid))
+        yield running
+        process.terminate()
+        assert process.wait(20) == 0
+        assert process.stdout.read() == ""
+    assert not [pid for pid in running.children if alive(pid)]
+
+
+def test_three_services_run(up: Up) -> None:
+    assert len(up.children) == 3
+
+
+def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    prompts = [{"text": "hello there"}, {"tokens": [40, 50, 60]}]
+    file.write_text("\n".join(json.dumps(p) for p in prompts) + "\n\n")
+    common = ["generate", "--prompt-file", str(file), "--address", up.address, "--json", "--max-tokens", "24"]
+    common += ["--temperature", "0.7", "--top-p", "0.95", "--top-k", "50", "--seed", "7"]
+    drafted = specdec(*common, "--speculation", "auto")
+    plain = specdec(*common, "--speculation", "off")
+    assert (drafted.returncode, drafted.stderr) == (0, "")
+    reports = [json.loads(line) for line in drafted.stdout.splitlines()]
+    assert len(reports) == 2
+    for report, other in zip(reports, map(json.loads, plain.stdout.splitlines()), strict=True):
+        assert set(report) == {
+            *("tokens", "text", "finish_reason", "usage", "seed", "speculation", "seconds", "time_to_first_token")
+        }
+        assert set(report["speculation"]) == {"steps", "drafted", "accepted", "mean_tokens_per_step", "sources"}
+        assert report["tokens"] == other["tokens"]
+        assert report["seed"] == 7
+        assert report["usage"]["completion_tokens"] == len(report["tokens"])
+        assert report["finish_reason"] in ("stop", "length")
+        assert 0 < report["time_to_first_token"] <= report["seconds"]
+        assert other["speculation"]["drafted"] == 0
+
+
+def test_the_draft_is_used(up: Up) -> None:
+    """Whether a given request is drafted in time is the machine's affair; that none of many is would be ours."""
+    command = ("generate", "hello there", "--address", up.address, "--json", "--max-tokens", "200")
+    runs = (specdec(*command, "--seed", str(seed)) for seed in range(10))
+    assert any(json.loads(run.stdout)["speculation"]["accepted"] for run in runs)
+
+
+def test_generate_streams_text(up: Up) -> None:
+    done = specdec("generate", "abc", "--address", up.address, "--max-tokens", "10", "--seed", "1")
+    assert done.returncode == 0
+    assert "10 tokens" in done.stderr
+    assert "\x1b" not in done.stdout  # no colours where there is no terminal
+    piped = specdec("generate", "-", "--address", up.address, "--max-tokens", "10", "--seed", "1", input="abc")
+    assert piped.stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("abc", "--temperature", "-1"), "temperature"),
+        (("abc", "--top-p", "0"), "top_p"),
+        (("abc", "--temperature", "nan"), "temperature"),
+        (("",), "text"),
+        ((), "PROMPT or --prompt-file"),
+        (("abc", "--prompt-file", "x"), "PROMPT or --prompt-file"),
+        (("--prompt-file", "/nonexistent.jsonl"), "nonexistent"),
+    ],
+)
+def test_generate_says_what_is_wrong_in_one_line(up: Up, arguments: tuple[str, ...], message: str) -> None:
+    done = specdec("generate", *arguments, "--address", up.address)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_server_is_one_line(pair: Pair) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    done = specdec("generate", "abc", "--address", address)
+    assert done.returncode == 1
+    assert done.stderr.startswith("specdec: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_flags_are_refused(pair: Pair) -> None:
+    for arguments in (("generate", "x", "--max-tokens", "0"), ("up", "--dtype", "int3"), ("up", "--port", "99999")):
+        done = specdec(*arguments)
+        assert done.returncode == 2
+        assert arguments[-2] in done.stderr
+
+
+def test_a_start_that_fails_is_one_line(pair: Pair, cache: dict[str, str], tmp_path: Path) -> None:
+    foreign = make("llama", tmp_path / "foreign", vocab_size=320)
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<other>"
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    broken = make("llama", tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    target = str(pair.target)
+    for arguments, message in (
+        (("--target", "/nonexistent"), "no such directory"),
+        (("--target", target, "--draft", "/nonexistent"), "no such directory"),
+        (("--target", target, "--draft", str(foreign)), "tokenizers"),
+        (("--target", str(broken), "--draft", "none"), "cannot be loaded"),
+    ):
+        done = specdec("up", *arguments, env=cache)
+        assert done.returncode == 1, arguments
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_an_occupied_port_is_one_line(pair: Pair, cache: dict[str, str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = specdec("up", "--target", str(pair.target), "--draft", "none", "--port", port, env=cache)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_children_end_with_a_killed_parent(pair: Pair, cache: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", "none"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=cache) as process:
+        assert process.stdout is not None
+        assert ":" in process.stdout.readline()
+        children = children_of(process.pid)
+        assert len(children) == 2
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in children if alive(pid)]
+
+
+def test_each_service_has_help() -> None:
+    for service in ("draft", "verifier", "orchestrator"):
+        done = specdec(service, "--help")
+        assert done.returncode == 0
+        assert "--model" in done.stdout
+
+
+def test_export_writes_what_the_draft_serves(pair: Pair, tmp_path: Path) -> None:
+    done = specdec("export", str(pair.draft), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert {f.name for f in (tmp_path / "out").iterdir()} >= {
+        "model.onnx",
+        "specdec.json",
+        "config.json",
+        "tokenizer.json",
+    }
+    assert specdec("export", str(pair.draft), str(tmp_path / "out")).returncode == 0  # an export may be renewed,
+    over_itself = specdec("export", str(pair.draft), str(pair.draft))  # but nothing else is replaced
+    assert over_itself.returncode == 1
+    assert "not replaced" in over_itself.stderr
+    assert (pair.draft / "model.safetensors").is_file()
+    assert specdec("export", "/nonexistent", str(tmp_path / "out2")).returncode == 1

@@ -1,0 +1,162 @@
+"""A real gRPC server around a fake GenerationService that does what a script says.
+
+Its model writes one fixed text, and its tokens are the text's UTF-8 bytes. So most tokens of the
+non-ASCII parts complete no character, and a stream that is resumed in the middle of one shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from specdec.v1 import generation_pb2 as pb
+from specdec.v1 import model_pb2, verifier_pb2
+from specdec.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+TEXT = "déjà vu… ½ café, 東京 🦀"
+TOKENS = list(TEXT.encode())
+CHUNK = 3  # tokens a response
+
+
+@dataclass(frozen=True)
+class Act:
+    """What one call does: so many tokens (None: all, and the finish), then this."""
+
+    tokens: int | None = None
+    then: str = "end"  # "end", "abort" or "hold": until the client goes away
+    code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    details: str = "scripted"
+    status: Status | None = None  # instead of code and details
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call brought."""
+
+    request: pb.GenerateRequest
+    seconds_left: float
+    metadata: dict[str, Any]
+
+
+class FakeServer(GenerationServiceServicer):
+    """Serves on a free port while its context lasts. Calls past the end of the script complete."""
+
+    def __init__(self, *acts: Act, script: Iterable[Act] = ()) -> None:
+        self._script = iter(acts or script)
+        self.calls: list[Call] = []
+        self.called = asyncio.Event()
+        self.held = asyncio.Event()  # a call has sent its tokens and waits
+        self.freed = asyncio.Event()  # a stream's handler is gone; one that holds goes by cancellation only
+        self._server = grpc.aio.server()
+
+    async def __aenter__(self) -> Self:
+        add_GenerationServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def stop(self) -> None:
+        """Break all calls off, as a server does that is shut down."""
+        await self._server.stop(grace=0)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        act = self._begin(request, context)
+        try:
+            for index in range(max(1, request.n)):
+                for response in responses(request, index, act.tokens, drawn_seed=1000 + len(self.calls)):
+                    yield response
+            await self._play_end(act, context)
+        finally:
+            self.freed.set()
+
+    async def Complete(self, request: pb.CompleteRequest, context: Any) -> pb.CompleteResponse:
+        await self._play_end(self._begin(request.request, context), context)
+        answer = pb.CompleteResponse(seed=request.request.sampling.seed)
+        for index in range(max(1, request.request.n)):
+            parts = list(responses(request.request, index, None, drawn_seed=0))
+            answer.completions.add(
+                text="".join(part.text for part in parts),
+                tokens=[token for part in parts for token in part.tokens],
+                sources=[source for part in parts for source in part.sources],
+                logprobs=[logprobs for part in parts for logprobs in part.logprobs],
+                finish=parts[-1].finish,
+            )
+        return answer
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        await self._play_end(self._begin(pb.GenerateRequest(), context), context)
+        return pb.ListModelsResponse(
+            models=[pb.ServedModel(name="fake", context_tokens=1024, vocabulary_size=256, chat=True)]
+        )
+
+    def _begin(self, request: pb.GenerateRequest, context: Any) -> Act:
+        self.called.set()
+        self.calls.append(Call(request, context.time_remaining(), dict(context.invocation_metadata())))
+        return next(self._script, Act())
+
+    async def _play_end(self, act: Act, context: Any) -> None:
+        if act.then == "hold":
+            self.held.set()
+            await asyncio.Event().wait()
+        elif act.then == "abort" and act.status is not None:
+            await context.abort_with_status(rpc_status.to_status(act.status))
+        elif act.then == "abort":
+            await context.abort(act.code, act.details)
+
+
+def responses(
+    request: pb.GenerateRequest, index: int, most: int | None, drawn_seed: int
+) -> Iterable[pb.GenerateResponse]:
+    """What a server answers that does as the contract says."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder.decode(bytes(request.generated_tokens))  # this text the client has already
+    begin = len(request.generated_tokens)
+    end = len(TOKENS) if most is None else min(begin + most, len(TOKENS))
+    for at in range(begin, end, CHUNK):
+        tokens = TOKENS[at : min(at + CHUNK, end)]
+        response = pb.GenerateResponse(
+            index=index,
+            text=decoder.decode(bytes(tokens)),
+            tokens=tokens,
+            sources=[model_pb2.TOKEN_SOURCE_DRAFT] * (len(tokens) - 1) + [model_pb2.TOKEN_SOURCE_BONUS],
+            timings=pb.ChunkTimings(elapsed_us=1000 * (at - begin + 1), forward_us=200, step_us=300),
+        )
+        if request.HasField("logprobs"):
+            for token in tokens:
+                response.logprobs.append(
+                    verifier_pb2.TokenLogprobs(chosen=-0.5, top_tokens=[token, 7], top_logprobs=[-0.5, -2.0])
+                )
+        if at == begin and index == 0:
+            response.seed = request.sampling.seed if request.sampling.HasField("seed") else drawn_seed
+        yield response
+    if most is None:
+        steps = -(-(end - begin) // CHUNK)
+        yield pb.GenerateResponse(
+            index=index,
+            finish=pb.Finish(
+                reason=model_pb2.FINISH_REASON_LENGTH,
+                usage=pb.Usage(prompt_tokens=2, completion_tokens=len(TOKENS)),
+                speculation=pb.SpeculationStatistics(
+                    steps=steps,
+                    drafted=3 * steps,
+                    accepted=end - begin - steps,
+                    sources={"draft": end - begin - steps, "bonus": steps},
+                ),
+                numerics_fingerprint="fake/float32",
+                reproducible=True,
+            ),
+        )

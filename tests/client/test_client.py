@@ -1,0 +1,364 @@
+"""Both clients against a real server, through everything a stream may meet."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+from google.rpc.status_pb2 import Status
+
+from specdec.client import (
+    AsyncClient,
+    Cancelled,
+    Chunk,
+    Client,
+    DeadlineExceeded,
+    InvalidRequest,
+    Logprobs,
+    Model,
+    Overloaded,
+    ServerError,
+    Unavailable,
+)
+from tests.client.both import ThreadedClient
+from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+
+BREAK = Act(tokens=0, then="abort")
+EVENTUALLY = 10.0  # seconds within which a condition must come true
+ROUNDING = 1.05  # gRPC rounds timeouts up on the wire
+
+
+@pytest.fixture(params=[ThreadedClient, AsyncClient], ids=["sync", "asyncio"])
+def connect(request: pytest.FixtureRequest) -> Any:
+    """Makes a client, of either kind, that never waits for ever."""
+
+    def make(*servers: FakeServer, **settings: Any) -> Any:
+        address = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        return request.param(f"ipv4:{address}" if len(servers) > 1 else address, **{"timeout": EVENTUALLY, **settings})
+
+    return make
+
+
+async def until(event: asyncio.Event) -> None:
+    async with asyncio.timeout(EVENTUALLY):
+        await event.wait()
+
+
+def rich(code: int, *details: Any) -> Act:
+    """Aborts with google.rpc's details."""
+    status = Status(code=code, message="refused")
+    for detail in details:
+        status.details.add().Pack(detail)
+    return Act(tokens=0, then="abort", status=status)
+
+
+def retry_info(seconds: int, nanos: int = 0) -> Any:
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.seconds, info.retry_delay.nanos = seconds, nanos
+    return info
+
+
+def written(chunks: list[Chunk]) -> tuple[str, list[int]]:
+    return "".join(chunk.text for chunk in chunks), [token for chunk in chunks for token in chunk.tokens]
+
+
+# What arrives
+
+
+async def test_streams_chunks_and_finishes(connect: Any) -> None:
+    async with (
+        FakeServer() as server,
+        connect(server, metadata=[("tenant", "a")]) as client,
+        client.generate("hi", seed=5, logprobs=2) as stream,
+    ):
+        chunks = [chunk async for chunk in stream]
+    assert written(chunks) == (TEXT, TOKENS)
+    first, finish = chunks[0], chunks[-1].finish
+    assert (first.index, first.sources, first.finish) == (0, ["draft", "draft", "bonus"], None)
+    assert first.logprobs[0] == Logprobs(-0.5, {TOKENS[0]: -0.5, 7: -2.0})
+    assert (first.forward_seconds, first.step_seconds) == (200e-6, 300e-6)
+    assert [chunk.seed for chunk in chunks] == [5] + [None] * (len(chunks) - 1)
+    assert finish is not None
+    assert (finish.reason, finish.stop, finish.numerics, finish.reproducible) == ("length", "", "fake/float32", True)
+    assert (finish.prompt_tokens, finish.completion_tokens) == (2, len(TOKENS))
+    assert finish.speculation.mean_tokens_per_step == len(TOKENS) / finish.speculation.steps
+    assert server.calls[0].metadata["tenant"] == "a"
+    assert server.calls[0].seconds_left <= EVENTUALLY * ROUNDING
+
+
+async def test_completes(connect: Any) -> None:
+    async with FakeServer() as server, connect(server) as client:
+        result = await client.complete("hi", n=2, seed=5, logprobs=2)
+    assert (result.text, result.seed, len(result.completions)) == (TEXT, 5, 2)
+    for completion in result.completions:
+        assert (completion.text, completion.tokens) == (TEXT, TOKENS)
+        assert len(completion.sources) == len(completion.logprobs) == len(TOKENS)
+        assert completion.finish.reason == "length"
+
+
+async def test_lists_models(connect: Any) -> None:
+    async with FakeServer() as server, connect(server) as client:
+        assert await client.models() == [Model("fake", context_tokens=1024, vocabulary_size=256, chat=True)]
+
+
+async def test_streams_several_samples(connect: Any) -> None:
+    async with FakeServer() as server, connect(server) as client:
+        chunks = [chunk async for chunk in client.generate("hi", n=2)]
+    for index in (0, 1):
+        assert written([chunk for chunk in chunks if chunk.index == index]) == (TEXT, TOKENS)
+
+
+async def test_a_closed_client_connects_anew(connect: Any) -> None:
+    async with FakeServer() as server:
+        client = connect(server)
+        for _ in range(2):
+            async with client:
+                assert (await client.complete("hi")).text == TEXT
+
+
+# Streams that break off
+
+
+async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
+    # 1 and 14 tokens end within a character.
+    acts = [Act(1, "abort"), Act(13, "abort"), Act(4, "abort")]
+    async with FakeServer(*acts) as server, connect(server, max_retries=1) as client:
+        chunks = [chunk async for chunk in client.generate("hi", max_tokens=99, temperature=0.8)]
+    assert written(chunks) == (TEXT, TOKENS)
+    first, *resumed = [call.request for call in server.calls]
+    assert not first.sampling.HasField("seed")
+    assert [list(request.generated_tokens) for request in resumed] == [TOKENS[:1], TOKENS[:14], TOKENS[:18]]
+    for request in resumed:  # the first server's seed, and otherwise what was asked for at first
+        assert request.sampling.seed == chunks[0].seed == 1001
+        request.ClearField("generated_tokens")
+        request.sampling.ClearField("seed")
+        assert request == first
+    assert [chunk.seed for chunk in chunks[1:]] == [None] * (len(chunks) - 1)
+    elapsed = [chunk.elapsed_seconds for chunk in chunks[:-1]]
+    assert elapsed == sorted(elapsed)
+
+
+async def test_resumes_what_the_caller_resumed(connect: Any) -> None:
+    async with FakeServer(Act(4, "abort")) as server, connect(server) as client:
+        chunks = [chunk async for chunk in client.generate("hi", generated_tokens=TOKENS[:8], seed=5)]
+    assert written(chunks)[1] == TOKENS[8:]
+    assert [list(call.request.generated_tokens) for call in server.calls] == [TOKENS[:8], TOKENS[:12]]
+
+
+async def test_goes_on_at_another_server(connect: Any) -> None:
+    script = iter([Act(9, "hold")])  # of the first call, whichever server it reaches
+    async with FakeServer(script=script) as one, FakeServer(script=script) as other, connect(one, other) as client:
+        chunks = []
+        async for chunk in client.generate("hi"):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                await (one if one.calls else other).stop()
+    assert written(chunks) == (TEXT, TOKENS)
+    assert (len(one.calls), len(other.calls)) == (1, 1)
+
+
+async def test_breaks_before_the_first_chunk_are_retried(connect: Any) -> None:
+    async with FakeServer(BREAK, BREAK) as server, connect(server) as client:
+        chunks = [chunk async for chunk in client.generate("hi", n=2)]
+    assert len(server.calls) == 3
+    assert written([chunk for chunk in chunks if chunk.index == 1]) == (TEXT, TOKENS)
+
+
+async def test_several_samples_do_not_resume(connect: Any) -> None:
+    async with FakeServer(Act(6, "abort")) as server, connect(server) as client:
+        with pytest.raises(Unavailable):
+            [chunk async for chunk in client.generate("hi", n=2)]
+    assert len(server.calls) == 1
+
+
+async def test_a_break_after_the_finish_is_no_error(connect: Any) -> None:
+    async with FakeServer(Act(None, "abort")) as server, connect(server) as client:
+        assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+    assert len(server.calls) == 1
+
+
+async def test_an_end_without_finish_is_an_error(connect: Any) -> None:
+    async with FakeServer(Act(6, "end")) as server, connect(server) as client:
+        with pytest.raises(ServerError, match="ended before"):
+            [chunk async for chunk in client.generate("hi")]
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+async def test_retries_end(connect: Any, retries: int) -> None:
+    async with FakeServer(script=itertools.repeat(BREAK)) as server, connect(server, max_retries=retries) as client:
+        with pytest.raises(Unavailable, match="scripted"):
+            [chunk async for chunk in client.generate("hi")]
+        assert len(server.calls) == retries + 1
+        with pytest.raises(Unavailable):
+            await client.complete("hi")
+        assert len(server.calls) == 2 * (retries + 1)
+
+
+async def test_complete_and_models_are_retried(connect: Any) -> None:
+    async with FakeServer(BREAK, Act(), BREAK) as server, connect(server) as client:
+        assert (await client.complete("hi")).text == TEXT
+        assert len(await client.models()) == 1
+    assert len(server.calls) == 4
+
+
+async def test_only_unavailable_is_retried(connect: Any) -> None:
+    async with FakeServer(Act(6, "abort", grpc.StatusCode.ABORTED)) as server, connect(server) as client:
+        with pytest.raises(ServerError) as caught:
+            [chunk async for chunk in client.generate("hi")]
+    assert caught.value.code is grpc.StatusCode.ABORTED
+    assert isinstance(caught.value.__cause__, grpc.RpcError)
+    assert len(server.calls) == 1
+
+
+async def test_no_server(connect: Any) -> None:
+    async with FakeServer() as server:
+        pass
+    async with connect(server, max_retries=1) as client:
+        with pytest.raises(Unavailable):
+            await client.models()
+
+
+# Deadlines and cancellation
+
+
+async def test_deadline_of_a_call_replaces_the_clients(connect: Any) -> None:
+    async with FakeServer(Act(), Act(6, "hold")) as server, connect(server) as client:
+        await client.models()  # connects, which may take long on a busy machine
+        stream = client.generate("hi", timeout=0.5)
+        assert written([await anext(stream), await anext(stream)])[1] == TOKENS[:6]
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+        await until(server.freed)
+        assert server.calls[1].seconds_left <= 0.5 * ROUNDING
+
+
+async def test_no_deadline(connect: Any) -> None:
+    async with FakeServer() as server, connect(server) as client:
+        await client.complete("hi", timeout=None)
+    assert server.calls[0].seconds_left is None or server.calls[0].seconds_left > 1e6
+
+
+async def test_a_retry_has_the_time_that_is_left(connect: Any) -> None:
+    acts = [Act(3, "abort"), rich(code_pb2.UNAVAILABLE, retry_info(0, 250_000_000))]
+    async with FakeServer(*acts) as server, connect(server) as client:
+        assert written([chunk async for chunk in client.generate("hi", timeout=5.0)]) == (TEXT, TOKENS)
+    assert server.calls[2].seconds_left <= 4.7 * ROUNDING  # two pauses: 50 ms at least, and what the server said
+
+
+async def test_the_deadline_ends_the_retries(connect: Any) -> None:
+    async with FakeServer(script=itertools.repeat(BREAK)) as server, connect(server, max_retries=10**6) as client:
+        with pytest.raises(DeadlineExceeded):
+            [chunk async for chunk in client.generate("hi", timeout=0.5)]
+    assert len(server.calls) > 1
+
+
+async def test_does_not_wait_past_the_deadline(connect: Any) -> None:
+    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3600))) as server, connect(server) as client:
+        with pytest.raises(DeadlineExceeded, match="refused"):
+            await client.complete("hi")
+
+
+async def test_cancel_frees_the_server(connect: Any) -> None:
+    async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
+        stream = client.generate("hi")
+        assert (await anext(stream)).tokens == TOKENS[:3]
+        stream.cancel()
+        await until(server.freed)
+        with pytest.raises(Cancelled):
+            await anext(stream)
+
+
+async def test_cancel_ends_a_pending_read(connect: Any) -> None:
+    async with FakeServer(Act(0, "hold")) as server, connect(server) as client:
+        stream = client.generate("hi")
+        reading = asyncio.create_task(stream.__anext__())
+        await until(server.held)
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            await reading
+
+
+async def test_cancel_ends_a_pause(connect: Any) -> None:
+    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3600))) as server, connect(server) as client:
+        stream = client.generate("hi", timeout=None)
+        reading = asyncio.create_task(stream.__anext__())
+        await until(server.called)
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            await reading
+
+
+async def test_leaving_the_context_frees_the_server(connect: Any) -> None:
+    async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
+        async with client.generate("hi") as stream:
+            await anext(stream)
+        await until(server.freed)
+
+
+async def test_dropping_a_synchronous_stream_frees_the_server() -> None:
+    def take_one(client: Client) -> None:
+        for _ in client.generate("hi"):
+            break
+
+    async with FakeServer(Act(6, "hold")) as server:
+        with Client(server.address) as client:
+            await asyncio.to_thread(take_one, client)
+            await until(server.freed)
+
+
+async def test_cancelling_the_task_frees_the_server() -> None:
+    async with FakeServer(Act(0, "hold")) as server, AsyncClient(server.address) as client:
+        stream = client.generate("hi")
+        reading = asyncio.create_task(stream.__anext__())
+        await until(server.held)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(server.freed)
+        with pytest.raises(Cancelled):
+            await anext(stream)
+
+
+async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
+    async with FakeServer(Act(0, "hold")) as server, connect(server) as client:
+        reading = asyncio.create_task(client.generate("hi").__anext__())
+        await until(server.held)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await reading
+
+
+# What the server says is wrong
+
+
+async def test_violations_are_decoded(connect: Any) -> None:
+    fields = [("sampling.top_p", "1.5 is not in (0, 1]"), ("stop", "an empty string")]
+    bad = error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+            for field, description in fields
+        ]
+    )
+    reason = error_details_pb2.ErrorInfo(reason="BAD_REQUEST", domain="specdec")
+    async with FakeServer(rich(code_pb2.INVALID_ARGUMENT, bad, reason)) as server, connect(server) as client:
+        with pytest.raises(InvalidRequest, match="refused") as caught:
+            [chunk async for chunk in client.generate("hi")]
+    assert caught.value.violations == fields
+    assert (caught.value.reason, caught.value.retry_after) == ("BAD_REQUEST", None)
+
+
+async def test_overload_says_when_to_return(connect: Any) -> None:
+    acts = [rich(code_pb2.RESOURCE_EXHAUSTED, retry_info(2, 500_000_000)), rich(code_pb2.RESOURCE_EXHAUSTED)]
+    async with FakeServer(*acts) as server, connect(server) as client:
+        with pytest.raises(Overloaded) as caught:
+            await client.complete("hi")
+        assert caught.value.retry_after == 2.5
+        with pytest.raises(Overloaded) as caught:
+            await client.complete("hi")
+        assert caught.value.retry_after is None

@@ -1,0 +1,142 @@
+"""Options become a message: all of them, and nothing is refused that the server could refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.client import AsyncClient, Client, GenerateOptions, build_request
+from specdec.v1 import generation_pb2 as pb
+from specdec.v1 import model_pb2
+
+EVERY_OPTION: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "stop": ["a", "b"],
+    "stop_tokens": [3],
+    "ignore_end_token": True,
+    "n": 2,
+    "logprobs": 0,
+    "temperature": 0.5,
+    "top_p": 0.75,
+    "top_k": 4,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": -1.0,
+    "presence_penalty": 0.5,
+    "logit_bias": {7: -2.0},
+    "banned_tokens": [8],
+    "seed": 2**64 - 1,
+    "speculation": "off",
+    "rule": "rejection",
+    "max_candidates": 5,
+    "max_depth": 6,
+    "max_branches": 7,
+    "generated_tokens": [1, 2],
+}
+
+
+def test_every_option_has_its_place() -> None:
+    assert EVERY_OPTION.keys() | {"tokens", "messages"} == GenerateOptions.__annotations__.keys()
+    assert build_request("hi", **EVERY_OPTION) == pb.GenerateRequest(
+        model="m",
+        text="hi",
+        max_tokens=9,
+        min_tokens=2,
+        stop=["a", "b"],
+        stop_tokens=[3],
+        ignore_end_token=True,
+        n=2,
+        logprobs=0,
+        sampling=pb.SamplingParameters(
+            temperature=0.5,
+            top_p=0.75,
+            top_k=4,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            frequency_penalty=-1.0,
+            presence_penalty=0.5,
+            logit_bias={7: -2.0},
+            banned_tokens=[8],
+            seed=2**64 - 1,
+        ),
+        speculation=pb.SpeculationPolicy(mode=pb.SPECULATION_MODE_OFF, max_candidates=5, max_depth=6, max_branches=7),
+        rule=model_pb2.ACCEPTANCE_RULE_REJECTION,
+        generated_tokens=[1, 2],
+    )
+
+
+def test_every_field_has_its_option() -> None:
+    fields = {
+        field.name
+        for message in (pb.GenerateRequest, pb.SamplingParameters, pb.SpeculationPolicy)
+        for field in message.DESCRIPTOR.fields
+    }
+    without_option = {"sampling", "json_schema"}  # a message whose fields are options; not built yet
+    renamed = {"text": "prompt", "chat": "messages", "mode": "speculation"}
+    assert {renamed.get(name, name) for name in fields - without_option} == EVERY_OPTION.keys() | {
+        "prompt",
+        "tokens",
+        "messages",
+    }
+
+
+def test_prompts() -> None:
+    assert build_request(tokens=[1, 2]).tokens.ids == [1, 2]
+    chat = build_request(messages=[{"role": "user", "content": "hi"}]).chat
+    assert chat == pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+    # Empty ones arrive as what they are, for the server to refuse.
+    assert build_request("").WhichOneof("prompt") == "text"
+    assert build_request(tokens=[]).WhichOneof("prompt") == "tokens"
+    assert build_request(messages=[]).WhichOneof("prompt") == "chat"
+    assert build_request().WhichOneof("prompt") is None
+    with pytest.raises(ValueError, match="not several: prompt, tokens"):
+        build_request("hi", tokens=[1])
+
+
+def test_none_and_absent_are_the_same_and_zero_is_not() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(EVERY_OPTION)
+    assert build_request("hi", **nothing) == build_request("hi") == pb.GenerateRequest(text="hi")
+    assert build_request("hi", seed=0).sampling.HasField("seed")
+    assert build_request("hi", max_tokens=0).HasField("max_tokens")
+
+
+def test_one_stop_string_is_not_its_letters() -> None:
+    assert list(build_request("hi", stop="end").stop) == ["end"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("max_tokens", -1, ValueError),
+        ("max_tokens", 2**32, ValueError),
+        ("max_tokens", "many", TypeError),
+        ("seed", 2**64, ValueError),
+        ("stop_tokens", [-1], ValueError),
+        ("stop", ["\ud800"], ValueError),
+        ("logit_bias", {-1: 1.0}, ValueError),
+        ("tokens", [2**32], ValueError),
+        ("messages", [{"name": "x"}], ValueError),
+        ("speculation", "on", ValueError),
+        ("rule", "exact", ValueError),
+    ],
+)
+def test_what_does_not_fit_is_named(option: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"^{option} = ") as caught:
+        build_request(**{option: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_misspelt_options_are_refused() -> None:
+    misspelt: dict[str, Any] = {"max_token": 3}
+    with pytest.raises(TypeError, match="unknown option: max_token"):
+        build_request("hi", **misspelt)
+
+
+def test_clients_connect_when_first_used() -> None:
+    Client("nowhere.invalid:1").close()
+    client = AsyncClient("nowhere.invalid:1")  # made before there is a loop
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        client.generate("hi")
