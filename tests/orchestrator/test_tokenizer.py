@@ -1,0 +1,65 @@
+"""The tokenizer as requests use it: nothing is cut silently, and templates get what transformers gives them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.tokenizer import ChatTemplateError, Tokenizer
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from tests.models import make
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make("llama", tmp_path / "m")
+
+
+def with_template(directory: Path, template: str) -> Tokenizer:
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return Tokenizer(ModelDirectory(directory))
+
+
+def test_a_truncation_left_in_the_file_is_not_obeyed(directory: Path) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(ModelDirectory(directory))
+    assert tokenizer.decode(tokenizer.encode("a long enough text")) == "a long enough text"
+
+
+def test_templates_have_what_transformers_gives_them(directory: Path) -> None:
+    tokenizer = with_template(
+        directory,
+        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}{{ m.content | tojson }}"
+        "{% generation %}!{% endgeneration %}{% endfor %}{{ eos_token }}{{ strftime_now('%Y')[:2] }}",
+    )
+    assert tokenizer.render([("user", "é<b>"), ("skip", "x")]) == '"é<b>"!</s>20'
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('only users') }}", "{{ messages[5].content.strip() }}"])
+def test_a_template_may_refuse(directory: Path, template: str) -> None:
+    with pytest.raises(ChatTemplateError, match="template says"):
+        with_template(directory, template).render([("system", "x")])
+
+
+def test_a_template_cannot_reach_outside(directory: Path) -> None:
+    with pytest.raises(ChatTemplateError):
+        with_template(directory, "{{ ''.__class__.__mro__[1].__subclasses__() }}").render([("user", "x")])
+
+
+def test_a_broken_template_stops_the_start(directory: Path) -> None:
+    with pytest.raises(ModelDirectoryError, match="chat template"):
+        with_template(directory, "{% for %}")
+
+
+def test_no_template_is_said(directory: Path) -> None:
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(ModelDirectory(directory))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.render([("user", "x")])

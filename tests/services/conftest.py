@@ -1,0 +1,44 @@
+"""Model directories that the service tests share: a target, a draft near it, one far from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.margins import Oracle
+from tests.models import make, near
+
+
+@dataclass(frozen=True)
+class Directories:
+    target: Path
+    near: Path  # often agrees with the target
+    other: Path  # another model that sometimes agrees
+    random: Path  # never agrees but by chance
+    foreign: Path  # has another tokenizer
+    oracle: Oracle
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("models")
+    target = make("llama", root / "target")
+    foreign = root / "foreign"
+    shutil.copytree(target, foreign)
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<other>"
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return Directories(
+        target=target,
+        near=near(target, root / "near", noise=0.04),
+        other=near(target, root / "other", noise=0.12),
+        random=make("gpt2", root / "random", seed=7),
+        foreign=foreign,
+        oracle=Oracle(target),
+    )

@@ -1,0 +1,160 @@
+"""Promise 1: what speculation does never changes a token.
+
+Each request runs plain and then in every other way there is: drafted well, badly, slowly, by another
+model, alone and among others, resumed from every position. All must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.decoding.choice import Chooser
+from specdec.decoding.noise import sample_seed
+from specdec.decoding.sampling import Sampling
+from specdec.v1 import generation_pb2
+from tests.models import CONTEXT, END, VOCABULARY
+from tests.services.conftest import Directories
+from tests.stack import Stack, stack
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+TRUNCATIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.9},
+    {"top_k": 12},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+)
+SAMPLINGS = [
+    {"temperature": temperature, "seed": 17 + number, **truncation}
+    for number, (temperature, truncation) in enumerate(itertools.product(TEMPERATURES, TRUNCATIONS))
+]
+
+
+def prompts(count: int, seed: int = 3) -> list[list[int]]:
+    """Of mixed lengths, some longer than a chunk of prefill rows."""
+    generator = random.Random(seed)
+    return [[generator.randrange(3, VOCABULARY) for _ in range(generator.choice((1, 5, 30, 90)))] for _ in range(count)]
+
+
+PROMPT_OF_TEXT = list(range(40, 70))
+
+
+def slow_target() -> None:
+    """A target that takes longer than its draft, so that there is something to verify."""
+    time.sleep(0.004)
+
+
+def chooser(sampling: dict[str, Any]) -> Chooser:
+    """The choice rule as sample 0 of a request with these fields applies it."""
+    return Chooser(Sampling(**(sampling | {"seed": sample_seed(sampling["seed"], 0)})))
+
+
+async def run_all(
+    services: Stack, requests: list[tuple[list[int], dict[str, Any]]], tokens: int, *, at_once: int = 8, **fields: Any
+) -> tuple[list[list[int]], int, int]:
+    """Tokens of each request, `at_once` of them together; candidates offered and accepted over all."""
+    completions: list[generation_pb2.Completion] = []
+    for start in range(0, len(requests), at_once):
+        part = requests[start : start + at_once]
+        completions += await asyncio.gather(
+            *(services.generate(prompt, sampling=sampling, max_tokens=tokens, **fields) for prompt, sampling in part)
+        )
+    return (
+        [list(c.tokens) for c in completions],
+        sum(c.finish.speculation.drafted for c in completions),
+        sum(c.finish.speculation.accepted for c in completions),
+    )
+
+
+async def check(directories: Directories, requests: list[tuple[list[int], dict[str, Any]]], tokens: int) -> None:
+    oracle = directories.oracle
+
+    def compare(want: list[list[int]], got: list[list[int]], what: str) -> None:
+        for (prompt, sampling), a, b in zip(requests, want, got, strict=True):
+            oracle.same(prompt, a, b, chooser(sampling), f"{what}, {sampling}")
+
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        want, drafted, _ = await run_all(services, requests, tokens, at_once=1, plain=True)
+        assert drafted == 0
+        alone, drafted, accepted = await run_all(services, requests, tokens, at_once=1)
+        compare(want, alone, "drafted")
+        assert 0 < accepted < drafted  # it did speculate, and was corrected
+        crowd, _, _ = await run_all(services, requests, tokens)
+        compare(want, crowd, "8 at once")
+        assert services.verifier_loop.slots_used == 0
+
+    async def against(draft: Path | None, what: str, **options: Any) -> None:
+        async with stack(directories.target, draft, **options) as services:
+            got, _, _ = await run_all(services, requests, tokens)
+            compare(want, got, what)
+
+    await against(directories.other, "another draft")
+    await against(directories.random, "a random draft")
+    await against(directories.near, "a slow draft", delay=lambda: time.sleep(0.05))
+    await against(None, "no draft at all")
+
+
+async def test_tokens_do_not_depend_on_drafting(directories: Directories) -> None:
+    await check(directories, list(zip(prompts(len(SAMPLINGS)), SAMPLINGS, strict=True)), tokens=24)
+
+
+@pytest.mark.verify
+async def test_tokens_do_not_depend_on_drafting_at_length(directories: Directories) -> None:
+    requests = list(itertools.product(prompts(6, seed=4), SAMPLINGS))
+    await check(directories, requests, tokens=96)
+    print(f"{directories.oracle.compared} tokens compared, {len(directories.oracle.ties)} ties")
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[9], SAMPLINGS[11]], ids=str)
+async def test_a_text_resumes_from_every_position(directories: Directories, sampling: dict[str, Any]) -> None:
+    (prompt,) = prompts(1, seed=5)
+    prompt = [*prompt, *range(40, 60)]
+    async with stack(directories.target, directories.near) as services:
+        whole = await services.generate(prompt, sampling=sampling, max_tokens=20)
+        tokens = list(whole.tokens)
+        for cut in range(1, len(tokens)):
+            rest = await services.generate(prompt, sampling=sampling, max_tokens=20, generated_tokens=tokens[:cut])
+            directories.oracle.same(
+                prompt, tokens, tokens[:cut] + list(rest.tokens), chooser(sampling), f"cut at {cut}"
+            )
+            assert rest.finish.usage.completion_tokens == len(tokens)
+
+
+async def test_greedy_tokens_are_those_of_transformers(directories: Directories) -> None:
+    oracle = directories.oracle
+    async with stack(directories.target, directories.near) as services:
+        for prompt in prompts(8, seed=6):
+            want = oracle.greedy(prompt, 40, frozenset({END}))
+            got = await services.generate(prompt, max_tokens=40)
+            oracle.same(prompt, want, list(got.tokens), Chooser(Sampling()), "transformers")
+
+
+async def test_a_text_may_fill_the_context(directories: Directories) -> None:
+    prompt = list(range(3, 203))
+    async with stack(directories.target, directories.near) as services:
+        plain = await services.generate(
+            prompt, sampling={"temperature": 1.0, "seed": 1}, plain=True, ignore_end_token=True
+        )
+        drafted = await services.generate(prompt, sampling={"temperature": 1.0, "seed": 1}, ignore_end_token=True)
+    assert len(plain.tokens) == CONTEXT - len(prompt)
+    directories.oracle.same(
+        prompt, list(plain.tokens), list(drafted.tokens), chooser({"temperature": 1.0, "seed": 1}), "to the brim"
+    )
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[5], SAMPLINGS[8], SAMPLINGS[11]], ids=str)
+async def test_a_draft_equal_to_the_target_is_never_corrected(
+    directories: Directories, sampling: dict[str, Any]
+) -> None:
+    """Which holds only if the draft's memory is right after every commit, re-rooting and catching up."""
+    async with stack(directories.target, directories.target, target_delay=slow_target) as services:
+        completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)
+    sources = completion.finish.speculation.sources
+    assert sources.get("draft", 0) > 20
+    assert sources.get("correction", 0) == 0

@@ -1,0 +1,198 @@
+"""What happens when a client, a draft or a verifier goes away, or there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection
+
+from orchestrator.generation import Peers
+from orchestrator.servicer import GenerationServicer
+from specdec.decoding.choice import Chooser
+from specdec.decoding.noise import sample_seed
+from specdec.decoding.sampling import Sampling
+from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.interceptor import CallInterceptor
+from specdec.serving.wire import identity_of
+from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
+from tests.services.conftest import Directories
+from tests.services.test_equality import slow_target
+from tests.stack import request_of, served, stack, until
+
+PROMPT = [50, 60, 70, 80, 90]
+
+
+async def rest_of(call: Any) -> list[generation_pb2.GenerateResponse]:
+    """What is left of a stream that was read by hand."""
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+async def test_a_cancelled_request_frees_both_sessions(directories: Directories) -> None:
+    async with stack(directories.target, directories.near, delay=lambda: time.sleep(0.01)) as services:
+        assert services.draft_loop is not None
+        call = services.stub.Generate(request_of(PROMPT, max_tokens=250, ignore_end_token=True))
+        assert await call.read()
+        draft = services.draft_loop
+        await until(lambda: services.verifier_loop.slots_used > 0 and draft.slots_used > 0)
+        call.cancel()
+        await until(lambda: services.verifier_loop.slots_used == 0 and draft.slots_used == 0)
+
+
+async def test_a_deadline_frees_both_sessions(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        assert services.draft_loop is not None
+        draft = services.draft_loop
+        request = generation_pb2.CompleteRequest(request=request_of(PROMPT, max_tokens=250, ignore_end_token=True))
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await services.stub.Complete(request, timeout=0.05)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: services.verifier_loop.slots_used == 0 and draft.slots_used == 0)
+
+
+async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories) -> None:
+    fields = {"sampling": {"temperature": 0.7, "seed": 4}, "max_tokens": 200, "ignore_end_token": True}
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        assert services.draft_server is not None
+        want = await services.generate(PROMPT, plain=True, **fields)
+        call = services.stub.Generate(request_of(PROMPT, **fields))
+        responses: list[generation_pb2.GenerateResponse] = [await call.read()]
+        while model_pb2.TOKEN_SOURCE_DRAFT not in responses[-1].sources:
+            responses.append(await call.read())
+        await services.draft_server.stop(None)
+        responses += await rest_of(call)
+        got = [t for r in responses for t in r.tokens]
+        chooser = Chooser(Sampling(temperature=0.7, seed=sample_seed(4, 0)))
+        directories.oracle.same(PROMPT, list(want.tokens), got, chooser)
+        speculation = responses[-1].finish.speculation
+        assert speculation.accepted > 0
+        assert speculation.undrafted_reason == "draft_lost"
+        after = await services.generate(PROMPT, **fields)
+        assert after.finish.speculation.undrafted_reason == "no_draft"
+        assert len(after.tokens) == 200
+
+
+async def test_a_draft_with_another_tokenizer_is_not_used(directories: Directories) -> None:
+    async with stack(directories.target, directories.foreign) as services:
+        completion = await services.generate(PROMPT, max_tokens=20)
+        assert completion.finish.speculation.undrafted_reason == "tokenizer_mismatch"
+        assert completion.finish.speculation.accepted == 0
+        assert services.draft_loop is not None
+        await until(lambda: services.draft_loop is not None and services.draft_loop.slots_used == 0)
+
+
+async def test_a_verifier_killed_mid_stream_is_unavailable(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        call = services.stub.Generate(request_of(PROMPT, max_tokens=250, ignore_end_token=True))
+        assert await call.read()
+        await services.verifier_server.stop(None)
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await rest_of(call)
+        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "verifier" in str(lost.value.details())
+
+
+async def test_a_small_memory_is_a_small_context(directories: Directories) -> None:
+    async with stack(directories.target, None, capacity=200) as services:
+        room = services.verifier_loop.slots_for_sessions
+        assert room < 200
+        most = await services.generate(PROMPT, max_tokens=250, ignore_end_token=True)
+        assert len(most.tokens) == room - len(PROMPT)
+        assert most.finish.reason == model_pb2.FINISH_REASON_CONTEXT
+        with pytest.raises(grpc.aio.AioRpcError, match=f"the context is {room}") as never:
+            await services.generate([5] * room, max_tokens=1)
+        assert never.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_more_sessions_than_fit_are_refused(directories: Directories) -> None:
+    async with stack(directories.target, None, capacity=600) as services:
+        room = services.verifier_loop.slots_for_sessions
+        each = 250
+        results = await asyncio.gather(
+            *(services.generate(PROMPT, max_tokens=each - len(PROMPT), ignore_end_token=True) for _ in range(6)),
+            return_exceptions=True,
+        )
+        refused = [r for r in results if isinstance(r, grpc.aio.AioRpcError)]
+        assert len(refused) == 6 - room // each
+        assert {r.code() for r in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert all("memory is full" in str(r.details()) for r in refused)
+        assert services.verifier_loop.slots_used == 0
+        assert len((await services.generate(PROMPT, max_tokens=10, ignore_end_token=True)).tokens) == 10
+
+
+async def test_a_client_that_does_not_read_stalls_only_itself(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        lazy = services.stub.Generate(request_of(PROMPT, max_tokens=240, ignore_end_token=True))
+        assert await lazy.read()
+        prompt = await services.generate(PROMPT, max_tokens=50, ignore_end_token=True)
+        assert len(prompt.tokens) == 50
+        rest = await rest_of(lazy)
+        assert rest[-1].finish.usage.completion_tokens == 240
+
+
+async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -> None:
+    """It goes on accepting what is sent, and says nothing."""
+
+    class Silent(draft_pb2_grpc.DraftServiceServicer):
+        name = "specdec.v1.DraftService"
+
+        def register(self, server: grpc.aio.Server) -> None:
+            draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
+
+        async def close(self) -> None:
+            pass
+
+        async def Draft(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            identity = identity_of(ModelDirectory(directories.target), "none", 256)
+            await context.write(draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=identity)))
+            await asyncio.Event().wait()
+
+    async with (
+        stack(directories.target, None, target_delay=lambda: time.sleep(0.01)) as services,
+        served(Silent()) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        peers = Peers(services.peers.verifier, channel, silence_seconds=0.2)
+        async with (
+            served(GenerationServicer(services.model, peers)) as (front, _),
+            grpc.aio.insecure_channel(front) as to_front,
+        ):
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)
+            request = request_of(PROMPT, max_tokens=100, ignore_end_token=True)
+            answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
+    (completion,) = answer.completions
+    assert len(completion.tokens) == 100
+    assert completion.finish.speculation.undrafted_reason == "draft_lost"
+
+
+async def test_a_cancelled_request_for_several_samples_leaves_nothing(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        before = len(asyncio.all_tasks())
+        call = services.stub.Generate(request_of(PROMPT, max_tokens=200, n=4, ignore_end_token=True))
+        assert await call.read()
+        call.cancel()
+        await until(lambda: services.verifier_loop.slots_used == 0)
+        await until(lambda: len(asyncio.all_tasks()) <= before)
+
+
+async def test_the_services_can_be_listed(directories: Directories) -> None:
+    """Health and reflection, as operators' tools ask for them."""
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    reflection.enable_server_reflection(("specdec.v1.GenerationService",), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answers = [answer async for answer in call]
+    await server.stop(None)
+    (answer,) = answers
+    assert [service.name for service in answer.list_services_response.service] == ["specdec.v1.GenerationService"]

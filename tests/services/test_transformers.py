@@ -1,0 +1,86 @@
+"""Greedy tokens of the whole system are those of transformers' own `generate`, for every architecture."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.prompts import held_out
+from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Sampling
+from specdec.engine.engine import Engine
+from specdec.engine.export import exported
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.onnx_engine import OnnxEngine
+from specdec.local import DEMO
+from tests.margins import Oracle
+from tests.models import ARCHITECTURES, END, VOCABULARY, make, near
+from tests.services.test_equality import SAMPLINGS, chooser, slow_target
+from tests.stack import stack
+
+GREEDY = Chooser(Sampling())
+
+
+def onnx(directory: ModelDirectory) -> Engine:
+    return OnnxEngine(ModelDirectory(exported(directory)), capacity=16384, threads=1)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+async def test_greedy_tokens_of_every_architecture(name: str, tmp_path: Path) -> None:
+    target = make(name, tmp_path / "target")
+    draft = near(target, tmp_path / "draft", noise=0.05)
+    oracle = Oracle(target)
+    generator = random.Random(1)
+    accepted = 0
+    async with stack(target, draft, target_delay=slow_target) as services:
+        for length in (64, 70, 100, 130):
+            prompt = [generator.randrange(3, VOCABULARY) for _ in range(length)]
+            want = oracle.greedy(prompt, 32, frozenset({END}))
+            got = await services.generate(prompt, max_tokens=32)
+            oracle.same(prompt, want, list(got.tokens), GREEDY, name)
+            accepted += got.finish.speculation.accepted
+    assert accepted > 0
+
+
+@pytest.mark.verify
+async def test_greedy_tokens_of_the_demo_pair() -> None:
+    """100 prompts of held-out text, 64 tokens each, drafted by the ONNX engine."""
+    oracle = Oracle(DEMO / "target")
+    accepted = drafted = 0
+    async with stack(DEMO / "target", DEMO / "draft", draft_engine=onnx, capacity=16384) as services:
+        for prompt in held_out(100, tokens=80):
+            want = oracle.greedy(prompt, 64, frozenset({0}))
+            got = await services.generate(prompt, max_tokens=64)
+            oracle.same(prompt, want, list(got.tokens), GREEDY, "demo pair")
+            accepted += got.finish.speculation.accepted
+            drafted += got.finish.speculation.drafted
+    print(f"{oracle.compared} tokens compared, {len(oracle.ties)} ties, {accepted} of {drafted} candidates accepted")
+    assert accepted > 1000
+
+
+@pytest.mark.verify
+async def test_tokens_of_the_demo_pair_do_not_depend_on_drafting() -> None:
+    """Drafted, 8 at once, against plain, one by one; every sampling."""
+    oracle = Oracle(DEMO / "target")
+    requests = list(itertools.product(held_out(8, tokens=64, seed=3), SAMPLINGS))
+    async with stack(DEMO / "target", DEMO / "draft", draft_engine=onnx, capacity=16384) as services:
+        want = [
+            list((await services.generate(p, sampling=s, max_tokens=64, ignore_end_token=True, plain=True)).tokens)
+            for p, s in requests
+        ]
+        got: list[list[int]] = []
+        for start in range(0, len(requests), 8):
+            crowd = await asyncio.gather(
+                *(
+                    services.generate(p, sampling=s, max_tokens=64, ignore_end_token=True)
+                    for p, s in requests[start : start + 8]
+                )
+            )
+            got += [list(c.tokens) for c in crowd]
+    for (prompt, sampling), a, b in zip(requests, want, got, strict=True):
+        oracle.same(prompt, a, b, chooser(sampling), str(sampling))
+    print(f"{oracle.compared} tokens compared, {len(oracle.ties)} ties")
