@@ -1,0 +1,95 @@
+"""What `make demo` shows: one completion, drafted and then plain, by three real services.
+
+The same tokens, once in more and once in fewer steps of the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from specdec.cli import STYLES, coloured
+from specdec.client import Client, SpecdecError
+from specdec.local import LocalError, Stack
+
+PROMPT = '''import os
+import sys
+
+
+class ConfigParser:
+    """Read a configuration file and return its sections."""
+
+    def __init__(self, filename, encoding="utf-8"):
+'''
+
+
+@dataclass(frozen=True)
+class Run:
+    tokens: list[int]
+    seconds: float
+    steps: int
+
+    @property
+    def rate(self) -> float:
+        return len(self.tokens) / self.seconds
+
+
+def run(client: Client, console: Console, prompt: str, *, speculation: str, show: bool, **options: float) -> Run:
+    """One completion; shown as it comes, or not."""
+    tokens: list[int] = []
+    elapsed = 0.0
+    steps = 0
+    if show:
+        console.print(Text(prompt, style="dim"), end="")
+    with client.generate(prompt, speculation=speculation, ignore_end_token=True, **options) as stream:  # type: ignore[arg-type]
+        for chunk in stream:
+            tokens += chunk.tokens
+            elapsed = chunk.elapsed_seconds
+            steps += 1
+            if show:
+                console.print(coloured(chunk), end="")
+    if show:
+        console.print("\n")
+    return Run(tokens, elapsed, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    args = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("[bold]Starting verifier, draft and orchestrator...[/bold]")
+    options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
+    try:
+        with Stack.start(dtype=args.dtype) as stack, Client(stack.address) as client:
+            # One short request first: what is loaded on first use should not be timed.
+            run(client, console, args.prompt, speculation="auto", show=False, max_tokens=16)
+            legend = Text.assemble(*((f" {name} ", STYLES[name]) for name in ("draft", "correction", "bonus", "plain")))
+            console.print(Text("Each token by where it came from:"), legend, "\n")
+            drafted = run(client, console, args.prompt, speculation="auto", show=True, **options)
+            console.print("[bold]The same, with drafting off:[/bold]\n")
+            plain = run(client, console, args.prompt, speculation="off", show=True, **options)
+    except (LocalError, SpecdecError) as error:
+        sys.exit(f"demo: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    for name, result in (("drafted", drafted), ("plain", plain)):
+        console.print(
+            f"{name:8} {result.rate:6.0f} tokens/s   {len(result.tokens)} tokens in {result.steps} steps, "
+            f"{result.seconds:.2f} s"
+        )
+    if drafted.tokens != plain.tokens:
+        sys.exit("The tokens differ: that must not be.")
+    console.print(f"The same tokens, [bold]{drafted.rate / plain.rate:.2f} times[/bold] as fast.")
+
+
+if __name__ == "__main__":
+    main()

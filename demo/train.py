@@ -1,0 +1,259 @@
+"""Train the demo pair: tokenizer, then target, then a draft distilled from the target.
+
+    python -m demo.train tokenizer
+    python -m demo.train target --minutes 60
+    python -m demo.train draft --minutes 24
+    python -m demo.train draft --minutes 29 --resume
+
+Each stage writes into `demo/target` and `demo/draft`, which hold the bundled result. The learning
+rate follows elapsed time, so a slower machine still ends with a finished schedule, only at a higher
+loss. Matrices are trained by Muon (Jordan et al. 2024), embeddings and norms by AdamW.
+
+The draft learns the target's distribution (Hinton et al. 2015) on two kinds of text, half and half:
+the corpus, and what the target itself writes when it continues the corpus, because that is the text
+a draft meets when it serves (on-policy distillation, Agarwal et al. 2024).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from demo import corpus
+
+HOME = Path(__file__).parent
+END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = 4096
+CONTEXT = 1024
+
+SHAPES = {
+    "target": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1024},
+    "draft": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 683},
+}
+
+
+# --- tokenizer ---------------------------------------------------------------------------------
+
+
+def train_tokenizer() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.files(held_out=False), trainer)
+    for role in SHAPES:
+        folder = HOME / role
+        folder.mkdir(exist_ok=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(
+                {
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                    "eos_token": END_OF_TEXT,
+                    "model_max_length": CONTEXT,
+                    "clean_up_tokenization_spaces": False,
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+
+
+def encoded(*, held_out: bool) -> torch.Tensor:
+    """All texts of one side as one int64 row, an end-of-text token after each file."""
+    tokenizer = Tokenizer.from_file(str(HOME / "target" / "tokenizer.json"))
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch(corpus.files(held_out=held_out)):
+        ids += encoding.ids
+        ids.append(0)
+    return torch.tensor(ids)
+
+
+# --- the loop both stages share -----------------------------------------------------------------
+
+
+def new_model(role: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=0,
+            **SHAPES[role],
+        )
+    )
+
+
+def optimise(
+    model: LlamaForCausalLM,
+    minutes: float,
+    loss_of_batch: Callable[[], torch.Tensor],
+    evaluate: Callable[[], float],
+) -> int:
+    """Minimise until the time is up: linear warm-up (2 %), constant, linear decay (last half)."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.05, momentum=0.95, adjust_lr_fn="original"),
+        torch.optim.AdamW(rest, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    start = last_report = time.monotonic()
+    step = 0
+    while (progress := (time.monotonic() - start) / (60 * minutes)) < 1:
+        scale = min(1.0, progress / 0.02 + 0.01, max(0.02, 2 * (1 - progress)))
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * scale
+        loss = loss_of_batch()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if time.monotonic() - last_report > 120:
+            last_report = time.monotonic()
+            print(f"{progress:6.1%}  step {step}  loss {loss.item():.3f}  held-out {evaluate():.3f}", flush=True)
+    return step
+
+
+def random_rows(ids: torch.Tensor, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    starts = torch.randint(len(ids) - length, (rows,), generator=generator)
+    return torch.stack([ids[start : start + length] for start in starts.tolist()])
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, ids: torch.Tensor, device: str) -> float:
+    """Nats a token over the first 64 held-out windows of 512 tokens."""
+    rows = ids[: 64 * 512].view(-1, 512)
+    losses = []
+    for batch in torch.split(rows, 8):
+        batch = batch.to(device)
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(batch).logits
+        losses.append(F.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten()))
+    return torch.stack(losses).mean().item()
+
+
+def save(model: LlamaForCausalLM, role: str) -> None:
+    model.to("cpu", torch.bfloat16).save_pretrained(HOME / role)
+
+
+# --- the two stages -----------------------------------------------------------------------------
+
+
+def train_target(minutes: float, device: str, rows: int, length: int) -> None:
+    train, held = encoded(held_out=False), encoded(held_out=True)
+    generator = torch.Generator().manual_seed(0)
+    model = new_model("target").to(device)
+    print(f"target: {model.num_parameters() / 1e6:.2f}M parameters, {len(train) / 1e6:.2f}M tokens", flush=True)
+
+    def loss_of_batch() -> torch.Tensor:
+        batch = random_rows(train, rows, length + 1, generator).to(device)
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(batch[:, :-1]).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    steps = optimise(model, minutes, loss_of_batch, lambda: held_out_loss(model, held, device))
+    print(f"target: {steps} steps, held-out {held_out_loss(model, held, device):.4f} nats a token")
+    save(model, "target")
+
+
+@torch.no_grad()
+def continuations(
+    target: LlamaForCausalLM, train: torch.Tensor, device: str, minutes: float, seed: int
+) -> torch.Tensor:
+    """What the target writes after 64 tokens of corpus: rows [*, 256], half greedy, half at T = 0.8."""
+    generator = torch.Generator().manual_seed(seed)
+    written: list[torch.Tensor] = []
+    start = time.monotonic()
+    while time.monotonic() - start < 60 * minutes:
+        prompts = random_rows(train, 64, 64, generator).to(device)
+        written.append(
+            target.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                min_new_tokens=192,
+                max_new_tokens=192,
+                pad_token_id=0,
+                do_sample=len(written) % 2 == 1,
+                temperature=0.8 if len(written) % 2 else None,
+                top_k=None,
+            )
+        )
+    rows = torch.cat(written).cpu()
+    print(f"draft: {rows.numel() / 1e6:.2f}M tokens of the target's own text", flush=True)
+    return rows
+
+
+def train_draft(minutes: float, device: str, rows: int, length: int, resume: bool) -> None:
+    train, held = encoded(held_out=False), encoded(held_out=True)
+    seed = 3 if resume else 2
+    generator = torch.Generator().manual_seed(seed)
+    target = LlamaForCausalLM.from_pretrained(HOME / "target", dtype=torch.bfloat16).to(device).eval()
+    own = continuations(target, train, device, minutes * 0.2, seed)
+    if resume:
+        model = LlamaForCausalLM.from_pretrained(HOME / "draft", dtype=torch.float32).to(device).train()
+    else:
+        model = new_model("draft").to(device)
+    print(f"draft: {model.num_parameters() / 1e6:.2f}M parameters", flush=True)
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            yield random_rows(train, rows, length, generator)
+            yield own[torch.randint(len(own), (rows * length // own.shape[1],), generator=generator)]
+
+    stream = batches()
+
+    def loss_of_batch() -> torch.Tensor:
+        batch = next(stream).to(device)
+        with torch.no_grad():
+            p_logits = target(batch).logits.float().flatten(0, 1)
+        with torch.autocast(device, torch.bfloat16):
+            q_logits = model(batch).logits.float().flatten(0, 1)
+        # KL(p || q) up to a constant, and half as much the cross-entropy of the target's first choice:
+        # greedy acceptance asks for the argmax, sampled acceptance for the whole distribution.
+        wanted = p_logits.softmax(-1)
+        wanted.scatter_add_(1, p_logits.argmax(-1, keepdim=True), torch.full_like(wanted[:, :1], 0.5))
+        return F.cross_entropy(q_logits, wanted)
+
+    steps = optimise(model, minutes * 0.8, loss_of_batch, lambda: held_out_loss(model, held, device))
+    print(f"draft: {steps} steps, held-out {held_out_loss(model, held, device):.4f} nats a token")
+    save(model, "draft")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["tokenizer", "target", "draft"])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=8, help="sequences a step")
+    parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
+    parser.add_argument("--resume", action="store_true", help="of a draft: go on from the one that is there")
+    args = parser.parse_args()
+    match args.stage:
+        case "tokenizer":
+            train_tokenizer()
+        case "target":
+            train_target(args.minutes, args.device, args.rows, args.length)
+        case "draft":
+            train_draft(args.minutes, args.device, args.rows, args.length, args.resume)
+
+
+if __name__ == "__main__":
+    main()
