@@ -20,6 +20,9 @@ GAMMA = 0x9E3779B97F4A7C15
 MULTIPLY_1 = 0xBF58476D1CE4E5B9
 MULTIPLY_2 = 0x94D049BB133111EB
 
+BOUND_ERROR = 1e-4
+"""How far `word_gumbel_bound` may fall short: float32 logarithms of up to 36.7, to several ulps, and to spare."""
+
 
 def mix(value: int) -> int:
     """One splitmix64 step (Steele, Lea, Flood 2014) on a 64-bit word."""
@@ -38,22 +41,55 @@ def stream(seed: int, position: int) -> int:
     return mix((mix((seed & MASK) ^ DOMAIN_CHOICE) + position) & MASK)
 
 
+def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The raw word of each token id in each stream: uint64, of the shape that the two broadcast to.
+
+    `mix` of their sum, in place but for one scratch array: over a whole vocabulary, memory is what takes time.
+    """
+    value = np.asarray(streams + np.uint64(GAMMA) + ids.astype(np.uint64))
+    scratch = np.empty_like(value)
+    for shift, multiplier in ((30, MULTIPLY_1), (27, MULTIPLY_2)):
+        np.right_shift(value, np.uint64(shift), out=scratch)
+        value ^= scratch
+        value *= np.uint64(multiplier)
+    np.right_shift(value, np.uint64(31), out=scratch)
+    value ^= scratch
+    return value
+
+
 def words(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """uint64 [n]: the raw word of each token id at an absolute position."""
-    value = ids.astype(np.uint64) + np.uint64((stream(seed, position) + GAMMA) & MASK)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(MULTIPLY_1)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(MULTIPLY_2)
-    return value ^ (value >> np.uint64(31))
+    return token_words(np.array([stream(seed, position)], dtype=np.uint64), ids)
 
 
-def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """float64 [n]: standard Gumbel noise of each token id at an absolute position.
+def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """float64, shaped as `value`: the standard Gumbel noise that these words stand for.
 
     52 bits of each word become a uniform strictly inside (0, 1), so the result is always finite. (With 53,
     adding the half would round the largest one up to 1.)
     """
-    uniform = ((words(seed, position, ids) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    uniform = ((value >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return np.asarray(-np.log(-np.log(uniform)))
+
+
+def word_gumbel_bound(value: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """float32, shaped as `value`, whose content is lost: not below `word_gumbel`, but for BOUND_ERROR.
+
+    Since -log(u) >= 1 - u, the noise is at most -log(1 - u), and little less where it is large: one fast
+    logarithm instead of two slow ones, and 1 - u comes exactly from the word's complement.
+    """
+    np.invert(value, out=value)
+    value >>= np.uint64(12)
+    bound = value.view(np.int64).astype(np.float32)  # faster than from unsigned ones
+    bound += np.float32(0.5)
+    bound *= np.float32(2.0**-52)
+    np.log(bound, out=bound)
+    return np.asarray(np.negative(bound, out=bound))
+
+
+def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """float64 [n]: standard Gumbel noise of each token id at an absolute position."""
+    return word_gumbel(words(seed, position, ids))
 
 
 def sample_seed(seed: int, index: int) -> int:

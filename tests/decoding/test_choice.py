@@ -1,8 +1,10 @@
 """Proves that the choice rule is the one the design spells out, step by step and bit by bit.
 
 `Chooser.choose` is compared with a slow reference written here in plain Python: float32 where the design
-says float32 (by rounding every operation), float64 for top-p and the noise. Vocabularies are small and
-logits lie on a coarse grid, so that ties occur at every step. Beside it: choices follow the softmax they
+says float32 (by rounding every operation), float64 for top-p's sums and the noise. Vocabularies are small and
+logits lie on a coarse grid, so that ties occur at every step. `choose` answers many rows as it answers each
+alone, whatever the others are, and over vocabularies of real size as a plain sort and the noise of every
+id would have it. Beside it: choices follow the softmax they
 are meant to sample (chi-square tests on fixed seeds, thus deterministic; the stated false-alarm probability
 is that of the choice of seeds), two models with shared noise agree as often as the theory promises, and
 `preferences` ranks what `choose` would take.
@@ -14,6 +16,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +25,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from specdec.decoding.choice import AGREEMENT_SCALE, Chooser, History, log_softmax
+from specdec.decoding.choice import AGREEMENT_SCALE, BLOCK, Ask, Chooser, History, choose
 from specdec.decoding.noise import gumbel
+from specdec.decoding.race import TILE
 from specdec.decoding.sampling import Sampling
 
 FALSE_ALARM = 1e-6
@@ -62,6 +66,10 @@ class Case:
     def chooser(self) -> Chooser:
         return Chooser(self.sampling, self.end_tokens, self.first_end_position)
 
+    @property
+    def ask(self) -> Ask:
+        return Ask(self.chooser, self.position, self.history, self.path)
+
     def choose(self) -> int:
         return self.chooser.choose(self.row, self.position, self.history, self.path)
 
@@ -95,7 +103,7 @@ def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, flo
     if s.top_k:
         ranked = ranked[: s.top_k]
     if s.top_p < 1.0:
-        weights = [math.exp(z[token] - z[ranked[0]]) for token in ranked]
+        weights = [float32(math.exp(float32(z[token] - z[ranked[0]]))) for token in ranked]
         total = 0.0
         for weight in weights:
             total += weight
@@ -128,8 +136,12 @@ fine = st.floats(-30, 30, width=32)
 
 
 @st.composite
-def cases(draw: st.DrawFn, temperatures: Sequence[float] = (0.0, 5e-5, 1e-4, 0.3, 0.7, 1.0, 2.5)) -> Case:
-    vocabulary = draw(st.integers(1, 12))
+def cases(
+    draw: st.DrawFn,
+    temperatures: Sequence[float] = (0.0, 5e-5, 1e-4, 0.3, 0.7, 1.0, 2.5, 1e30),
+    vocabulary: int | None = None,
+) -> Case:
+    vocabulary = vocabulary or draw(st.integers(1, 12))
     token = st.integers(0, vocabulary - 1)
     tokens = st.lists(token, max_size=6)
     # -inf is how some models mask the padding of their vocabulary
@@ -229,6 +241,142 @@ class TestChoose:
             chooser.choose(np.zeros(3, dtype=np.float32), 0, None)
 
 
+@st.composite
+def crowds(draw: st.DrawFn) -> list[tuple[NDArray[np.float32], Ask]]:
+    """Rows of several requests, some of which ask about more than one row: same chooser, same history."""
+    vocabulary = draw(st.integers(1, 12))
+    token = st.integers(0, vocabulary - 1)
+    value = st.just(math.nan) | st.just(math.inf) | st.just(-math.inf) | coarse
+    rows = []
+    for case in draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=5)):
+        first = case.ask
+        rows.append((case.row, first))
+        for _ in range(draw(st.integers(0, 3))):
+            logits = draw(
+                st.lists(draw(st.sampled_from([coarse, fine, value])), min_size=vocabulary, max_size=vocabulary)
+            )
+            path, position = draw(st.lists(token, max_size=4)), draw(st.integers(0, 5))
+            rows.append((np.array(logits, dtype=np.float32), first._replace(position=position, path=path)))
+    return draw(st.permutations(rows))
+
+
+def together(rows: Sequence[tuple[NDArray[np.float32], Ask]]) -> list[int]:
+    found = choose(np.stack([row for row, _ in rows]), [ask for _, ask in rows])
+    assert found.dtype == np.int64
+    tokens: list[int] = found.tolist()
+    return tokens
+
+
+def naive_choice(row: NDArray[np.float32], ask: Ask) -> int:
+    """One sampled row by a full sort and the noise of all ids; no penalties, bias or bans."""
+    s = ask.chooser.sampling
+    z = row / np.float32(s.temperature)
+    ranking = np.argsort(-z, kind="stable")
+    ranking = ranking[z[ranking] > -np.inf]
+    if s.top_k:
+        ranking = ranking[: s.top_k]
+    if s.top_p < 1.0:
+        reached = np.cumsum(np.exp(z[ranking] - z.max()), dtype=np.float64)
+        ranking = ranking[: int((reached < s.top_p * reached[-1]).sum()) + 1]
+    if s.min_p:
+        ranking = ranking[z[ranking] >= np.float64(z.max()) + math.log(s.min_p)]
+    scores = np.full(len(z), -np.inf)
+    scores[ranking] = z[ranking] + gumbel(s.seed, ask.position, np.arange(len(z)))[ranking]
+    return int(scores.argmax())
+
+
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "plain": [{}],
+    "top-k": [{"top_k": 1}, {"top_k": 50}, {"top_k": 10**6}],
+    "top-p": [{"top_p": 1e-6}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 0.999}],
+    "min-p": [{"min_p": 0.9}, {"min_p": 0.02}],
+    "mixed": [{}, {"top_k": 40, "top_p": 0.9}, {"top_k": 100, "min_p": 0.01}, {"top_p": 0.9, "min_p": 0.05}],
+}
+
+
+def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> NDArray[np.float32]:
+    """Peaked, ordinary and flat rows; of each four one has many ties, one is masked for the most part."""
+    spread = rng.choice([0.0, 0.3, 3.0, 30.0], size=(count, 1))
+    rows = (rng.normal(0, 1, (count, vocabulary)) * spread + rng.normal(0, 20, (count, 1))).astype(np.float32)
+    rows[1::4] = np.round(rows[1::4])
+    masked = rng.random((len(rows[2::4]), vocabulary)) < 0.9
+    masked[:, rng.integers(vocabulary)] = False
+    rows[2::4][masked] = -np.inf
+    return np.asarray(rows)
+
+
+class TestManyRows:
+    @settings(max_examples=400, deadline=None)
+    @given(crowds(), st.data())
+    def test_a_row_does_not_depend_on_the_others(
+        self, crowd: list[tuple[NDArray[np.float32], Ask]], data: st.DataObject
+    ) -> None:
+        """Broken rows among them: they raise nothing, and disturb nobody."""
+        alone = [ask.chooser.choose(row, ask.position, ask.history, ask.path) for row, ask in crowd]
+        assert together(crowd) == alone
+        some = data.draw(st.lists(st.integers(0, len(crowd) - 1), min_size=1))
+        assert together([crowd[i] for i in some]) == [alone[i] for i in some]
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.data(), st.integers(1, 12))
+    def test_every_row_equals_the_reference(self, data: st.DataObject, vocabulary: int) -> None:
+        crowd = data.draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=6))
+        assert together([(case.row, case.ask) for case in crowd]) == [reference_choice(case) for case in crowd]
+
+    @settings(max_examples=200, deadline=None)
+    @given(cases(), st.data())
+    def test_rows_of_one_text_have_penalties_of_their_own_paths(self, case: Case, data: st.DataObject) -> None:
+        paths = data.draw(st.lists(st.lists(st.integers(0, len(case.logits) - 1), max_size=6), min_size=1))
+        of_paths = [replace(case, path=path) for path in paths]
+        assume(all(any(z > -math.inf for z in reference_adjusted(each)) for each in of_paths))
+        chooser, history = case.chooser, case.history
+        rows = [(case.row, Ask(chooser, case.position, history, path)) for path in paths]
+        assert together(rows) == [reference_choice(each) for each in of_paths]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(("vocabulary", "count"), [(1, 50), (2, 400), (50, 400), (4096, 200)])
+    def test_large_rows_equal_the_naive_rule(self, kind: str, vocabulary: int, count: int) -> None:
+        rng = np.random.default_rng([*kind.encode(), vocabulary])
+        rows = random_rows(rng, count, vocabulary)
+        asks = []
+        for i in range(count):
+            temperature = float(rng.choice([1e-4, 0.2, 0.8, 1.0, 5.0, 1e4, 1e30]))
+            sampling = Sampling(temperature=temperature, seed=i // 3, **KINDS[kind][i % len(KINDS[kind])])
+            asks.append(Ask(Chooser(sampling), int(rng.integers(10**6))))
+        assert together(list(zip(rows, asks, strict=True))) == list(map(naive_choice, rows, asks))
+
+    def test_rows_that_are_worked_on_in_parts(self) -> None:
+        """More rows than a block holds; rows longer than a tile, with the winner in either part."""
+        asks = [Ask(Chooser(Sampling(temperature=0.8, seed=i)), i) for i in range(100)]
+        for vocabulary, count in ((4096, BLOCK // 4096 + 20), (TILE + 1, 20), (2 * BLOCK + 3, 2)):
+            rows = np.random.default_rng(vocabulary).normal(0, 0.1, (count, vocabulary)).astype(np.float32)
+            want = list(map(naive_choice, rows, asks[:count]))
+            assert together(list(zip(rows, asks[:count], strict=True))) == want
+        last = np.full((1, TILE + 1), -np.inf, dtype=np.float32)
+        last[0, TILE] = 0.0
+        assert choose(last, asks[:1]).tolist() == [TILE]
+
+    @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 3}])
+    @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e35])
+    def test_a_broken_row_chooses_what_is_broken(self, sampling: dict[str, Any], broken: float) -> None:
+        row = np.array([0.0, 1.0, broken, 2.0], dtype=np.float32)
+        if broken == -math.inf:
+            row[:] = broken
+        assert row[Case(row.tolist(), Sampling(**sampling)).choose()].tobytes() == np.float32(broken).tobytes()
+
+    def test_neighbours_without_a_history_are_still_different_requests(self) -> None:
+        row = np.zeros(3, dtype=np.float32)
+        asks = [Ask(Chooser(Sampling(logit_bias={token: 1.0})), 7) for token in (2, 1)]
+        assert together([(row, ask) for ask in asks]) == [2, 1]
+
+    def test_a_banned_nan_breaks_nothing(self) -> None:
+        sampling = Sampling(temperature=0.5, banned_tokens=frozenset({1}))
+        assert Case([-50.0, math.nan, 50.0], sampling).choose() == 2
+
+    def test_no_rows_choose_nothing(self) -> None:
+        assert choose(np.zeros((0, 5), dtype=np.float32), []).tolist() == []
+
+
 LOGITS = [2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.0, -2.0, -3.0]
 
 
@@ -325,10 +473,7 @@ class TestPreferences:
             assert scores == sorted(scores, reverse=True)
             assert max(scores) <= 0
 
-
-@settings(deadline=None)
-@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
-def test_log_softmax(logits: list[float]) -> None:
-    got = log_softmax(np.array(logits, dtype=np.float32))
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, special.log_softmax(np.array(logits)), rtol=1e-6, atol=1e-6)
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    @pytest.mark.parametrize("broken", [math.nan, math.inf])
+    def test_a_broken_row_gives_none(self, temperature: float, broken: float) -> None:
+        assert Case([0.0, broken, 1.0], Sampling(temperature=temperature, top_p=0.9)).preferences(3) == ([], [])

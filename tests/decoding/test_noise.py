@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from specdec.decoding.noise import gumbel, mix, sample_seed, stream, words
+from specdec.decoding.noise import gumbel, mix, sample_seed, stream, token_words, word_gumbel, words
 
 MASK = 2**64 - 1
 DOMAIN = 0x63686F6963650001
@@ -182,3 +182,15 @@ class TestIndependence:
         every = np.arange(256)
         found = np.concatenate([words(seed, position, every) for seed in range(20) for position in range(20)])
         assert len(np.unique(found)) == len(found)
+
+
+class TestManyStreams:
+    @given(st.lists(st.tuples(seeds, positions), min_size=1, max_size=5), st.lists(ids, min_size=1, max_size=20))
+    def test_each_stream_has_the_words_it_has_alone(self, of: list[tuple[int, int]], tokens: list[int]) -> None:
+        """All ids of every stream, and one id of each."""
+        some = np.array(tokens, dtype=np.int64)
+        streams = np.array([stream(seed, position) for seed, position in of], dtype=np.uint64)
+        want = np.array([words(seed, position, some) for seed, position in of])
+        assert token_words(streams[:, None], some).tolist() == want.tolist()
+        assert token_words(streams, np.full(len(of), tokens[0])).tolist() == want[:, 0].tolist()
+        assert word_gumbel(want[0]).tobytes() == gumbel(*of[0], some).tobytes()

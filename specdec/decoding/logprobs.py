@@ -1,0 +1,51 @@
+"""Log-probabilities for the client: of the target's raw logits, before penalties, temperature and truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.truncation import largest
+
+Logits = NDArray[np.float32]
+
+
+class Logprobs(NamedTuple):
+    """Of one token: its own log-probability, and the most probable tokens with theirs, best first."""
+
+    chosen: float
+    top_tokens: list[int]
+    top_logprobs: list[float]
+
+
+def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> list[Logprobs]:
+    """Of the token chosen in each row of float32 logits [n, V], with as many alternatives as `tops` says."""
+    totals = _log_totals(logits)
+    chosen = (logits[np.arange(len(logits)), tokens] - totals).astype(np.float32).tolist()
+    found: list[Logprobs] = []
+    for row, total, own, top in zip(logits, totals, chosen, tops, strict=True):
+        ids = largest(row, top) if top else np.zeros(0, dtype=np.int64)
+        found.append(Logprobs(own, ids.tolist(), (row[ids] - total).astype(np.float32).tolist()))
+    return found
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """float32, shaped as the logits [..., V], over their last axis."""
+    return np.asarray(logits - _log_totals(logits)[..., None], dtype=np.float32)
+
+
+def _log_totals(logits: Logits) -> NDArray[np.float64]:
+    """float64 [...]: log of the sum of exp over the last axis of float32 logits [..., V].
+
+    The largest weight is exactly 1, so float32 weights, summed in float64, lose nothing that matters even
+    where the others' sum is small.
+    """
+    peak = logits.max(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # inf - inf, in rows that are broken anyway
+        weights = np.exp(logits - peak)
+    # A copy first: summed on the way, its order could depend on how the rows fall into buffers.
+    total = weights.astype(np.float64).sum(axis=-1)
+    return np.asarray(np.log(total) + peak[..., 0])

@@ -1,0 +1,79 @@
+"""Top-k, top-p and min-p: which ids of a row survive.
+
+All three keep a leading part of the row's ranking (largest logit first, lower id first among equals), so
+they come down to one number: how many survive. Only plausible ids are ranked, and only by value.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.sampling import Sampling
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+def truncates(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def survivors(z: Logits, sampling: Sampling) -> Ids:
+    """The ids, ascending, that survive top-k, then top-p, then min-p, of float32 logits [V] divided by T.
+
+    Top-k keeps exactly k; top-p the smallest set that reaches p of what top-k left, by float32 weights
+    cumulated in float64, descending. The largest logit must be finite; one of -inf never survives.
+    """
+    ids, total = _plausible(z, sampling)
+    values = z[ids]
+    if not truncates(sampling):
+        return ids
+    ranked = -np.sort(-values)
+    size = min(sampling.top_k or len(ids), len(ids))
+    if sampling.top_p < 1.0:
+        reached = np.cumsum(np.exp(ranked[:size] - ranked[0]), dtype=np.float64)
+        wanted = sampling.top_p * (reached[-1] if total is None else total)
+        size = min(size, int(np.searchsorted(reached, wanted)) + 1)
+    if sampling.min_p > 0.0:
+        size = min(size, int(np.count_nonzero(ranked >= _least(ranked[0], sampling.min_p))))
+    return ids[_leading(values, ranked[size - 1], size)]
+
+
+def largest(row: NDArray[np.floating], count: int) -> Ids:
+    """int64 [count]: the ids of a row's largest values, descending, lower ids first among equals."""
+    at = max(len(row) - count, 0)
+    ids = np.flatnonzero(row >= np.partition(row, at)[at])
+    return np.asarray(ids[np.argsort(-row[ids], kind="stable")[:count]])
+
+
+def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
+    """A superset of the survivors that is cheap to find, ascending: what is left out comes after the last of
+    them in the ranking. And the sum of all weights, if it is top-p's whole; else the whole is what top-k keeps.
+    """
+    if 0 < sampling.top_k < len(z):
+        at = len(z) - sampling.top_k
+        return np.flatnonzero((z >= np.partition(z, at)[at]) & (z > -np.inf)), None
+    peak = z.max()
+    if sampling.top_p < 1.0:
+        weights = np.exp(z - peak)
+        total = float(weights.sum(dtype=np.float64))
+        # All tokens lighter than this together weigh less than what top-p cuts off.
+        return np.flatnonzero(weights >= (1.0 - sampling.top_p) * total / len(z)), total
+    return np.flatnonzero(z >= _least(peak, sampling.min_p) if sampling.min_p > 0.0 else z > -np.inf), None
+
+
+def _least(peak: np.float32, min_p: float) -> np.float64:
+    """The logit of min_p times the probability of `peak`."""
+    return np.float64(peak) + math.log(min_p)
+
+
+def _leading(values: Logits, least: np.float32, size: int) -> NDArray[np.bool_]:
+    """Which of `values` are the `size` largest, the last of which is `least`; the first ones among equals."""
+    keep = values >= least
+    excess = int(np.count_nonzero(keep)) - size
+    if excess:
+        keep[np.flatnonzero(values == least)[-excess:]] = False
+    return np.asarray(keep)

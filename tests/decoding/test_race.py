@@ -1,0 +1,79 @@
+"""Proves that the pruned race loses no winner: bounds are bounds, and the runners left out lose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from specdec.decoding.noise import BOUND_ERROR, stream, token_words, word_gumbel, word_gumbel_bound, words
+from specdec.decoding.race import contenders, winners
+from tests.decoding.test_noise import unmix
+
+MASK = 2**64 - 1
+WORDS = sorted({0, 1, MASK, *(s for bit in range(64) for s in (1 << bit, (1 << bit) - 1, MASK - (1 << bit)))})
+"""Some near both ends, on every scale."""
+
+
+def bound(value: NDArray[np.uint64]) -> NDArray[np.float64]:
+    return word_gumbel_bound(value.copy()).astype(np.float64)
+
+
+def scores(z: NDArray[np.float32], streams: NDArray[np.uint64]) -> NDArray[np.float64]:
+    return np.asarray(z + word_gumbel(token_words(streams[:, None], np.arange(z.shape[1]))))
+
+
+class TestBound:
+    @settings(max_examples=300)
+    @given(st.lists(st.integers(0, MASK) | st.sampled_from(WORDS), min_size=1, max_size=50))
+    def test_the_noise_is_never_above_it(self, some: list[int]) -> None:
+        value = np.array(some, dtype=np.uint64)
+        assert (word_gumbel(value) <= bound(value) + BOUND_ERROR / 4).all()
+
+    def test_nor_for_the_extreme_words(self) -> None:
+        value = np.array(WORDS, dtype=np.uint64)
+        assert np.isfinite(bound(value)).all()
+        assert (word_gumbel(value) <= bound(value) + BOUND_ERROR / 4).all()
+
+    def test_it_is_close_where_the_noise_is_large(self) -> None:
+        value = words(1, 2, np.arange(100_000))
+        noise = word_gumbel(value)
+        assert (bound(value) - noise)[noise > 3].max() < 0.03
+
+
+class TestRace:
+    @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0, 1e5, 1e25])
+    @pytest.mark.parametrize("vocabulary", [1, 2, 300, 4096])
+    def test_the_winner_is_among_few_contenders(self, scale: float, vocabulary: int) -> None:
+        rng = np.random.default_rng(vocabulary)
+        z = (rng.normal(0, 1, (64, vocabulary)) * scale).astype(np.float32)
+        z[:, rng.integers(1, vocabulary + 1, 3) - 1] = np.float32(scale)  # equals, often the largest
+        z[3::4, 1:] = -np.inf
+        streams = np.array([stream(seed, 5) for seed in range(len(z))], dtype=np.uint64)
+        runners = contenders(z, streams)
+        want = scores(z, streams).argmax(axis=1)
+        assert set((np.arange(len(z)) * vocabulary + want).tolist()) <= set(runners.tolist())
+        assert winners(z, streams, runners).tolist() == want.tolist()
+        assert len(runners) < 4 * len(z)
+
+    @pytest.mark.parametrize("level", [0.0, 3.3, 1e6])
+    def test_rounding_of_the_bound_loses_no_winner(self, level: float) -> None:
+        """Noise so large that its bound is exact but for rounding, and a row where nothing else runs."""
+        rng = np.random.default_rng(0)
+        large = [MASK - (int(rng.integers(2**20)) << int(rng.integers(44))) for _ in range(2000)]
+        streams = np.array([unmix(word) for word in large], dtype=np.uint64)
+        assert token_words(streams, np.zeros(2000, dtype=np.int64)).tolist() == large
+        z = np.full((2000, 2), level, dtype=np.float32)
+        z[:, 1] = -np.inf
+        assert winners(z, streams, contenders(z, streams)).tolist() == [0] * 2000
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.data(), st.integers(1, 6), st.integers(1, 8))
+    def test_the_lowest_id_wins_among_equal_runners(self, data: st.DataObject, count: int, vocabulary: int) -> None:
+        """At 1e30 the noise is lost in rounding: scores are equal wherever logits are."""
+        cell = st.sampled_from([1e30, -1e30])
+        z = np.array([[data.draw(cell) for _ in range(vocabulary)] for _ in range(count)], dtype=np.float32)
+        streams = np.arange(count, dtype=np.uint64)
+        assert winners(z, streams, np.arange(z.size)).tolist() == z.argmax(axis=1).tolist()
