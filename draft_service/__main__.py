@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,9 +9,9 @@ import typer
 
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer, Limits
-from specdec.engine.engine import Engine
-from specdec.engine.model_directory import GRAPH, ModelDirectory
-from specdec.serving.server import ServerSettings, StartError, run
+from specdec.engine.load import Kind, load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
 
 
@@ -23,11 +21,9 @@ def main(
     ],
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    engine: Annotated[
-        Literal["onnx", "torch"], typer.Option(help="onnx exports a Hugging Face directory on first use.")
-    ] = "onnx",
+    engine: Annotated[Kind, typer.Option(help="onnx exports a Hugging Face directory on first use.")] = "onnx",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
-    slots: Annotated[int, typer.Option(min=512, help="Tokens of key/value memory.")] = 16384,
+    kv_tokens: Annotated[int, typer.Option(min=512, help="Tokens of key/value memory.")] = 16384,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
     drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
@@ -38,37 +34,15 @@ def main(
 
     def start() -> DraftServicer:
         directory = ModelDirectory(model)
-        loaded = _load_engine(directory, engine, slots, threads)
+        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=threads)
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
-        identity = identity_of(directory, loaded.numerics, slots - 1 - limits.max_nodes)
+        identity = identity_of(directory, loaded, kv_tokens - 1 - limits.max_nodes)
         loop = GrowthLoop(loaded)
         loop.start()
         return DraftServicer(loop, identity, limits)
 
-    async def load() -> DraftServicer:
-        return await asyncio.to_thread(start)
-
-    run(settings, load, "draft")
-
-
-def _load_engine(directory: ModelDirectory, engine: str, slots: int, threads: int) -> Engine:
-    if engine == "torch":
-        from specdec.engine.torch_engine import TorchEngine
-
-        return TorchEngine(directory, capacity=slots, least_rows=1, threads=threads)
-    from specdec.engine.onnx_engine import OnnxEngine
-
-    if not (directory.path / GRAPH).is_file():
-        if importlib.util.find_spec("torch") is None:
-            raise StartError(
-                f"{directory.path}: not exported (no {GRAPH}), and without torch it cannot be exported here: "
-                "run `specdec export` where torch is installed"
-            )
-        from specdec.engine.export import exported
-
-        directory = ModelDirectory(exported(directory))
-    return OnnxEngine(directory, capacity=slots, threads=threads)
+    run(settings, lambda: in_a_thread_of_its_own(start), "draft")
 
 
 if __name__ == "__main__":

@@ -1,56 +1,24 @@
-"""A packed batch: the tokens of many sessions, and what each may see, as one forward pass.
+"""A packed batch: the tokens of many sessions as one forward pass.
 
-A *lane* is a list of key slots and the query rows that read them. A chain of text is one lane; a tree
-is one lane for each of its paths, whose keys lie in order of absolute position (the tail is gathered,
-never addressed with gaps); or, where bits do not matter, one lane with a mask. The engine knows
-nothing about sessions or trees.
-
-Exactness rests on two rules kept here: a position-ordered lane is padded to a length that depends on the
-position of its rows alone, and (unless an engine wants all lanes in one group) it has at least four rows.
-Then a row's attention does not depend on whether it came in a prompt, a tree or a plain step.
+What a row may see is said in one of two layouts, each with a packer of its own: *paths* (`paths.py`), a list
+of key slots in order of position for every row, read by the CPU's row-by-row attention; and *lanes*
+(`lanes.py`), rectangles of keys and rows with a mask, for engines that attend with tensor operations. A
+packer knows nothing about sessions or trees.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.engine.kv import NOWHERE, Slots
-
-KEY_BUCKET = 64
-"""Key lists are padded to a multiple of this."""
-
-LEAST_ROWS = 4
-"""Query rows of a lane are padded to at least this."""
+from specdec.engine.row_class import RowClass
 
 Mask = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Query rows that share a list of keys."""
-
-    keys: Slots  # [n] slots
-    key_positions: NDArray[np.int64]  # [n] absolute positions of the keys
-    rows: NDArray[np.int64]  # [r] indices into the batch's tokens
-    row_positions: NDArray[np.int64]  # [r]
-    visible: Mask | None  # [r, n]; None: a row sees the keys up to its own position
-    padded_keys: int
-
-
-@dataclass(frozen=True)
-class LaneGroup:
-    """Lanes of one shape, stacked. Padding keys are NOWHERE and masked; padding rows repeat row 0."""
-
-    keys: Slots  # [g, l]
-    rows: NDArray[np.int64]  # [g, r]
-    visible: Mask  # [g, r, l]
-    windowed: Mask | None  # [g, r, l]: `visible` within the sliding window, if the model has one
-    contiguous: bool  # one lane whose keys are consecutive slots: a view will do
 
 
 @dataclass(frozen=True)
@@ -60,34 +28,28 @@ class PackedBatch:
     tokens: NDArray[np.int64]  # [t]
     positions: NDArray[np.int64]  # [t] absolute
     slots: Slots  # [t] where each token's key and value are written
-    groups: list[LaneGroup]
-    place: NDArray[np.int64]  # [t] each token's row among the flattened rows of all groups
-    wanted: NDArray[np.int64]  # [n] tokens whose logits are wanted
+    wanted: NDArray[np.int64]  # [n] rows whose logits are wanted; padding repeats the first
 
 
 @dataclass
-class Packer:
-    """Collects rows and lanes, then packs them.
+class Packer(ABC):
+    """Collects rows and what they see, then packs them. Every row belongs to one path or tree.
 
-    `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape,
-    for engines that take a single group. `least_rows` below LEAST_ROWS trades exactness for speed.
+    `rows` is the class of numbers of rows that the batch is padded to, if any; so are the wanted ones.
     """
 
-    window: int | None = None
-    one_group: bool = False
-    least_rows: int = LEAST_ROWS
+    rows: RowClass | None = None
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
-    lanes: list[Lane] = field(default_factory=list)
 
     def add_rows(self, tokens: Sequence[int], first_position: int, slots: Sequence[int] | Slots) -> range:
         """Append consecutive tokens of one text; their row indices."""
         start = len(self.tokens)
         self.tokens += tokens
         self.positions += range(first_position, first_position + len(tokens))
-        self.slots += slots if isinstance(slots, list) else [int(slot) for slot in slots]
+        self.slots += slots.tolist() if isinstance(slots, np.ndarray) else slots
         return range(start, len(self.tokens))
 
     def add_row(self, token: int, position: int, slot: int) -> int:
@@ -101,77 +63,25 @@ class Packer:
         self.wanted.append(row)
         return len(self.wanted) - 1
 
+    @abstractmethod
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
         """Rows along one text whose key at index i is its token at position i."""
-        by_length = groupby(rows, lambda row: _bucket(self.positions[row] + 1))
-        for padded, members in by_length:
-            chunk = np.fromiter(members, dtype=np.int64)
-            positions = np.asarray([self.positions[row] for row in chunk])
-            count = min(padded, len(keys))
-            self.lanes.append(Lane(keys[:count], np.arange(count), chunk, positions, None, padded))
 
+    @abstractmethod
     def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        """Rows that see an arbitrary subset of keys: `visible` [len(rows), len(keys)]."""
-        positions = np.asarray([self.positions[row] for row in rows])
-        indices = np.asarray(rows, dtype=np.int64)
-        self.lanes.append(Lane(keys, key_positions, indices, positions, visible, _bucket(len(keys))))
+        """Rows that see a subset of keys, one for each position up to their own: `visible`
+        [len(rows), len(keys)]."""
 
+    @abstractmethod
     def pack(self) -> PackedBatch:
-        shapes: dict[tuple[int, int], list[Lane]] = {}
-        if self.one_group:
-            longest = max(lane.padded_keys for lane in self.lanes)
-            widest = max(len(lane.rows) for lane in self.lanes)
-            shapes[(longest, widest)] = self.lanes
-        else:
-            for lane in self.lanes:
-                shapes.setdefault((lane.padded_keys, self._row_class(len(lane.rows))), []).append(lane)
-        place = np.zeros(len(self.tokens), dtype=np.int64)
-        groups: list[LaneGroup] = []
-        offset = 0
-        for (length, width), lanes in shapes.items():
-            groups.append(self._stack(lanes, length, width))
-            for lane in lanes:
-                place[lane.rows] = offset + np.arange(len(lane.rows))
-                offset += width
-        return PackedBatch(
-            tokens=np.asarray(self.tokens, dtype=np.int64),
-            positions=np.asarray(self.positions, dtype=np.int64),
-            slots=np.asarray(self.slots, dtype=np.int64),
-            groups=groups,
-            place=place,
-            wanted=np.asarray(self.wanted, dtype=np.int64),
-        )
+        """The batch; the packer is used up."""
 
-    def _row_class(self, rows: int) -> int:
-        """Powers of two, so that lanes of similar width stack."""
-        return max(self.least_rows, 1 << (rows - 1).bit_length())
-
-    def _stack(self, lanes: list[Lane], length: int, width: int) -> LaneGroup:
-        keys = np.full((len(lanes), length), NOWHERE, dtype=np.int64)
-        rows = np.zeros((len(lanes), width), dtype=np.int64)
-        visible = np.zeros((len(lanes), width, length), dtype=bool)
-        windowed = None if self.window is None else np.zeros_like(visible)
-        for g, lane in enumerate(lanes):
-            n, r = len(lane.keys), len(lane.rows)
-            keys[g, :n] = lane.keys
-            rows[g, :r] = lane.rows
-            rows[g, r:] = lane.rows[0]
-            seen = lane.visible
-            if seen is None:
-                seen = lane.key_positions <= lane.row_positions[:, None]
-            visible[g, :r, :n] = seen
-            visible[g, r:, 0] = True  # a padding row must see something to stay finite
-            if windowed is not None and self.window is not None:
-                near = lane.key_positions > lane.row_positions[:, None] - self.window
-                windowed[g, :r, :n] = seen & near
-                windowed[g, r:, 0] = True
-        contiguous = len(lanes) == 1 and _consecutive(lanes[0].keys)
-        return LaneGroup(keys, rows, visible, windowed, contiguous)
-
-
-def _bucket(length: int) -> int:
-    return -(-length // KEY_BUCKET) * KEY_BUCKET
-
-
-def _consecutive(slots: Slots) -> bool:
-    return bool(slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all())
+    def _pad(self) -> None:
+        """Add tokens that nobody asked for, up to a member of the class."""
+        if self.rows is None:
+            return
+        missing = self.rows.padded(len(self.tokens)) - len(self.tokens)
+        if missing:
+            self.add_path(np.asarray([NOWHERE]), [self.add_row(0, 0, NOWHERE) for _ in range(missing)])
+        if self.wanted:
+            self.wanted += self.wanted[:1] * (self.rows.padded(len(self.wanted)) - len(self.wanted))

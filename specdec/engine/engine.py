@@ -21,6 +21,7 @@ class Engine(Protocol):
     capacity: int  # slots of key/value memory
     vocabulary: int
     numerics: str  # fingerprint: equal ones give equal bits
+    exact: bool  # a row's bits do not depend on its batch: checked at start
 
     def packer(self) -> Packer:
         """An empty batch in the layout this engine wants."""

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.lane_attention import Group, LaneAttention
+from specdec.engine.linear import Float32Head
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
-from specdec.engine.torch_engine import Float32Head, cache_shapes, load, window_of
+from specdec.engine.torch_engine import cache_shapes, load, window_of
 
 OPSET = 23
 INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
@@ -67,8 +68,8 @@ class _Graph(torch.nn.Module):
         pools: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         memory = TracedPools(pools[: self.layers], pools[self.layers :])
-        group = attention.Group(keys, rows, visible, windowed)
-        packed = attention.Packed(memory, slots, [group], place, fused=False)
+        group = Group(keys, rows, visible, windowed)
+        packed = LaneAttention(memory, slots, [group], place, fused=False)
         logits = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],

@@ -9,8 +9,10 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from specdec.engine.batch import PackedBatch, Packer
+from specdec.engine.batch import PackedBatch
 from specdec.engine.kv import Slots
+from specdec.engine.lanes import LaneBatch, LanePacker
+from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 
 
@@ -21,7 +23,7 @@ class OnnxEngine:
     them in place.
     """
 
-    def __init__(self, directory: ModelDirectory, *, capacity: int, threads: int) -> None:
+    def __init__(self, directory: ModelDirectory, *, capacity: int | None, threads: int) -> None:
         file = directory.path / DESCRIPTION
         try:
             description = json.loads(file.read_text(encoding="utf-8"))
@@ -45,11 +47,13 @@ class OnnxEngine:
             self._session = ort.InferenceSession(str(directory.path / GRAPH), options, providers=providers)
         except Exception as error:  # onnxruntime's errors have no common base
             raise ModelDirectoryError(f"{directory.path / GRAPH}: cannot be loaded: {error}") from error
-        self.capacity = capacity
+        self.exact = False  # all lanes of a batch are padded to one shape
         self.vocabulary = directory.vocabulary
         provider = self._session.get_providers()[0]
         self.numerics = f"onnxruntime-{ort.__version__}/{provider}/{platform.machine()}/float32/threads-{threads}"
         self._device = "cuda" if provider == "CUDAExecutionProvider" else "cpu"
+        slot_bytes = 4 * sum(heads * (key + value) for heads, key, value in shapes)
+        self.capacity = capacity = capacity or slots_for(slot_bytes, self._device)
         self._pools: dict[str, ort.OrtValue] = {}
         for layer, (heads, key_width, value_width) in enumerate(shapes):
             for kind, width in (("key", key_width), ("value", value_width)):
@@ -61,10 +65,11 @@ class OnnxEngine:
         for name, pool in self._pools.items():
             self._binding.bind_ortvalue_input(name, pool)
 
-    def packer(self) -> Packer:
-        return Packer(window=self.window, one_group=True)
+    def packer(self) -> LanePacker:
+        return LanePacker(window=self.window, one_group=True)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        assert isinstance(batch, LaneBatch)  # from our own packer
         (group,) = batch.groups
         arrays = {
             "tokens": batch.tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.engine import attention
-from specdec.engine.batch import LEAST_ROWS, LaneGroup, PackedBatch, Packer
+from specdec.engine.attention import PackedAttention
+from specdec.engine.batch import PackedBatch, Packer
+from specdec.engine.compiled import LEAST_ROWS as LEAST_COMPILED_ROWS
+from specdec.engine.compiled import CompiledModel, frozen
 from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
 from specdec.engine.kv import Slots
+from specdec.engine.lane_attention import Group, LaneAttention
+from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
+from specdec.engine.linear import Float32Head, can_pack, lay_out
+from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.packed_linear import can_pack, pack
+from specdec.engine.path_attention import PathAttention, PathMemory
+from specdec.engine.paths import PathBatch, PathPacker
+from specdec.engine.row_class import RowClass
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROBE = "specdec-probe"
@@ -42,50 +53,52 @@ class EagerPools:
         return self.keys[layer], self.values[layer]
 
 
-class Float32Head(torch.nn.Module):
-    """An output head whose result is float32 whatever the model computes in.
-
-    Logits rounded to bfloat16 tie by the dozen, and ties decide tokens.
-    """
-
-    def __init__(self, head: torch.nn.Linear) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(head.in_features, head.out_features, head.bias is not None, head.weight.device)
-        self.linear.weight = torch.nn.Parameter(head.weight.detach().float(), requires_grad=False)
-        if head.bias is not None:
-            self.linear.bias = torch.nn.Parameter(head.bias.detach().float(), requires_grad=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.linear(hidden.float())
-        return logits
-
-
 class TorchEngine:
-    """A model and its key/value memory on one device."""
+    """A model and its key/value memory on one device.
+
+    `capacity` is in slots; None takes what memory there is room for. `exact` asks for rows that do not depend on
+    their batch; the attribute says whether the check at start found it to be so. On a CPU attention goes by paths,
+    elsewhere by lanes. `compiled` has torch fuse the layers (`compiled.py`).
+    """
 
     def __init__(
         self,
         directory: ModelDirectory,
         *,
-        capacity: int,
+        capacity: int | None,
         dtype: str = "float32",
         device: str = "cpu",
-        least_rows: int = LEAST_ROWS,
+        exact: bool = True,
         threads: int | None = None,
+        compiled: bool = False,
     ) -> None:
-        # OpenMP keeps a team of threads for every thread that calls it, and with more of them than cores it no
-        # longer lets any spin. So this thread, which only loads, makes no team: the one that steps has the only.
         threads = threads or torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
-        packed = device == "cpu" and can_pack(DTYPES[dtype])
-        if packed:
-            pack(self.model)
-        self.capacity = capacity
+        packed = device == "cpu" and can_pack(DTYPES[dtype]) and not compiled
+        lay_out(self.model, packed=packed)
         self.vocabulary = directory.vocabulary
         self.window = window_of(self.model)
-        self.least_rows = least_rows
+        self._by_path = device == "cpu"
+        self._device = torch.device(device)
+        shapes = cache_shapes(self.model)
+        slot_bytes = DTYPES[dtype].itemsize * sum(heads * (key + value) for heads, key, value in shapes)
+        self.capacity = capacity = capacity or slots_for(slot_bytes, device)
+        place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
+        keys = [torch.zeros(capacity, heads, width, **place) for heads, width, _ in shapes]
+        values = [torch.zeros(capacity, heads, width, **place) for heads, _, width in shapes]
+        self._pools = EagerPools(keys, values)
+        self._memory = PathMemory(keys, values) if self._by_path else None
+        self._rows: RowClass | None = None
+        self._run: Callable[..., Any] = self.model
+        self._compiled = False
+        check_against_own_forward(self)
+        if compiled:
+            self._compile()
+        self.exact = False
+        if exact:
+            self._make_exact()
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",
@@ -93,60 +106,82 @@ class TorchEngine:
                 _device_kind(device),
                 dtype,
                 f"threads-{threads}",
-                f"rows-{least_rows}",
-                "packed" if packed else "plain",
+                "compiled" if compiled else "packed" if packed else "plain",
+                "paths" if self._by_path else "lanes",
+                f"exact-{self._rows}" if self.exact else "fast",
             )
         )
-        shapes = cache_shapes(self.model)
-        place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
-        self._pools = EagerPools(
-            [torch.zeros(capacity, heads, width, **place) for heads, width, _ in shapes],
-            [torch.zeros(capacity, heads, width, **place) for heads, _, width in shapes],
-        )
-        self._device = torch.device(device)
-        check_against_own_forward(self)
-        torch.set_num_threads(threads)
 
     def packer(self) -> Packer:
-        return Packer(window=self.window, least_rows=self.least_rows)
+        if self._by_path:
+            return PathPacker(rows=self._rows)
+        return LanePacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
 
-    @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        tokens = self._tensor(batch.tokens)[None]
-        rows_in_order = bool((batch.place == np.arange(len(batch.place))).all())
-        groups = [self._group(group) for group in batch.groups]
-        packed = attention.Packed(
-            pools=self._pools,
-            slots=self._tensor(batch.slots),
-            groups=groups,
-            place=None
-            if rows_in_order and sum(g.rows.numel() for g in groups) == len(batch.tokens)
-            else self._tensor(batch.place),
-            fused=True,
-        )
-        logits: Tensor = self.model(
-            input_ids=tokens,
-            position_ids=self._tensor(batch.positions)[None],
-            logits_to_keep=self._tensor(batch.wanted),
-            use_cache=False,
-            packed=packed,
-        ).logits
-        return np.asarray(logits[0].cpu().numpy())
+        # In inference mode torch's compiler would not freeze the weights, and be slower than no compiler.
+        with torch.no_grad() if self._compiled else torch.inference_mode():
+            logits: Tensor = self._run(
+                input_ids=self._tensor(batch.tokens)[None],
+                position_ids=self._tensor(batch.positions)[None],
+                logits_to_keep=self._tensor(batch.wanted),
+                use_cache=False,
+                packed=self._attention(batch),
+            ).logits
+            return np.asarray(logits[0].cpu().numpy())
 
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
         source_rows, target_rows = self._tensor(source), self._tensor(target)
         for pool in (*self._pools.keys, *self._pools.values):
-            pool.index_copy_(0, target_rows, pool[source_rows])
+            pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
 
-    def _group(self, group: LaneGroup) -> attention.Group:
+    def _compile(self) -> None:
+        self._rows = RowClass(tuple(count for count in CANDIDATES if count >= LEAST_COMPILED_ROWS))
+        self._run, self._compiled = CompiledModel(self.model), True
+        packer = self.packer()
+        rows = packer.add_rows([0, 0, 0], 0, [1, 2, 3])
+        packer.add_path(np.arange(1, 4), rows)
+        packer.want(rows[-1])
+        try:
+            with frozen():
+                self.forward(packer.pack())
+        except Exception as error:  # the compiler's errors have no common base
+            reason = str(error).strip().partition("\n")[0]
+            name = type(self.model).__name__
+            raise UnsupportedModelError(f"{name} cannot be compiled: {type(error).__name__}: {reason}") from error
+
+    def _make_exact(self) -> None:
+        """Run at the members of a row class only, if then rows do not depend on their batch indeed."""
+        if self._compiled:  # the compiler owns the layers: all its numbers of rows, or none
+            self.exact = rows_are_independent(self)
+            return
+        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
+        self._rows = find(linears, str(self._device))
+        tile(self.model, self._rows)
+        self.exact = rows_are_independent(self)
+        if not self.exact:
+            self._rows = None
+            untile(self.model)
+
+    def _attention(self, batch: PackedBatch) -> PackedAttention:
+        if isinstance(batch, PathBatch):
+            assert self._memory is not None
+            return PathAttention(self._memory, batch)
+        assert isinstance(batch, LaneBatch)  # from our own packer
+        in_order = bool((batch.place == np.arange(len(batch.place))).all())
+        groups = [self._group(group) for group in batch.groups]
+        once = in_order and sum(group.rows.numel() for group in groups) == len(batch.tokens)
+        place = None if once else self._tensor(batch.place)
+        return LaneAttention(self._pools, self._tensor(batch.slots), groups, place, fused=True)
+
+    def _group(self, group: LaneGroup) -> Group:
         first, length = int(group.keys[0, 0]), group.keys.shape[1]
         keys: Tensor | slice
         if group.contiguous and first + length <= self.capacity:
             keys = slice(first, first + length)
         else:
             keys = self._tensor(group.keys)
-        return attention.Group(
+        return Group(
             keys,
             self._tensor(group.rows),
             self._tensor(group.visible),

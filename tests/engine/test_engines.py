@@ -1,10 +1,10 @@
-"""Proves that both engines compute what the model itself computes, whatever is packed together.
+"""Proves that the engines compute what the model itself computes, whatever is packed together.
 
-For every architecture of `tests.models`, in float32, on torch and on the exported ONNX graph: sessions of
-different lengths prefilled in chunks and stepped in one batch, a block rolled back and written anew, a
-branching tree as paths and as one masked lane, rows of memory copied, texts far longer than the sliding
-window. Every logit row that comes out is compared with the model's own transformers forward over that text
-alone. Then what cannot be served: refused when loaded, by the right exception, saying why.
+For every architecture of `tests.models`, in float32, on torch by paths and by lanes and on the exported ONNX
+graph: sessions of different lengths prefilled in chunks and stepped in one batch, a block rolled back and
+written anew, a branching tree as paths and as one masked lane, rows of memory copied, texts far longer than
+the sliding window. Every logit row that comes out is compared with the model's own transformers forward over
+that text alone. Then what cannot be served: refused when loaded, by the right exception, saying why.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.export import export, exported
 from specdec.engine.kv import KVPool, Slots
+from specdec.engine.lanes import LanePacker
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx_engine import OnnxEngine
 from specdec.engine.torch_engine import TorchEngine
@@ -106,6 +107,18 @@ def torch_engine(model: Path) -> TorchEngine:
     return TorchEngine(ModelDirectory(model), capacity=CAPACITY)
 
 
+class OnLanes(TorchEngine):
+    """As on devices other than the CPU: attention by tensor operations, which masks; and not exact."""
+
+    def packer(self) -> LanePacker:
+        return LanePacker(window=self.window, least_rows=1)
+
+
+@pytest.fixture(scope="session")
+def lanes_engine(model: Path) -> TorchEngine:
+    return OnLanes(ModelDirectory(model), capacity=CAPACITY, exact=False)
+
+
 @pytest.fixture(scope="session")
 def onnx_directory(model: Path) -> Path:
     """The model exported, to where an older export lay before."""
@@ -122,7 +135,7 @@ def onnx_engine(onnx_directory: Path) -> OnnxEngine:
     return OnnxEngine(ModelDirectory(onnx_directory), capacity=CAPACITY, threads=1)
 
 
-@pytest.fixture(params=["torch", "onnx"])
+@pytest.fixture(params=["torch", "lanes", "onnx"])
 def subject(request: pytest.FixtureRequest, oracle: Oracle) -> Subject:
     """Each engine in turn, with an empty pool over whatever earlier tests left in its memory."""
     return Subject(request.getfixturevalue(f"{request.param}_engine"), oracle)

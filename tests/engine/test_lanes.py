@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.batch import KEY_BUCKET, LEAST_ROWS, PackedBatch, Packer
 from specdec.engine.kv import NOWHERE, Slots
+from specdec.engine.lanes import KEY_BUCKET, LEAST_ROWS, LaneBatch, LanePacker
 
 Seen = dict[int, set[int]]
 """Token index to the slots it sees."""
@@ -26,7 +26,7 @@ def slots_from(first: int, count: int) -> Slots:
     return np.arange(first, first + count)
 
 
-def read(batch: PackedBatch, *, windowed: bool = False) -> Seen:
+def read(batch: LaneBatch, *, windowed: bool = False) -> Seen:
     """What each token sees, found the way attention does: by its place among the rows of all groups."""
     rows: list[int] = []
     seen: list[set[int]] = []
@@ -42,7 +42,7 @@ def read(batch: PackedBatch, *, windowed: bool = False) -> Seen:
     return {token: seen[place] for token, place in enumerate(batch.place)}
 
 
-def check_layout(batch: PackedBatch, least_rows: int = LEAST_ROWS) -> None:
+def check_layout(batch: LaneBatch, least_rows: int = LEAST_ROWS) -> None:
     """The rules that hold for every group of a batch in lanes of several shapes."""
     for group in batch.groups:
         lanes, rows, keys = group.visible.shape
@@ -59,7 +59,7 @@ def check_layout(batch: PackedBatch, least_rows: int = LEAST_ROWS) -> None:
 
 class TestRows:
     def test_rows_are_numbered_as_they_come(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         assert packer.add_rows([7, 8, 9], 4, slots_from(11, 3)) == range(3)
         assert packer.add_row(5, 0, 20) == 3
         assert packer.add_rows([6], 1, [21]) == range(4, 5)
@@ -76,14 +76,14 @@ class TestRows:
             assert array.dtype == np.int64
 
     def test_a_batch_may_want_nothing(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         packer.add_path(slots_from(1, 2), packer.add_rows([1, 2], 0, [1, 2]))
         assert packer.pack().wanted.shape == (0,)
 
 
 class TestPath:
     def test_a_row_sees_its_text_up_to_itself(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         keys = slots_from(30, 8)
         packer.add_path(keys, packer.add_rows([1, 2, 3], 5, keys[5:]))
         batch = packer.pack()
@@ -94,13 +94,13 @@ class TestPath:
     def test_the_padded_length_depends_on_the_row_position_alone(self, position: int, padded: int) -> None:
         """Not on how many keys the text has: a plain step and a row inside a long prompt pad alike."""
         for length in (position + 1, position + 100):
-            packer = Packer()
+            packer = LanePacker()
             packer.add_path(slots_from(1, length), [packer.add_row(1, position, 1 + position)])
             (group,) = packer.pack().groups
             assert group.keys.shape == (1, padded)
 
     def test_rows_on_both_sides_of_a_bucket_are_different_lanes(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         keys = slots_from(1, 70)
         packer.add_path(keys, packer.add_rows(range(10), 60, keys[60:]))
         batch = packer.pack()
@@ -110,19 +110,19 @@ class TestPath:
 
     @pytest.mark.parametrize(("rows", "width"), [(1, 4), (3, 4), (4, 4), (5, 8), (9, 16), (16, 16)])
     def test_lanes_have_a_power_of_two_of_rows_and_at_least_four(self, rows: int, width: int) -> None:
-        packer = Packer()
+        packer = LanePacker()
         packer.add_path(slots_from(1, rows), packer.add_rows(range(rows), 0, slots_from(1, rows)))
         (group,) = packer.pack().groups
         assert group.rows.shape == (1, width)
 
     def test_least_rows_can_be_one(self) -> None:
-        packer = Packer(least_rows=1)
+        packer = LanePacker(least_rows=1)
         packer.add_path(slots_from(1, 3), [packer.add_row(1, 2, 3)])
         (group,) = packer.pack().groups
         assert group.rows.tolist() == [[0]]
 
     def test_padding_repeats_row_0_and_sees_one_key(self) -> None:
-        packer = Packer(window=2)
+        packer = LanePacker(window=2)
         packer.add_row(9, 0, 1)
         packer.add_path(slots_from(1, 1), [0])
         packer.add_path(slots_from(5, 6), packer.add_rows([1, 2], 4, [9, 10]))
@@ -137,7 +137,7 @@ class TestPath:
 class TestTree:
     def test_a_masked_tree_sees_what_its_mask_says(self) -> None:
         """Two children of a tip at position 2: neither sees the other."""
-        packer = Packer()
+        packer = LanePacker()
         keys = np.array([4, 5, 6, 20, 21])
         visible = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]], dtype=bool)
         rows = [packer.add_row(7, 2, 6), packer.add_row(8, 3, 20), packer.add_row(9, 3, 21)]
@@ -147,7 +147,7 @@ class TestTree:
         assert read(batch) == {0: {4, 5, 6}, 1: {4, 5, 6, 20}, 2: {4, 5, 6, 21}}
 
     def test_a_masked_tree_looks_back_by_position_not_by_index(self) -> None:
-        packer = Packer(window=2)
+        packer = LanePacker(window=2)
         keys = np.array([4, 5, 6, 20, 21, 22])
         visible = np.array([[1, 1, 1, 1, 0, 1]], dtype=bool)
         packer.add_tree(keys, np.array([0, 1, 2, 3, 3, 4]), [packer.add_row(7, 4, 22)], visible)
@@ -156,7 +156,7 @@ class TestTree:
         assert read(batch, windowed=True) == {0: {20, 22}}
 
     def test_a_row_shared_by_paths_is_in_each_lane_and_has_one_place(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         shared, left, right = packer.add_row(1, 1, 2), packer.add_row(2, 2, 3), packer.add_row(3, 2, 4)
         packer.add_path(np.array([1, 2, 3]), [shared, left])
         packer.add_path(np.array([1, 2, 4]), [shared, right])
@@ -167,14 +167,14 @@ class TestTree:
 
 class TestWindow:
     def test_without_a_window_there_is_no_second_mask(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         packer.add_path(slots_from(1, 3), packer.add_rows([1, 2, 3], 0, [1, 2, 3]))
         (group,) = packer.pack().groups
         assert group.windowed is None
 
     @pytest.mark.parametrize("window", [1, 3, 100])
     def test_a_row_sees_that_many_keys_itself_included(self, window: int) -> None:
-        packer = Packer(window=window)
+        packer = LanePacker(window=window)
         keys = slots_from(1, 80)
         packer.add_path(keys, packer.add_rows(range(80), 0, keys))
         batch = packer.pack()
@@ -185,14 +185,14 @@ class TestWindow:
 
 class TestGroups:
     def test_lanes_of_one_shape_stack_in_one_group(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         for first in (1, 101, 201):
             packer.add_path(slots_from(first, 10), [packer.add_row(1, 9, first + 9)])
         packer.add_path(slots_from(301, 70), [packer.add_row(1, 69, 370)])
         assert [group.rows.shape[0] for group in packer.pack().groups] == [3, 1]
 
     def test_one_group_pads_all_lanes_to_one_shape(self) -> None:
-        packer = Packer(one_group=True)
+        packer = LanePacker(one_group=True)
         packer.add_path(slots_from(1, 10), [packer.add_row(1, 9, 10)])
         packer.add_path(slots_from(101, 70), packer.add_rows(range(6), 64, slots_from(165, 6)))
         batch = packer.pack()
@@ -206,13 +206,13 @@ class TestGroups:
         [([5, 6, 7], True), ([5], True), ([5, 7, 8], False), ([7, 6, 5], False), ([5, 7, 6, 8], False)],
     )
     def test_a_single_lane_of_consecutive_slots_is_a_view(self, keys: Sequence[int], contiguous: bool) -> None:
-        packer = Packer()
+        packer = LanePacker()
         packer.add_path(np.array(keys), [packer.add_row(1, len(keys) - 1, keys[-1])])
         (group,) = packer.pack().groups
         assert group.contiguous is contiguous
 
     def test_two_lanes_are_no_view(self) -> None:
-        packer = Packer()
+        packer = LanePacker()
         packer.add_path(slots_from(1, 3), [packer.add_row(1, 2, 3)])
         packer.add_path(slots_from(4, 3), [packer.add_row(1, 2, 6)])
         (group,) = packer.pack().groups
@@ -230,7 +230,7 @@ def test_any_mixture_of_texts_says_what_was_put_in(
     texts: list[tuple[int, int]], one_group: bool, window: int | None, least_rows: int
 ) -> None:
     """Texts of (tokens already computed, new tokens), on slots in a scrambled order."""
-    packer = Packer(window=window, one_group=one_group, least_rows=least_rows)
+    packer = LanePacker(window=window, one_group=one_group, least_rows=least_rows)
     free = np.random.default_rng(0).permutation(np.arange(1, 2000))
     expected: Seen = {}
     near: Seen = {}

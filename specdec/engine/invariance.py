@@ -1,0 +1,117 @@
+"""Making a model's rows independent of their batch, and checking that they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.batch import Packer
+from specdec.engine.engine import Engine
+from specdec.engine.linear import PackedLinear
+from specdec.engine.row_class import RowClass
+
+CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
+PROBED_ROWS = 128
+"""Rows compared at each number; a difference in one element of 10,000 shows in the smallest of layers."""
+
+Linear = torch.nn.Linear | PackedLinear
+
+
+class TiledLinear(torch.nn.Module):
+    """A linear layer that runs at the members of a class only. Its input has a number of rows the class can
+    be tiled into without padding."""
+
+    def __init__(self, linear: Linear, rows: RowClass) -> None:
+        super().__init__()
+        self.linear = linear
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[-2]
+        if rows <= self.rows.counts[-1]:
+            return self.linear.forward(x)
+        return torch.cat([self.linear.forward(tile) for tile in torch.split(x, self.rows.tiles(rows), dim=-2)], dim=-2)
+
+
+@torch.inference_mode()
+def find(layers: Iterable[Linear], device: str) -> RowClass:
+    """The largest class that all the layers have in common. One layer of each shape is run."""
+    shapes = {(layer.in_features, layer.out_features, layer.bias is None): layer for layer in layers}
+    bits: dict[int, list[bytes]] = defaultdict(list)
+    generator = torch.Generator().manual_seed(0)
+    for layer in shapes.values():
+        dtype = layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+        x = torch.randn(2 * CANDIDATES[-1], layer.in_features, generator=generator).to(device, dtype)
+        for count in CANDIDATES:
+            outputs = [layer(x[None, start : start + count]) for start in range(0, PROBED_ROWS, count)]
+            rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS].cpu().contiguous()
+            bits[count].append(hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).digest())
+    classes: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
+    for count in CANDIDATES:
+        classes[tuple(bits[count])].append(count)
+    largest = max(len(counts) for counts in classes.values())
+    return RowClass(next(tuple(counts) for counts in classes.values() if len(counts) == largest))
+
+
+def tile(model: torch.nn.Module, rows: RowClass) -> None:
+    """Let every linear layer of a model run at the members of a class only."""
+    for module in list(model.modules()):
+        if isinstance(module, TiledLinear):
+            continue
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                setattr(module, name, TiledLinear(child, rows))
+
+
+def untile(model: torch.nn.Module) -> None:
+    """Take `tile` back."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, TiledLinear):
+                setattr(module, name, child.linear)
+
+
+def rows_are_independent(engine: Engine) -> bool:
+    """Whether a text gives the same logits, bit for bit, as one prompt, token by token among strangers, and as
+    candidates in another place; attention and all layers included. Uses the first slots of the memory."""
+    generator = np.random.default_rng(1)
+    length, at_once = 24, 5
+    text = generator.integers(0, engine.vocabulary, length).tolist()
+    strangers = generator.integers(0, engine.vocabulary, 3 * length).tolist()
+    own, theirs, elsewhere = np.split(np.arange(1, 1 + 4 * length + at_once), (length, 4 * length))
+
+    def logits(packer: Packer, wanted: int) -> NDArray[np.float32]:
+        return engine.forward(packer.pack())[:wanted].copy()
+
+    packer = engine.packer()
+    rows = packer.add_rows(text, 0, own)
+    packer.add_path(own, rows)
+    for row in rows:
+        packer.want(row)
+    whole = logits(packer, length)
+
+    for position, token in enumerate(text[:-at_once]):
+        packer = engine.packer()
+        others = position % 4
+        if others:
+            rows = packer.add_rows(strangers[: 5 * others], 0, theirs[: 5 * others])
+            packer.add_path(theirs[: 5 * others], rows)
+        row = packer.add_row(token, position, int(own[position]))
+        packer.add_path(own[: position + 1], [row])
+        packer.want(row)
+        if not np.array_equal(logits(packer, 1)[0], whole[position]):
+            return False
+
+    packer = engine.packer()
+    start = length - at_once
+    rows = packer.add_rows(text[start:], start, elsewhere)
+    packer.add_path(np.concatenate([own[:start], elsewhere]), rows)
+    for row in rows:
+        packer.want(row)
+    return np.array_equal(logits(packer, at_once), whole[start:])

@@ -1,0 +1,74 @@
+"""Linear layers laid out for the few rows of a decoding step.
+
+torch hands a weight to oneDNN row by row, and oneDNN rearranges it in every call; for the few rows of a
+decoding step that is a good part of the time. Rearranged once, a step of 8 rows of the demo target takes
+about four fifths of the time, in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+TYPICAL_ROWS = 8
+"""The number of rows that the layout is chosen for; it holds for any."""
+
+
+class PackedLinear(torch.nn.Module):
+    """The same function as the layer it is made from."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.dtype = linear.weight.dtype
+        self.bias = linear.bias
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), TYPICAL_ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return result
+
+
+class Float32Head(torch.nn.Module):
+    """An output head whose result is float32 whatever the model computes in.
+
+    Logits rounded to bfloat16 tie by the dozen, and ties decide tokens.
+    """
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(head.in_features, head.out_features, head.bias is not None, head.weight.device)
+        self.linear.weight = torch.nn.Parameter(head.weight.detach().float(), requires_grad=False)
+        if head.bias is not None:
+            self.linear.bias = torch.nn.Parameter(head.bias.detach().float(), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.linear(hidden.float())
+        return logits
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this CPU and this torch have the kernels."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def as_linear(layer: Conv1D) -> torch.nn.Linear:
+    """GPT-2's transposed layer as the usual one."""
+    inputs, outputs = layer.weight.shape
+    linear = torch.nn.Linear(inputs, outputs, device="meta")
+    linear.weight = torch.nn.Parameter(layer.weight.detach().T.contiguous(), requires_grad=False)
+    linear.bias = layer.bias
+    return linear
+
+
+def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
+    """Make every linear layer of a model that will only be run a Linear, or a PackedLinear."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            layer = as_linear(child) if isinstance(child, Conv1D) else child
+            if type(layer) is torch.nn.Linear:
+                setattr(module, name, PackedLinear(layer) if packed else layer)

@@ -1,0 +1,169 @@
+"""Exactness, bit by bit: a text's logits are the same alone, in a crowd, in pieces, token by token, as candidates of a
+tree, and after a prefix that another session has computed.
+
+On some machines all kernels are exact by themselves; the fickle model (`odd_models.py`) never is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from specdec.engine.batch import Packer
+from specdec.engine.kv import Slots
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.torch_engine import TorchEngine
+from tests.engine import odd_models
+from tests.models import ARCHITECTURES, CONTEXT, VOCABULARY, make
+
+CAPACITY = 2048
+LENGTH = 140
+"""Of the text: some windows, more than a tile."""
+
+Logits = NDArray[np.float32]
+
+
+SCATTERED: Slots = 1 + np.random.default_rng(7).permutation(LENGTH)
+ELSEWHERE: Slots = LENGTH + SCATTERED
+"""Two places for a text. Strangers have the end of the memory."""
+
+
+def logits(engine: TorchEngine, packer: Packer) -> Logits:
+    wanted = len(packer.wanted)
+    return engine.forward(packer.pack())[:wanted].copy()
+
+
+def compute(engine: TorchEngine, tokens: list[int], start: int, slots: Slots, *, strangers: int = 0) -> Logits:
+    """The logits of tokens[start:], whose keys and values go to their slots, behind strangers' prompts."""
+    packer = engine.packer()
+    crowd(packer, strangers)
+    rows = packer.add_rows(tokens[start:], start, slots[start : len(tokens)])
+    packer.add_path(slots[: len(tokens)], rows)
+    for row in rows:
+        packer.want(row)
+    return logits(engine, packer)
+
+
+def crowd(packer: Packer, rows: int) -> None:
+    """Rows of other texts: prompts, long ones first."""
+    slot = CAPACITY - rows
+    while rows:
+        count = min(CONTEXT, 1 + rows * 2 // 3)
+        slots = np.arange(slot, slot + count)
+        packer.add_path(slots, packer.add_rows([(7 * i) % VOCABULARY for i in range(count)], 0, slots))
+        slot, rows = slot + count, rows - count
+
+
+@pytest.fixture(
+    scope="module",
+    params=[f"{name}-{dtype}" for name in [*ARCHITECTURES, "fickle"] for dtype in ("float32", "bfloat16")],
+)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    name, dtype = request.param.split("-")
+    maker = make if name in ARCHITECTURES else odd_models.make
+    directory = maker(name, tmp_path_factory.mktemp(name))
+    loaded = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype=dtype, exact=True, threads=1)
+    if not loaded.exact:
+        pytest.skip(f"{loaded.numerics}: the check at start found that rows depend on their batch here")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return [int(token) for token in np.random.default_rng(3).integers(3, VOCABULARY, LENGTH)]
+
+
+@pytest.fixture(scope="module")
+def alone(engine: TorchEngine, text: list[int]) -> Logits:
+    """Of all rows of the text as one prompt."""
+    found = compute(engine, text, 0, np.arange(1, 1 + LENGTH))
+    assert len(np.unique(found[-1])) > VOCABULARY // 2  # they say something
+    return found
+
+
+@pytest.mark.parametrize("strangers", [1, 5, 130, 900])
+def test_in_a_crowd(engine: TorchEngine, text: list[int], alone: Logits, strangers: int) -> None:
+    assert np.array_equal(compute(engine, text, 0, SCATTERED, strangers=strangers), alone)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (64, 7), (37,)], ids=str)
+def test_in_pieces(engine: TorchEngine, text: list[int], alone: Logits, sizes: tuple[int, ...]) -> None:
+    """Of changing sizes, each in other company."""
+    done, number = 0, 0
+    while done < LENGTH:
+        end = min(LENGTH, done + sizes[number % len(sizes)])
+        got = compute(engine, text[:end], done, SCATTERED, strangers=number % 5)
+        assert np.array_equal(got, alone[done:end])
+        done, number = end, number + 1
+
+
+def test_token_by_token(engine: TorchEngine, text: list[int], alone: Logits) -> None:
+    start = LENGTH - 20
+    compute(engine, text[:start], 0, SCATTERED)
+    for end in range(start + 1, LENGTH + 1):
+        (got,) = compute(engine, text[:end], end - 1, SCATTERED, strangers=(end * 11) % 40)
+        assert np.array_equal(got, alone[end - 1])
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+def test_as_candidates(engine: TorchEngine, text: list[int], alone: Logits, depth: int) -> None:
+    """A stretch of the text as a path of a tree, with a wrong sibling at each level; then the accepted rows are
+    copied to their places and the text goes on."""
+    tip = LENGTH - depth - 2
+    compute(engine, text[:tip], 0, SCATTERED)
+    packer = engine.packer()
+    crowd(packer, 3)
+    path = SCATTERED[: tip + 1]
+    rows = [packer.add_row(text[tip], tip, int(path[tip]))]
+    for level in range(1, depth + 1):
+        slot, other = ELSEWHERE[2 * level : 2 * level + 2].tolist()
+        sibling = packer.add_row((text[tip + level] + 1) % VOCABULARY, tip + level, other)
+        packer.add_path(np.append(path, other), [sibling])
+        packer.want(sibling)
+        rows.append(packer.add_row(text[tip + level], tip + level, slot))
+        path = np.append(path, slot)
+    packer.add_path(path, rows)
+    for row in rows:
+        packer.want(row)
+    got = logits(engine, packer)
+    assert np.array_equal(got[depth:], alone[tip : tip + 1 + depth])
+    assert not np.array_equal(got[0], alone[tip + 1])  # a sibling's are others
+
+    engine.copy(path[tip + 1 :], SCATTERED[tip + 1 : tip + 1 + depth])
+    (last,) = compute(engine, text, LENGTH - 1, SCATTERED)
+    assert np.array_equal(last, alone[-1])
+
+
+@pytest.mark.parametrize("copied", [0, 1, 40])
+def test_after_a_shared_prefix(engine: TorchEngine, text: list[int], alone: Logits, copied: int) -> None:
+    """64 tokens read where another session has put them, some more copied, the rest computed in pieces."""
+    found = 64 + copied
+    compute(engine, [*text[:found], 5, 6, 7], 0, SCATTERED, strangers=9)
+    own = np.concatenate([SCATTERED[:64], ELSEWHERE[64:]])
+    engine.copy(SCATTERED[64:found], own[64:found])
+    got = compute(engine, text[:120], found, own, strangers=2)
+    assert np.array_equal(got, alone[found:120])
+    assert np.array_equal(compute(engine, text, 120, own), alone[120:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exactness_is_made(tmp_path: Path, text: list[int], dtype: str) -> None:
+    """Without it nothing here would hold of a model whose kernels are fickle."""
+    directory = ModelDirectory(odd_models.make("fickle", tmp_path))
+    fast = TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=False, threads=1)
+    whole = compute(fast, text, 0, SCATTERED)
+    assert not np.array_equal(compute(fast, text[:5], 0, SCATTERED), whole[:5])
+    assert not np.array_equal(compute(fast, text, LENGTH - 1, SCATTERED), whole[-1:])
+    assert TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=True, threads=1).exact
+
+
+def test_dtypes_differ(tmp_path: Path, text: list[int]) -> None:
+    """Or equal bits would mean nothing."""
+    directory = ModelDirectory(make("llama", tmp_path))
+    one, other = (
+        compute(TorchEngine(directory, capacity=CAPACITY, dtype=dtype, threads=1), text, 0, SCATTERED)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert not np.array_equal(one, other)

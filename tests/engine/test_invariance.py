@@ -1,0 +1,160 @@
+"""Finding row classes, tiling, and the check at start, on layers and engines whose faults are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.invariance import CANDIDATES, TiledLinear, find, rows_are_independent, tile, untile
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.row_class import RowClass
+from specdec.engine.torch_engine import TorchEngine
+from tests.engine import odd_models
+from tests.models import make
+from tests.verifier.fakes import BAD, TextEngine
+
+
+class Fickle(torch.nn.Linear):
+    """A layer whose bits depend on the number of rows, by kind."""
+
+    def __init__(self, kind: Callable[[int], int], inputs: int = 8, outputs: int = 4) -> None:
+        super().__init__(inputs, outputs)
+        self.kind = kind
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[-2]
+        self.seen.append(rows)
+        return x[..., : self.out_features] * (1.0 + self.kind(rows) * 2.0**-20)
+
+
+def members(condition: Callable[[int], bool]) -> tuple[int, ...]:
+    return tuple(count for count in CANDIDATES if condition(count))
+
+
+class TestFind:
+    def test_a_steady_layer_has_one_class(self) -> None:
+        assert find([Fickle(lambda rows: 0)], "cpu").counts == CANDIDATES
+
+    @pytest.mark.parametrize("limit", [8, 24, 100])
+    def test_the_largest_of_two_classes(self, limit: int) -> None:
+        low, high = members(lambda rows: rows <= limit), members(lambda rows: rows > limit)
+        assert find([Fickle(lambda rows: int(rows > limit))], "cpu").counts == max(low, high, key=len)
+
+    def test_a_class_may_have_gaps(self) -> None:
+        found = find([Fickle(lambda rows: int(rows in (1, 7, 9)))], "cpu")
+        assert found.counts == members(lambda rows: rows not in (1, 7, 9))
+
+    def test_layers_must_agree(self) -> None:
+        """One leaves out few rows, the other many."""
+        layers = [Fickle(lambda rows: int(rows < 3)), Fickle(lambda rows: int(rows > 100), outputs=5)]
+        assert find(layers, "cpu").counts == members(lambda rows: 3 <= rows <= 100)
+
+    def test_one_layer_of_a_shape_is_enough(self) -> None:
+        layers = [Fickle(lambda rows: 0), Fickle(lambda rows: 0), Fickle(lambda rows: 0, inputs=9)]
+        find(layers, "cpu")
+        assert [bool(layer.seen) for layer in layers] == [False, True, True]
+
+    def test_nothing_in_common_leaves_one_number(self) -> None:
+        found = find([Fickle(lambda rows: rows)], "cpu")
+        assert len(found.counts) == 1
+
+    def test_real_layers(self) -> None:
+        """Whatever this machine's class is: at its members all rows have equal bits."""
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 96)
+        rows = find([layer], "cpu")
+        x = torch.randn(600, 64)
+        with torch.inference_mode():
+            whole = layer(x[: rows.counts[-1]])
+            for count in rows.counts:
+                assert torch.equal(layer(x[:count]), whole[:count])
+
+
+class TestTiles:
+    @pytest.mark.parametrize("counts", [(4, 16), (3,), (1, 2, 40)])
+    def test_tiles_run_at_members_and_give_the_same(self, counts: tuple[int, ...]) -> None:
+        rows = RowClass(counts)
+        layer = Fickle(lambda _: 0)
+        tiled = TiledLinear(layer, rows)
+        for count in (1, 3, 4, 15, 16, 17, 64, 90):
+            x = torch.randn(1, rows.padded(count), 8)
+            layer.seen.clear()
+            assert torch.equal(tiled(x), x[..., :4])
+            assert set(layer.seen) <= set(counts)
+
+    def test_real_layers_differ_by_rounding_at_most(self) -> None:
+        layer = torch.nn.Linear(64, 32)
+        x = torch.randn(1, 100, 64)
+        with torch.inference_mode():
+            torch.testing.assert_close(TiledLinear(layer, RowClass((5,)))(x), layer(x))
+
+    def test_tiling_a_model_and_back(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+        before = [id(module) for module in model.modules()]
+        tile(model, RowClass((4,)))
+        tiled = [module for module in model.modules() if isinstance(module, TiledLinear)]
+        assert len(tiled) == 2
+        untile(model)
+        assert [id(module) for module in model.modules()] == before
+
+
+class Disturbed(TextEngine):
+    """An engine whose logits are moved a little by what they should not depend on."""
+
+    vocabulary = BAD  # without it
+
+    def __init__(self, disturbance: Callable[[PackedBatch], NDArray[Any]]) -> None:
+        super().__init__(10)
+        self.disturbance = disturbance
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        moved: NDArray[np.float32] = super().forward(batch) + 1e-6 * self.disturbance(batch)[:, None].astype(np.float32)
+        return moved
+
+
+DISTURBANCES: dict[str, Callable[[PackedBatch], NDArray[Any]]] = {
+    "number of rows": lambda b: np.full(len(b.wanted), len(b.tokens)),
+    "a neighbour's token": lambda b: np.full(len(b.wanted), b.tokens[0]),
+    "place in the batch": lambda b: b.wanted,
+    "place in memory": lambda b: b.slots[b.wanted],
+    "wanted rows": lambda b: np.full(len(b.wanted), len(b.wanted)),
+}
+
+
+class TestCheck:
+    def test_independent_rows_pass(self) -> None:
+        engine = Disturbed(lambda b: np.zeros(len(b.wanted)))
+        assert rows_are_independent(engine)
+        assert engine.faults == []
+
+    def test_they_may_depend_on_their_own_text(self) -> None:
+        assert rows_are_independent(Disturbed(lambda b: b.tokens[b.wanted] + b.positions[b.wanted]))
+
+    @pytest.mark.parametrize("what", DISTURBANCES)
+    def test_what_they_must_not_depend_on_is_found(self, what: str) -> None:
+        assert not rows_are_independent(Disturbed(DISTURBANCES[what]))
+
+
+def test_an_engine_whose_rows_depend_on_the_batch_says_so(tmp_path: Path) -> None:
+    engine = TorchEngine(ModelDirectory(odd_models.make("crowded", tmp_path)), capacity=256)
+    assert not engine.exact
+    assert engine.numerics.endswith("/fast")
+    assert not [module for module in engine.model.modules() if isinstance(module, TiledLinear)]
+    packer = engine.packer()
+    packer.add_path(np.arange(1, 4), packer.add_rows([3, 4, 5], 0, [1, 2, 3]))
+    assert len(packer.pack().tokens) == 3  # nothing is padded for nothing
+
+
+def test_exactness_is_for_who_asks(tmp_path: Path) -> None:
+    engine = TorchEngine(ModelDirectory(make("llama", tmp_path)), capacity=256, exact=False)
+    assert not engine.exact
+    assert engine.numerics.endswith("/fast")

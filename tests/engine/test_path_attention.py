@@ -1,0 +1,173 @@
+"""The compiled loop against attention written out in float64: grouped heads, windows, caps, widths, dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.path_attention import PathAttention, PathMemory
+from specdec.engine.paths import PathBatch, PathPacker
+
+SLOTS = 200
+LONG, SHORT = 90, 12  # tokens of two texts
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+
+
+SHAPES = [Shape(4, 4, 16, 16), Shape(6, 2, 16, 16), Shape(4, 1, 24, 8)]
+
+
+class Pass:
+    """Two texts on scattered slots of a random memory: the rest of the long one with a branch in it, all of the
+    short one."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, *, spread: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*sizes: int) -> Tensor:
+            return spread * torch.randn(*sizes, generator=generator)
+
+        self.keys = random(SLOTS, shape.kv_heads, shape.width).to(dtype)
+        self.values = random(SLOTS, shape.kv_heads, shape.value_width).to(dtype)
+        self.memory = PathMemory([self.keys], [self.values])
+        slots = np.random.default_rng(0).permutation(np.arange(1, SLOTS))
+        long, short, branch = np.split(slots[: LONG + SHORT + 2], (LONG, LONG + SHORT))
+        packer = PathPacker()
+        packer.add_path(long, packer.add_rows([0] * 20, LONG - 20, long[-20:]))
+        packer.add_path(np.append(long[: LONG - 5], branch), packer.add_rows([0] * 2, LONG - 5, branch))
+        packer.add_path(short, packer.add_rows([0] * SHORT, 0, short))
+        self.batch = packer.pack()
+        rows = len(self.batch.tokens)
+        self.query = random(rows, shape.heads, shape.width)
+        self.new_keys = random(rows, shape.kv_heads, shape.width).to(dtype)
+        self.new_values = random(rows, shape.kv_heads, shape.value_width).to(dtype)
+        self.scale = shape.width**-0.5
+
+    def run(self, *, window: int | None = None, softcap: float | None = None) -> Tensor:
+        return PathAttention(self.memory, self.batch).attend(
+            0, self.query, self.new_keys, self.new_values, scale=self.scale, softcap=softcap, window=window
+        )
+
+    def reference(self, window: int | None = None, softcap: float | None = None) -> NDArray[np.float64]:
+        """In float64, from the memory as it shall be."""
+        keys, values = self.keys.double().numpy().copy(), self.values.double().numpy().copy()
+        keys[self.batch.slots], values[self.batch.slots] = self.new_keys.double(), self.new_values.double()
+        query = self.query.double().numpy()
+        out = np.zeros((*query.shape[:2], values.shape[2]))
+        for row, path in enumerate(paths(self.batch)):
+            own = path[max(0, len(path) - window) :] if window else path
+            for head in range(query.shape[1]):
+                kv_head = head * keys.shape[1] // query.shape[1]
+                scores = keys[own, kv_head] @ query[row, head] * self.scale
+                if softcap:
+                    scores = softcap * np.tanh(scores / softcap)
+                weights = np.exp(scores - scores.max())
+                out[row, head] = weights @ values[own, kv_head] / weights.sum()
+        return out
+
+
+def paths(batch: PathBatch) -> list[NDArray[np.int64]]:
+    return [batch.keys[f : f + p + 1] for f, p in zip(batch.first, batch.positions, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.heads}-{s.kv_heads}-{s.width}-{s.value_width}")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 1, 17, 1000])
+def test_it_is_attention(shape: Shape, dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
+    """The arithmetic is float32 whatever the memory is."""
+    step = Pass(shape, dtype)
+    want = step.reference(window, softcap)
+    got = step.run(window=window, softcap=softcap)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=5e-6)
+
+
+def test_windows_and_caps_matter() -> None:
+    """Or the comparison above could not fail."""
+    step = Pass(SHAPES[1], torch.float32)
+    plain = step.reference()
+    assert np.abs(step.reference(window=17) - plain).max() > 0.1
+    assert np.abs(step.reference(softcap=3.0) - plain).max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_large_scores(dtype: torch.dtype) -> None:
+    """One key takes all, and nothing overflows."""
+    step = Pass(SHAPES[1], dtype, spread=30.0)
+    np.testing.assert_allclose(step.run().numpy(), step.reference(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_bfloat16_query_gives_a_bfloat16_output() -> None:
+    step = Pass(SHAPES[1], torch.bfloat16)
+    step.query = step.query.bfloat16()
+    got = step.run()
+    assert got.dtype == torch.bfloat16
+    np.testing.assert_allclose(got.float().numpy(), step.reference(), rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_it_writes_the_new_rows_and_nothing_else(dtype: torch.dtype) -> None:
+    step = Pass(SHAPES[2], dtype)
+    keys, values = step.keys.clone(), step.values.clone()
+    keys[step.batch.slots], values[step.batch.slots] = step.new_keys, step.new_values
+    step.run()
+    assert torch.equal(step.keys, keys)
+    assert torch.equal(step.values, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, softcap: float | None) -> None:
+    """Alone, once the others are in memory, and in other company."""
+    step = Pass(SHAPES[1], dtype)
+    whole = step.run(softcap=softcap)
+    for some in ([0], [5, 30], [33, 20, 2], list(range(20, 34))):
+        packer = PathPacker()
+        for row in some:
+            position, slot = int(step.batch.positions[row]), int(step.batch.slots[row])
+            packer.add_path(paths(step.batch)[row], [packer.add_row(0, position, slot)])
+        part = PathAttention(step.memory, packer.pack()).attend(
+            0,
+            step.query[some],
+            step.new_keys[some],
+            step.new_values[some],
+            scale=step.scale,
+            softcap=softcap,
+            window=None,
+        )
+        assert torch.equal(part, whole[some])
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("what", ["query", "new_keys", "new_values"])
+def test_what_is_no_number_stays_none(what: str, broken: float) -> None:
+    """In every row that sees it, and in no other."""
+    step = Pass(SHAPES[0], torch.float32)
+    victim = 25  # in the short text, before its last rows
+    getattr(step, what)[victim] = broken
+    got = step.run()
+    sees = [int(step.batch.slots[victim]) in path.tolist() for path in paths(step.batch)]
+    assert sum(sees) == SHORT - int(step.batch.positions[victim]) > 1
+    if what == "query":
+        sees = [row == victim for row in range(len(sees))]
+    assert [not bool(torch.isfinite(row).all()) for row in got] == sees
+
+
+def test_slots_beyond_the_memory_are_refused() -> None:
+    step = Pass(SHAPES[0], torch.float32)
+    step.batch.keys[3] = SLOTS
+    with pytest.raises(ValueError, match="slots must lie in"):
+        step.run()

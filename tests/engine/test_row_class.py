@@ -1,0 +1,41 @@
+"""Any number of rows becomes members of the class, with as little padding as they allow."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.engine.row_class import RowClass
+
+classes = st.sets(st.integers(1, 100), min_size=1).map(lambda counts: RowClass(tuple(sorted(counts))))
+
+
+@given(classes, st.integers(0, 1000))
+def test_tiles_are_members_and_hold_all(rows: RowClass, count: int) -> None:
+    tiles = rows.tiles(count)
+    assert set(tiles) <= set(rows.counts)
+    assert rows.padded(count) == sum(tiles) >= count
+    assert tiles == sorted(tiles, reverse=True)
+    assert sum(tiles[:-1]) < count or not count
+
+
+@given(classes, st.integers(0, 1000))
+def test_what_is_padded_is_tiled_without_padding(rows: RowClass, count: int) -> None:
+    padded = rows.padded(count)
+    assert rows.padded(padded) == padded
+    assert rows.tiles(padded) == rows.tiles(count)
+
+
+@given(classes, st.integers(1, 100))
+def test_no_smaller_member_would_hold_the_rest(rows: RowClass, count: int) -> None:
+    last = rows.tiles(count)[-1]
+    rest = count - sum(rows.tiles(count)[:-1])
+    assert all(member < rest for member in rows.counts if member < last)
+
+
+@pytest.mark.parametrize(
+    ("count", "tiles"), [(0, []), (1, [4]), (4, [4]), (5, [16]), (16, [16]), (17, [16, 4]), (40, [16, 16, 16])]
+)
+def test_examples(count: int, tiles: list[int]) -> None:
+    assert RowClass((4, 16)).tiles(count) == tiles
