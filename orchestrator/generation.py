@@ -82,6 +82,7 @@ class Generation:
         self._statistics = Statistics()
         self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
         self._for_draft: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
+        self._found = 0  # tokens that the verifier had in memory already
         self._step_us = 0.0  # moving average of T_v
         self._draft_policy = draft_pb2.DraftPolicy(
             max_depth=sample.speculation.max_depth, max_branches=sample.speculation.max_branches
@@ -192,10 +193,11 @@ class Generation:
                 stop, reason = spelt.stop, model_pb2.FINISH_REASON_STOP
         accepted = min(commit.accepted, kept)
         self._committed += tokens[:kept]
-        statistics.steps += 1
+        self._found += commit.found_tokens
+        statistics.steps += commit.steps
         statistics.drafted += commit.offered
         statistics.accepted += accepted
-        statistics.histogram[accepted] += 1
+        statistics.histogram[accepted] += commit.steps
         statistics.overrun += len(tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
         response = generation_pb2.GenerateResponse(
@@ -209,6 +211,7 @@ class Generation:
                 elapsed_us=int(1e6 * (time.monotonic() - self._arrived)),
                 forward_us=commit.forward_us,
                 step_us=commit.step_us,
+                queued_us=commit.queued_us,
             ),
         )
         if reason:
@@ -217,11 +220,15 @@ class Generation:
                     reason=reason,
                     stop=stop,
                     usage=generation_pb2.Usage(
-                        prompt_tokens=len(self._sample.prompt), completion_tokens=len(self._committed)
+                        prompt_tokens=len(self._sample.prompt),
+                        completion_tokens=len(self._committed),
+                        found_tokens=self._found,
                     ),
                     speculation=statistics.message(),
                     numerics_fingerprint=identity.numerics_fingerprint,
                     reproducible=True,
+                    numerics_mode=identity.numerics_mode,
+                    preemptions=commit.preemptions,
                 )
             )
         return response

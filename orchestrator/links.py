@@ -57,6 +57,7 @@ class VerifierLink:
             min_tokens=sample.min_tokens,
             logprobs=sample.logprobs,
             policy=policy,
+            tenant=sample.tenant,
         )
         await self._write(verifier_pb2.VerifyRequest(open=message))
         response = await self._read(OPEN_SECONDS)

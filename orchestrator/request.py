@@ -15,6 +15,7 @@ from specdec.v1 import generation_pb2
 MOST_SAMPLES = 16
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
+LONGEST_TENANT = 256
 MOST_LOGPROBS = 20
 
 
@@ -54,6 +55,7 @@ class Sample:
     stop: tuple[str, ...]
     logprobs: int  # as in VerifyOpen.logprobs
     speculation: Speculation
+    tenant: str
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
     _check_stops(message, model, violations)
     if message.speculation.mode not in generation_pb2.SpeculationMode.values():
         violations.append(("speculation.mode", f"is {message.speculation.mode}, which is no SpeculationMode"))
+    if len(message.tenant) > LONGEST_TENANT:
+        violations.append(("tenant", f"has {len(message.tenant)} characters, must have at most {LONGEST_TENANT}"))
     if violations:
         raise InvalidRequestError(violations)
 
@@ -135,6 +139,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
             max_depth=message.speculation.max_depth,
             max_branches=message.speculation.max_branches,
         ),
+        tenant=message.tenant,
     )
     return Request(
         seed,

@@ -44,6 +44,9 @@ class Finish:
     completion_tokens: int  # resumed ones included
     speculation: Speculation
     numerics: str  # fingerprint of what the tokens were computed with
+    exact: bool  # True: the tokens do not depend on who shared the steps
+    preemptions: int  # times the text lost its memory to another and was computed anew
+    found_tokens: int  # of the prompt, in memory already
     reproducible: bool  # False when the text moved between pods whose numerics differ
 
 
@@ -157,6 +160,9 @@ def _read_finish(finish: pb.Finish) -> Finish:
             sources=dict(statistics.sources),
         ),
         numerics=finish.numerics_fingerprint,
+        exact=finish.numerics_mode == model_pb2.NUMERICS_MODE_EXACT,
+        preemptions=finish.preemptions,
+        found_tokens=finish.usage.found_tokens,
         reproducible=finish.reproducible,
     )
 

@@ -54,6 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     max_depth: int  # drafted ahead at most; 0 is the server's default
     max_branches: int  # alternatives at one place at most; 0 is the server's default
 
+    tenant: str  # computed prompts are shared within a tenant only
     generated_tokens: Sequence[int]  # takes up a text that broke off; needs its seed, and n = 1
 
 
@@ -66,6 +67,7 @@ _RULES = {
 # The options that are fields under their own names, by the message that has them.
 _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "n", "logprobs", "generated_tokens",
+    "tenant",
 }  # fmt: skip
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",

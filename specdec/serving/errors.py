@@ -123,7 +123,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
     message = f"{peer}: {error.details() or error.code().name}"
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return OverloadedError(message)
+            return OverloadedError(message, _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequestError([("request", message)])
         case grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -136,6 +136,17 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             return ModelFailureError(message)
         case _:
             return PeerLostError(message, f"{peer.upper()}_LOST")
+
+
+def _retry_after(error: grpc.aio.AioRpcError) -> float:
+    """Seconds that the peer wants to be left alone for; 1 if it does not say."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.RetryInfo()
+                if detail.Unpack(info):
+                    return float(info.retry_delay.ToMilliseconds() / 1000)
+    return 1.0
 
 
 def _ours(error: grpc.aio.AioRpcError) -> bool:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +110,16 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     await server.stop(settings.drain_seconds)
     await service.close()
     log.info("stopped")
+
+
+async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:
+    """Load a model in a thread that ends with it.
+
+    OpenMP keeps a team of threads for every thread that has computed, for as long as it lives, and lets none of
+    them spin once they are more than the cores. So the thread that steps must be the only one with a team.
+    """
+    with ThreadPoolExecutor(1, "load") as thread:
+        return await asyncio.wrap_future(thread.submit(load))
 
 
 def _check_port(settings: ServerSettings) -> None:

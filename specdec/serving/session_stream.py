@@ -38,6 +38,11 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
 
+    def admit(self, open_sessions: int) -> None:
+        """OverloadedError if no more can be taken. On the event loop, so that a refusal waits for no step."""
+        if open_sessions >= self._max_sessions:
+            raise OverloadedError(f"{open_sessions} sessions are open, the limit is {self._max_sessions}")
+
     @abstractmethod
     def parse(self, request: Request) -> Session:
         """The session that an `open` asks for; ServiceError if it is refused."""
@@ -71,8 +76,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         first = await anext(aiter(requests), None)
         if first is None or _kind(first) != "open":
             raise ProtocolError("a session begins with `open`")
-        if self._sessions >= self._max_sessions:
-            raise OverloadedError(f"{self._sessions} sessions are open, the limit is {self._max_sessions}")
+        self.admit(self._sessions)
         session = self.parse(first)
         outbox: Outbox[Response] = Outbox()
         self._sessions += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from specdec.decoding.sampling import Sampling
+from specdec.engine.engine import Engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import InvalidRequestError, NotBuiltError
 from specdec.v1 import model_pb2
@@ -12,14 +13,16 @@ from specdec.v1 import model_pb2
 PROTOCOL_VERSION = 1
 
 
-def identity_of(directory: ModelDirectory, numerics: str, context: int) -> model_pb2.ModelIdentity:
+def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
     """What a pod that serves a directory says of itself; `context` is the longest text it has room for."""
+    mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST
     return model_pb2.ModelIdentity(
         protocol_version=PROTOCOL_VERSION,
         model=directory.name,
         tokenizer_fingerprint=directory.tokenizer_fingerprint,
         model_fingerprint=directory.model_fingerprint,
-        numerics_fingerprint=numerics,
+        numerics_fingerprint=engine.numerics,
+        numerics_mode=mode,
         context_tokens=min(directory.context, context),
         vocabulary_size=directory.vocabulary,
     )

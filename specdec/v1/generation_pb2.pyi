@@ -67,6 +67,7 @@ class GenerateRequest(google.protobuf.message.Message):
     RULE_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
@@ -85,6 +86,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """The acceptance rule."""
     json_schema: builtins.str
     """Structured output as a JSON schema. Not built yet: refused."""
+    tenant: builtins.str
+    """Whose request it is: computed prompt prefixes are shared within a tenant only, since the time an answer
+    takes tells what is in memory. At most 256 characters; empty is one of the tenants.
+    """
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -136,9 +141,10 @@ class GenerateRequest(google.protobuf.message.Message):
         rule: specdec.v1.model_pb2.AcceptanceRule.ValueType = ...,
         generated_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         json_schema: builtins.str = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -404,20 +410,24 @@ class ChunkTimings(google.protobuf.message.Message):
     ELAPSED_US_FIELD_NUMBER: builtins.int
     FORWARD_US_FIELD_NUMBER: builtins.int
     STEP_US_FIELD_NUMBER: builtins.int
+    QUEUED_US_FIELD_NUMBER: builtins.int
     elapsed_us: builtins.int
     """Since the request arrived, microseconds."""
     forward_us: builtins.int
     """Of the target's forward pass, microseconds."""
     step_us: builtins.int
     """Of the whole verification step, microseconds."""
+    queued_us: builtins.int
+    """Waited for memory before, microseconds."""
     def __init__(
         self,
         *,
         elapsed_us: builtins.int = ...,
         forward_us: builtins.int = ...,
         step_us: builtins.int = ...,
+        queued_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["elapsed_us", b"elapsed_us", "forward_us", b"forward_us", "step_us", b"step_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["elapsed_us", b"elapsed_us", "forward_us", b"forward_us", "queued_us", b"queued_us", "step_us", b"step_us"]) -> None: ...
 
 global___ChunkTimings = ChunkTimings
 
@@ -433,6 +443,8 @@ class Finish(google.protobuf.message.Message):
     SPECULATION_FIELD_NUMBER: builtins.int
     NUMERICS_FINGERPRINT_FIELD_NUMBER: builtins.int
     REPRODUCIBLE_FIELD_NUMBER: builtins.int
+    NUMERICS_MODE_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
     reason: specdec.v1.model_pb2.FinishReason.ValueType
     """Why."""
     stop: builtins.str
@@ -441,6 +453,10 @@ class Finish(google.protobuf.message.Message):
     """Numerics the tokens were computed with."""
     reproducible: builtins.bool
     """False when the text moved between pods whose numerics differ."""
+    numerics_mode: specdec.v1.model_pb2.NumericsMode.ValueType
+    """Whether the tokens may depend on who shared the steps."""
+    preemptions: builtins.int
+    """Times the text lost its memory to another and was computed anew."""
     @property
     def usage(self) -> global___Usage:
         """Token counts."""
@@ -458,9 +474,11 @@ class Finish(google.protobuf.message.Message):
         speculation: global___SpeculationStatistics | None = ...,
         numerics_fingerprint: builtins.str = ...,
         reproducible: builtins.bool = ...,
+        numerics_mode: specdec.v1.model_pb2.NumericsMode.ValueType = ...,
+        preemptions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["speculation", b"speculation", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["numerics_fingerprint", b"numerics_fingerprint", "reason", b"reason", "reproducible", b"reproducible", "speculation", b"speculation", "stop", b"stop", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "preemptions", b"preemptions", "reason", b"reason", "reproducible", b"reproducible", "speculation", b"speculation", "stop", b"stop", "usage", b"usage"]) -> None: ...
 
 global___Finish = Finish
 
@@ -472,17 +490,21 @@ class Usage(google.protobuf.message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
+    FOUND_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """Tokens of the prompt."""
     completion_tokens: builtins.int
     """Tokens generated, resumed ones included."""
+    found_tokens: builtins.int
+    """Tokens of the prompt (and of resumed text) that were in memory already."""
     def __init__(
         self,
         *,
         prompt_tokens: builtins.int = ...,
         completion_tokens: builtins.int = ...,
+        found_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completion_tokens", b"completion_tokens", "found_tokens", b"found_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
 
 global___Usage = Usage
 

@@ -19,6 +19,30 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _NumericsMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _NumericsModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_NumericsMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    NUMERICS_MODE_UNSPECIFIED: _NumericsMode.ValueType  # 0
+    """Not said."""
+    NUMERICS_MODE_EXACT: _NumericsMode.ValueType  # 1
+    """They do not: a self-check at start found it so."""
+    NUMERICS_MODE_FAST: _NumericsMode.ValueType  # 2
+    """They may, in their last places; where two choices are that close, so may tokens."""
+
+class NumericsMode(_NumericsMode, metaclass=_NumericsModeEnumTypeWrapper):
+    """Whether the bits of a text's logits depend on the batch they are computed in."""
+
+NUMERICS_MODE_UNSPECIFIED: NumericsMode.ValueType  # 0
+"""Not said."""
+NUMERICS_MODE_EXACT: NumericsMode.ValueType  # 1
+"""They do not: a self-check at start found it so."""
+NUMERICS_MODE_FAST: NumericsMode.ValueType  # 2
+"""They may, in their last places; where two choices are that close, so may tokens."""
+global___NumericsMode = NumericsMode
+
 class _AcceptanceRule:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -132,6 +156,7 @@ class ModelIdentity(google.protobuf.message.Message):
     NUMERICS_FINGERPRINT_FIELD_NUMBER: builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
+    NUMERICS_MODE_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Version of this protocol that the pod speaks; a peer with another major refuses the session."""
     model: builtins.str
@@ -150,6 +175,8 @@ class ModelIdentity(google.protobuf.message.Message):
     """Longest text, in tokens, prompt included."""
     vocabulary_size: builtins.int
     """Number of token ids the model can name."""
+    numerics_mode: global___NumericsMode.ValueType
+    """Whether tokens depend on who shares a step."""
     def __init__(
         self,
         *,
@@ -160,8 +187,9 @@ class ModelIdentity(google.protobuf.message.Message):
         numerics_fingerprint: builtins.str = ...,
         context_tokens: builtins.int = ...,
         vocabulary_size: builtins.int = ...,
+        numerics_mode: global___NumericsMode.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "numerics_fingerprint", b"numerics_fingerprint", "protocol_version", b"protocol_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "protocol_version", b"protocol_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ModelIdentity = ModelIdentity
 

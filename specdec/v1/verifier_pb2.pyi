@@ -102,6 +102,7 @@ class VerifyOpen(google.protobuf.message.Message):
     MIN_TOKENS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -110,6 +111,8 @@ class VerifyOpen(google.protobuf.message.Message):
     """End tokens are not chosen before this many tokens were generated."""
     logprobs: builtins.int
     """Log-probabilities wanted for each token: 0 none, 1 the chosen token's, k + 1 the k best as well."""
+    tenant: builtins.str
+    """Whose text it is: computed prefixes are shared within a tenant only. Empty is one of them."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -142,9 +145,10 @@ class VerifyOpen(google.protobuf.message.Message):
         min_tokens: builtins.int = ...,
         logprobs: builtins.int = ...,
         policy: global___VerifyPolicy | None = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
 
 global___VerifyOpen = VerifyOpen
 
@@ -219,7 +223,7 @@ global___Consumed = Consumed
 
 @typing.final
 class Commit(google.protobuf.message.Message):
-    """What one step added to one session."""
+    """What one step, or several without candidates, added to one session."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -232,21 +236,33 @@ class Commit(google.protobuf.message.Message):
     FORWARD_US_FIELD_NUMBER: builtins.int
     STEP_US_FIELD_NUMBER: builtins.int
     WAITED_US_FIELD_NUMBER: builtins.int
+    QUEUED_US_FIELD_NUMBER: builtins.int
+    FOUND_TOKENS_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
     offered: builtins.int
-    """Candidates verified in this step."""
+    """Candidates verified."""
     accepted: builtins.int
-    """Candidates accepted in this step."""
+    """Candidates accepted."""
     finish_reason: specdec.v1.model_pb2.FinishReason.ValueType
     """Set on the last commit."""
     forward_us: builtins.int
-    """Time of the forward pass, microseconds; shared with the other sessions of the step."""
+    """Time of the (last) forward pass, microseconds; shared with the other sessions of the step."""
     step_us: builtins.int
-    """Time of the whole step, microseconds."""
+    """Time of the whole (last) step, microseconds."""
     waited_us: builtins.int
     """Time this session sat out waiting for candidates before the step, microseconds."""
+    queued_us: builtins.int
+    """Time this session waited for memory since its last commit, microseconds."""
+    found_tokens: builtins.int
+    """On the first commit: tokens of the text that were in memory already."""
+    preemptions: builtins.int
+    """Times this session has lost its memory to another so far."""
+    steps: builtins.int
+    """Steps this is of. Undrafted sessions of a busy pod are told of several at once."""
     @property
     def committed(self) -> specdec.v1.model_pb2.Committed:
-        """The new tokens and where they follow on. 1 to accepted + 1 tokens."""
+        """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
 
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v1.model_pb2.TokenSource.ValueType]:
@@ -268,9 +284,13 @@ class Commit(google.protobuf.message.Message):
         forward_us: builtins.int = ...,
         step_us: builtins.int = ...,
         waited_us: builtins.int = ...,
+        queued_us: builtins.int = ...,
+        found_tokens: builtins.int = ...,
+        preemptions: builtins.int = ...,
+        steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "committed", b"committed", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "offered", b"offered", "sources", b"sources", "step_us", b"step_us", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "committed", b"committed", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 
@@ -303,3 +323,89 @@ class TokenLogprobs(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]) -> None: ...
 
 global___TokenLogprobs = TokenLogprobs
+
+@typing.final
+class GetLoadRequest(google.protobuf.message.Message):
+    """Asks for a pod's load."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GetLoadRequest = GetLoadRequest
+
+@typing.final
+class GetLoadResponse(google.protobuf.message.Message):
+    """A pod's load. Counters run since it started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
+    KV_HELD_TOKENS_FIELD_NUMBER: builtins.int
+    KV_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    FOUND_TOKENS_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    BUSY_US_FIELD_NUMBER: builtins.int
+    UP_US_FIELD_NUMBER: builtins.int
+    running: builtins.int
+    """Sessions that have memory."""
+    waiting: builtins.int
+    """Sessions that wait for memory."""
+    kv_tokens: builtins.int
+    """Tokens of key/value memory."""
+    kv_held_tokens: builtins.int
+    """Tokens of it that sessions hold."""
+    kv_cached_tokens: builtins.int
+    """Tokens of it with a known prefix that nobody holds; given to whoever needs memory."""
+    steps: builtins.int
+    """Counter: steps."""
+    rows: builtins.int
+    """Counter: rows of all steps."""
+    committed_tokens: builtins.int
+    """Counter: tokens committed."""
+    drafted_tokens: builtins.int
+    """Counter: candidates verified."""
+    accepted_tokens: builtins.int
+    """Counter: candidates accepted."""
+    prompt_tokens: builtins.int
+    """Counter: tokens that sessions came with."""
+    found_tokens: builtins.int
+    """Counter: of these, tokens that were in memory already."""
+    preemptions: builtins.int
+    """Counter: preemptions."""
+    busy_us: builtins.int
+    """Counter: time spent in steps, microseconds."""
+    up_us: builtins.int
+    """Time since the pod started, microseconds."""
+    def __init__(
+        self,
+        *,
+        running: builtins.int = ...,
+        waiting: builtins.int = ...,
+        kv_tokens: builtins.int = ...,
+        kv_held_tokens: builtins.int = ...,
+        kv_cached_tokens: builtins.int = ...,
+        steps: builtins.int = ...,
+        rows: builtins.int = ...,
+        committed_tokens: builtins.int = ...,
+        drafted_tokens: builtins.int = ...,
+        accepted_tokens: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        found_tokens: builtins.int = ...,
+        preemptions: builtins.int = ...,
+        busy_us: builtins.int = ...,
+        up_us: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "drafted_tokens", b"drafted_tokens", "found_tokens", b"found_tokens", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+
+global___GetLoadResponse = GetLoadResponse

@@ -40,6 +40,11 @@ class VerifierServiceStub(object):
                 request_serializer=specdec_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/specdec.v1.VerifierService/GetLoad',
+                request_serializer=specdec_dot_v1_dot_verifier__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_verifier__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
 
 
 class VerifierServiceServicer(object):
@@ -54,6 +59,13 @@ class VerifierServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """How full and how busy this pod is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +73,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=specdec_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_verifier__pb2.VerifyResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=specdec_dot_v1_dot_verifier__pb2.GetLoadRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_verifier__pb2.GetLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +108,33 @@ class VerifierService(object):
             '/specdec.v1.VerifierService/Verify',
             specdec_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
             specdec_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.VerifierService/GetLoad',
+            specdec_dot_v1_dot_verifier__pb2.GetLoadRequest.SerializeToString,
+            specdec_dot_v1_dot_verifier__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,12 @@ class VerifierServiceStub:
     commit with a finish reason, after which the caller closes the stream.
     """
 
+    GetLoad: grpc.UnaryUnaryMultiCallable[
+        specdec.v1.verifier_pb2.GetLoadRequest,
+        specdec.v1.verifier_pb2.GetLoadResponse,
+    ]
+    """How full and how busy this pod is."""
+
 class VerifierServiceAsyncStub:
     """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long."""
 
@@ -39,6 +45,12 @@ class VerifierServiceAsyncStub:
     """One session. The first request is `open`; the first response is `opened`; the last one is a
     commit with a finish reason, after which the caller closes the stream.
     """
+
+    GetLoad: grpc.aio.UnaryUnaryMultiCallable[
+        specdec.v1.verifier_pb2.GetLoadRequest,
+        specdec.v1.verifier_pb2.GetLoadResponse,
+    ]
+    """How full and how busy this pod is."""
 
 class VerifierServiceServicer(metaclass=abc.ABCMeta):
     """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long."""
@@ -52,5 +64,13 @@ class VerifierServiceServicer(metaclass=abc.ABCMeta):
         """One session. The first request is `open`; the first response is `opened`; the last one is a
         commit with a finish reason, after which the caller closes the stream.
         """
+
+    @abc.abstractmethod
+    def GetLoad(
+        self,
+        request: specdec.v1.verifier_pb2.GetLoadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[specdec.v1.verifier_pb2.GetLoadResponse, collections.abc.Awaitable[specdec.v1.verifier_pb2.GetLoadResponse]]:
+        """How full and how busy this pod is."""
 
 def add_VerifierServiceServicer_to_server(servicer: VerifierServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
