@@ -47,6 +47,7 @@ class SlowEngine:
         self.capacity = self.inner.capacity
         self.vocabulary = self.inner.vocabulary
         self.numerics = self.inner.numerics
+        self.exact = self.inner.exact
 
     def packer(self) -> Packer:
         return self.inner.packer()
@@ -128,11 +129,12 @@ async def stack(
     verifier_limits: VerifierLimits | None = None,
     capacity: int = CAPACITY,
     dtype: str = "float32",
+    exact: bool = True,
 ) -> AsyncIterator[Stack]:
     """Verifier, orchestrator and, unless `draft` is None, a draft; `delay` slows the draft's engine,
     `target_delay` the target's."""
     target_directory = ModelDirectory(target)
-    engine: Engine = await asyncio.to_thread(TorchEngine, target_directory, capacity=capacity, dtype=dtype)
+    engine: Engine = await asyncio.to_thread(TorchEngine, target_directory, capacity=capacity, dtype=dtype, exact=exact)
     if target_delay is not None:
         engine = SlowEngine(engine, target_delay)
     async with AsyncExitStack() as exits:
@@ -140,7 +142,7 @@ async def stack(
         verifier_loop.start()
         verifier = VerifierServicer(
             verifier_loop,
-            identity_of(target_directory, engine.numerics, verifier_loop.slots_for_sessions),
+            identity_of(target_directory, engine, verifier_loop.context),
             verifier_limits or VerifierLimits(),
         )
         verifier_address, verifier_server = await exits.enter_async_context(served(verifier))
@@ -148,15 +150,13 @@ async def stack(
         draft_channel = None
         if draft is not None:
             directory = ModelDirectory(draft)
-            make = draft_engine or (lambda d: TorchEngine(d, capacity=capacity, least_rows=1))
+            make = draft_engine or (lambda d: TorchEngine(d, capacity=capacity, exact=False))
             small: Engine = await asyncio.to_thread(make, directory)
             if delay is not None:
                 small = SlowEngine(small, delay)
             draft_loop = GrowthLoop(small)
             draft_loop.start()
-            service = DraftServicer(
-                draft_loop, identity_of(directory, small.numerics, capacity), draft_limits or DraftLimits()
-            )
+            service = DraftServicer(draft_loop, identity_of(directory, small, capacity), draft_limits or DraftLimits())
             draft_address, draft_server = await exits.enter_async_context(served(service))
             draft_channel = grpc.aio.insecure_channel(draft_address)
         peers = Peers(grpc.aio.insecure_channel(verifier_address), draft_channel, patience_seconds)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Literal
 
+import structlog
 import typer
 
-from specdec.serving.server import ServerSettings, StartError, run
+from specdec.engine.load import Kind, load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
+from specdec.serving.wire import identity_of
 from verifier_service.servicer import Limits, VerifierServicer
-from verifier_service.step_loop import SCRATCH_SLOTS, StepLoop
+from verifier_service.step_loop import StepLoop
+
+log = structlog.get_logger()
 
 
 def main(
@@ -19,15 +24,27 @@ def main(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    engine: Annotated[
+        Kind, typer.Option(help="onnx exports a Hugging Face directory on first use; float32, and not exact.")
+    ] = "torch",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
-    slots: Annotated[int, typer.Option(min=64, help="Tokens of key/value memory.")] = 16384,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=512, help="Tokens of key/value memory; by default half of the free memory.")
+    ] = None,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 512,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Sessions that wait for memory at most; more are refused.")
+    ] = 128,
+    step_rows: Annotated[int, typer.Option(min=8, help="Tokens of prompts computed in one step at most.")] = 512,
     max_candidates: Annotated[
         int, typer.Option(min=1, max=64, help="Candidates a session verifies in a step at most.")
-    ] = 12,
+    ] = 24,
     exact: Annotated[
-        bool, typer.Option(help="Pad attention so that a row does not depend on its batch; off is a little faster.")
+        bool, typer.Option(help="Tokens do not depend on who shares a step; checked at start, where it can be.")
     ] = True,
+    compile: Annotated[
+        bool, typer.Option(help="Fuse the model's layers: faster steps for half a minute at start and a C++ compiler.")
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
@@ -36,33 +53,25 @@ def main(
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
     def start() -> VerifierServicer:
-        import torch
-
-        from specdec.engine.batch import LEAST_ROWS
-        from specdec.engine.model_directory import ModelDirectory
-        from specdec.engine.torch_engine import TorchEngine
-        from specdec.serving.wire import identity_of
-
         directory = ModelDirectory(model)
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise StartError(f"device {device}: torch sees no CUDA device")
-        engine = TorchEngine(
+        loaded = load_engine(
+            engine,
             directory,
-            capacity=slots + SCRATCH_SLOTS,
+            capacity=kv_tokens,
+            threads=threads,
             dtype=dtype,
             device=device,
-            least_rows=LEAST_ROWS if exact else 1,
-            threads=threads,
+            exact=exact,
+            compiled=compile,
         )
-        loop = StepLoop(engine)
-        identity = identity_of(directory, engine.numerics, loop.slots_for_sessions)
+        if exact and not loaded.exact:
+            log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
+        loop = StepLoop(loaded, step_rows=step_rows)
         loop.start()
-        return VerifierServicer(loop, identity, Limits(max_candidates=max_candidates, max_sessions=max_sessions))
+        limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
+        return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
 
-    async def load() -> VerifierServicer:
-        return await asyncio.to_thread(start)
-
-    run(settings, load, "verifier")
+    run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
 
 
 if __name__ == "__main__":

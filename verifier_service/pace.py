@@ -1,14 +1,36 @@
-"""Whether a session should put off its step for candidates that are on their way.
+"""Whether to put off a step for candidates that are on their way.
 
-A step of time T that is started now, w seconds after the last commit, brings E tokens: a rate of E / (T + w).
-The next message of the draft, due in r seconds, will add about A * q tokens, q being the reach of the best leaf
-and A the chance that a guess is right. Waiting pays while A * q / r exceeds the rate.
+A step of time T that is started now, w seconds after the last one, brings E tokens: a rate of E / (T + w). The
+next message of a session's draft, due in r seconds, will add about A * q tokens, q being the reach of the best
+leaf and A the chance that a guess is right. Waiting pays while A * q / r, summed over the sessions, exceeds the
+rate: the sessions of a step wait together, since a row more in a step that is made anyway costs little.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 SMOOTHING = 0.2
 REMEMBERED_COMMITS = 16
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a session would bring to a step now, and what it has to hope for."""
+
+    expected: float  # tokens
+    gain: float = 0.0  # tokens a second of waiting
+    until: float = 0.0  # when the hope is over
+
+
+def wait_until(prospects: Sequence[Prospect], now: float, last_step: float, step_time: float) -> float | None:
+    """Until when to put the step off, or None: step now. Whatever arrives meanwhile opens the question anew."""
+    gain = sum(prospect.gain for prospect in prospects)
+    expected = sum(prospect.expected for prospect in prospects)
+    if gain <= expected / (step_time + now - last_step):
+        return None
+    return min(prospect.until for prospect in prospects if prospect.gain)
 
 
 class Pace:
@@ -21,9 +43,12 @@ class Pace:
         self._gap = 0.001  # from one message to the next
         self._commits: dict[int, float] = {}  # base -> when it became so
         self._last: dict[int, float] = {}  # base -> when the last message that knows of it came
+        self._awaited: float | None = None  # until when a message is hoped for
+        self._given_up = False  # since the last commit or message
 
     def committed(self, base: int, now: float) -> None:
         """The text has `base` tokens from now on."""
+        self._awaited, self._given_up = None, False
         self._commits[base] = now
         if len(self._commits) > REMEMBERED_COMMITS:
             oldest = next(iter(self._commits))
@@ -32,6 +57,7 @@ class Pace:
 
     def arrived(self, base: int, at: float) -> None:
         """A message that starts at `base` came; late ones teach as well."""
+        self._awaited, self._given_up = None, False
         begun = self._commits.get(base)
         if begun is None:
             return
@@ -46,26 +72,23 @@ class Pace:
         for right in [True] * accepted + [False] * corrected:
             self._acceptance += 0.05 * (right - self._acceptance)
 
-    def gave_up(self, base: int, now: float) -> None:
-        """A wait ended in vain: what was awaited takes at least that long."""
+    def prospect(self, base: int, now: float, *, expected: float, leaf: float, patience: float) -> Prospect:
+        """`expected` tokens would come of a step now, `leaf` is the reach of the best leaf. Hope ends at twice
+        the time that a message usually takes, or with `patience` after the last commit."""
+        if self._awaited is not None and now >= self._awaited:
+            self._give_up(base, now)
+        begun = self._commits[base]
+        since, usual = (self._last[base], self._gap) if base in self._last else (begun, self._delay)
+        until = min(since + 2 * usual, begun + patience)
+        if self._given_up or now >= until:
+            return Prospect(expected)
+        self._awaited = until
+        return Prospect(expected, self._acceptance * leaf / max(since + usual - now, 1e-4), until)
+
+    def _give_up(self, base: int, now: float) -> None:
+        """What was awaited takes at least that long."""
+        self._awaited, self._given_up = None, True
         if base in self._last:
             self._gap = max(self._gap, now - self._last[base])
         else:
             self._delay = max(self._delay, now - self._commits[base])
-
-    def wait_until(
-        self, base: int, now: float, *, expected: float, leaf: float, step_time: float, patience: float
-    ) -> float | None:
-        """Until when to put the step off, or None: step now.
-
-        `expected` tokens would come of a step now, `leaf` is the reach of the best leaf. A wait ends when
-        candidates arrive, or at twice the time they usually take.
-        """
-        begun = self._commits[base]
-        since, usual = (self._last[base], self._gap) if base in self._last else (begun, self._delay)
-        deadline = min(since + 2 * usual, begun + patience)
-        if now >= deadline:
-            return None
-        remaining = max(since + usual - now, 1e-4)
-        pays = self._acceptance * leaf / remaining > expected / (step_time + now - begun)
-        return deadline if pays else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
 
 from specdec.decoding.choice import Chooser
-from specdec.serving.errors import InvalidRequestError
+from specdec.engine.blocks import BLOCK
+from specdec.serving.errors import InvalidRequestError, OverloadedError
 from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import check_rule, sampling_from, sampling_violations, text_violations, token_violations
@@ -25,8 +27,9 @@ class Limits:
     """What a session may have; what it gets where it asks for nothing."""
 
     max_nodes: int = 64
-    max_candidates: int = 12
+    max_candidates: int = 24
     max_sessions: int = 256
+    max_waiting: int = 128  # sessions that are open but have no memory yet
 
 
 class VerifierServicer(
@@ -37,6 +40,7 @@ class VerifierServicer(
 
     def __init__(self, loop: StepLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
         super().__init__(loop, limits.max_sessions)
+        self._started = time.monotonic()
         self._loop = loop
         self._identity = identity
         self._limits = limits
@@ -52,10 +56,40 @@ class VerifierServicer(
         await self.run(request_iterator, context)
 
     def attach(self, session: Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
-        def emit(verdict: Verdict, times: StepTimes) -> None:
-            outbox.put(verifier_pb2.VerifyResponse(commit=_commit(verdict, times)))
+        self._loop.attach(Attached(session, outbox, _response))
 
-        self._loop.attach(Attached(session, emit, outbox.put))
+    def admit(self, open_sessions: int) -> None:
+        super().admit(open_sessions)
+        waiting = open_sessions - self._loop.load.running
+        if waiting >= self._limits.max_waiting:
+            raise OverloadedError(
+                f"{waiting} sessions wait for memory, the limit is {self._limits.max_waiting}",
+                retry_after=self._loop.load.expected_wait(waiting),
+            )
+
+    async def GetLoad(
+        self,
+        request: verifier_pb2.GetLoadRequest,
+        context: grpc.aio.ServicerContext[verifier_pb2.GetLoadRequest, verifier_pb2.GetLoadResponse],
+    ) -> verifier_pb2.GetLoadResponse:
+        load, pool = self._loop.load, self._loop.pool
+        return verifier_pb2.GetLoadResponse(
+            running=load.running,
+            waiting=load.waiting,
+            kv_tokens=pool.usable * BLOCK,
+            kv_held_tokens=pool.held * BLOCK,
+            kv_cached_tokens=pool.cached * BLOCK,
+            steps=load.steps,
+            rows=load.rows,
+            committed_tokens=load.committed,
+            drafted_tokens=load.drafted,
+            accepted_tokens=load.accepted,
+            prompt_tokens=load.prompt_tokens,
+            found_tokens=load.found_tokens,
+            preemptions=load.preemptions,
+            busy_us=int(1e6 * load.busy),
+            up_us=int(1e6 * (time.monotonic() - self._started)),
+        )
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)
@@ -77,7 +111,7 @@ class VerifierServicer(
         return verifier_pb2.VerifyResponse(opened=opened)
 
     def progress(self) -> verifier_pb2.VerifyResponse:
-        return verifier_pb2.VerifyResponse(progress=model_pb2.Progress(steps=self._loop.steps))
+        return verifier_pb2.VerifyResponse(progress=model_pb2.Progress(steps=self._loop.load.steps))
 
     def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:
         return bool(response.commit.finish_reason)
@@ -106,12 +140,14 @@ class VerifierServicer(
         if violations:
             raise InvalidRequestError(violations)
         chooser = Chooser(sampling, end_tokens, len(prompt) + message.min_tokens)
-        wanted = SessionRequest(prompt, generated, chooser, end_tokens, message.max_tokens, message.logprobs, context)
+        wanted = SessionRequest(
+            prompt, generated, chooser, end_tokens, message.max_tokens, message.logprobs, context, message.tenant
+        )
         return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
 
 
-def _commit(verdict: Verdict, times: StepTimes) -> verifier_pb2.Commit:
-    return verifier_pb2.Commit(
+def _response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
+    commit = verifier_pb2.Commit(
         committed=model_pb2.Committed(base=verdict.base, tokens=verdict.tokens),
         sources=verdict.sources,  # type: ignore[arg-type]
         logprobs=[
@@ -124,4 +160,9 @@ def _commit(verdict: Verdict, times: StepTimes) -> verifier_pb2.Commit:
         forward_us=int(1e6 * times.forward),
         step_us=int(1e6 * times.step),
         waited_us=int(1e6 * times.waited),
+        queued_us=int(1e6 * times.queued),
+        found_tokens=times.found,
+        preemptions=times.preemptions,
+        steps=verdict.steps,
     )
+    return verifier_pb2.VerifyResponse(commit=commit)

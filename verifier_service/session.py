@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specdec.decoding.choice import Chooser, History, log_softmax
+from specdec.decoding.choice import Ask, Chooser, History
+from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.tree import Node, TokenTree
 from specdec.engine.batch import Packer
+from specdec.engine.blocks import BlockPool, BlockTable
 from specdec.engine.kv import Slots
-from verifier_service.pace import Pace
+from verifier_service.pace import Pace, Prospect
 
 DRAFT, CORRECTION, BONUS, PLAIN = 1, 2, 3, 4  # specdec.v1.TokenSource
 STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v1.FinishReason
 
 
-@dataclass(frozen=True)
-class Logprobs:
-    """Of one token: its own log-probability, and the most probable tokens with theirs, best first."""
-
-    chosen: float
-    top_tokens: list[int]
-    top_logprobs: list[float]
-
-
 @dataclass
 class Verdict:
-    """What one step adds to a session."""
+    """What a step, or several, add to a session."""
 
     base: int
+    offered: int
     tokens: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    offered: int = 0
     accepted: int = 0
     finish: int = 0  # FinishReason; 0: goes on
+    steps: int = 1
+
+    def joined(self, later: Verdict) -> Verdict:
+        """This verdict and the one of the steps that followed."""
+        return Verdict(
+            base=self.base,
+            offered=self.offered + later.offered,
+            tokens=self.tokens + later.tokens,
+            sources=self.sources + later.sources,
+            logprobs=self.logprobs + later.logprobs,
+            accepted=self.accepted + later.accepted,
+            finish=later.finish,
+            steps=self.steps + later.steps,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class SessionRequest:
     max_tokens: int
     logprobs: int  # as in VerifyOpen.logprobs
     context: int
+    tenant: str = ""
 
 
 @dataclass
@@ -63,20 +69,21 @@ class Policy:
 
 
 @dataclass
-class _Planned:
-    """Rows of a step under way: where to find the logits of the tip and of each candidate."""
+class Planned:
+    """A session's rows of a step under way: where to find the logits of the tip and of each candidate."""
 
-    pending: int
-    tip: int | None  # None: a prompt chunk that does not reach the tip
-    results: dict[int, int]  # id(node) -> index among the results
-    slots: dict[int, int]  # id(node) -> where its key and value were written
+    count: int  # committed tokens among them
+    tip: int | None = None  # None: a piece of prompt that does not reach the tip
+    results: dict[int, int] = field(default_factory=dict)  # id(node) -> index among the results
+    slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
 
 
 class Session:
     """Owned by the step loop's thread.
 
-    `computed` counts the leading tokens of the committed text whose keys and values are in place; a
-    session with all but the tip computed is decoding, one with fewer is in its prompt.
+    `computed` counts the leading tokens of the committed text whose keys and values are in place; a session
+    with all but the tip computed is decoding, one with fewer is in its prompt. One without memory has nothing
+    computed and waits.
     """
 
     def __init__(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> None:
@@ -95,77 +102,107 @@ class Session:
             History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
         )
         self.pace = Pace()
-        self.slots: Slots = np.zeros(0, dtype=np.int64)
+        self.table: BlockTable | None = None
         self.computed = 0
+        self.found = 0  # tokens that were in memory already when it was first given some
         self.consumed = len(text)
-        self._planned: _Planned | None = None
-        self._awaited: float | None = None  # until when the step is put off
+        self._outlook: tuple[float, float] | None = None  # of the tree as it is
 
     @property
     def remaining_prompt(self) -> int:
         """Committed tokens before the tip that are not computed yet."""
         return self.tree.base - 1 - self.computed
 
+    @property
+    def slots(self) -> Slots:
+        assert self.table is not None  # a session without memory is in no step
+        return self.table.slots
+
+    # --- memory -------------------------------------------------------------------------------------
+
+    def settle_in(self, pool: BlockPool) -> tuple[Slots, Slots]:
+        """Take memory for the text; PoolFullError, and none taken, if there is too little. Rows (from, to) to
+        copy before the next step."""
+        table, source, target = pool.open(self.tree.committed, self.request.tenant)
+        try:
+            table.reserve(self.tree.base)
+        except Exception:
+            table.close()
+            raise
+        self.table, self.computed = table, table.shared
+        return source, target
+
+    def leave(self, *, wipe: bool = False) -> Slots:
+        """Give the memory back; the text stays, and can be computed anew. Slots to overwrite if wiping."""
+        if self.table is None:
+            return np.arange(0)
+        spare = self.table.close(wipe=wipe)
+        self.table, self.computed = None, 0
+        return spare
+
+    def publish(self) -> None:
+        """Let others share what has been computed."""
+        if self.table is not None:
+            self.table.publish(self.tree.committed, self.computed)
+
+    # --- candidates ---------------------------------------------------------------------------------
+
     def extend(self, base: int, tokens: list[int], parents: list[int], scores: list[float], arrived: float) -> None:
         """Candidates came; ValueError if they cannot be."""
         self.tree.insert(base, tokens, parents, scores, origin=DRAFT)
         self.pace.arrived(base, arrived)
-        self._awaited = None
+        self._outlook = None
 
-    def wait_until(self, now: float, step_time: float) -> float | None:
-        """Until when to sit out steps because better candidates are due; None: step now."""
-        if not self.policy.speculate or self.policy.patience <= 0 or self.remaining_prompt:
-            return None
-        base = self.tree.base
-        if self._awaited is not None and now >= self._awaited:
-            self.pace.gave_up(base, now)
-            self._awaited = None
-            return None
-        expected, leaf = self.tree.outlook(self.policy.max_candidates)
-        self._awaited = self.pace.wait_until(
-            base, now, expected=expected, leaf=leaf, step_time=step_time, patience=self.policy.patience
-        )
-        return self._awaited
+    @property
+    def allowance(self) -> int:
+        """Candidates it may have in a step."""
+        return self.policy.max_candidates if self.policy.speculate and not self.remaining_prompt else 0
 
-    def plan(self, packer: Packer, scratch: list[int], prompt_budget: int) -> int:
-        """Add this session's rows to a batch: committed tokens not yet computed, and candidates.
+    def prospect(self, now: float) -> Prospect:
+        """What it would bring to a step now, and what it has to hope for."""
+        if not self.policy.speculate:
+            return Prospect(1.0)
+        if self._outlook is None:
+            self._outlook = self.tree.outlook(self.policy.max_candidates)
+        expected, leaf = self._outlook
+        if self.policy.patience <= 0:
+            return Prospect(expected)
+        return self.pace.prospect(self.tree.base, now, expected=expected, leaf=leaf, patience=self.policy.patience)
 
-        At most `prompt_budget` committed tokens are taken. `scratch` holds free slots for side branches
-        and is consumed from its end. Returns the number of rows.
-        """
-        tree = self.tree
-        pending = min(tree.base - self.computed, prompt_budget)
-        text = tree.committed[self.computed : self.computed + pending]
+    # --- a step -------------------------------------------------------------------------------------
+
+    def plan(self, packer: Packer, count: int, nodes: list[Node], scratch: list[int]) -> Planned:
+        """Add rows to a batch: `count` committed tokens that are not computed yet and, if the tip is the last of
+        them, candidates, best first, as far as there is room to accept them. `scratch` holds free slots for side
+        branches; its end is used up."""
+        start, end = self.computed, self.computed + count
         own = self.slots
-        rows = list(packer.add_rows(text, self.computed, own[self.computed : self.computed + pending]))
-        if self.computed + pending < tree.base:
-            packer.add_path(own[: self.computed + pending], rows)
-            self._planned = _Planned(pending, None, {}, {})
-            return pending
-        planned = _Planned(pending, packer.want(rows[-1]), {}, {})
-        budget = min(self.policy.max_candidates, len(scratch)) if self.policy.speculate else 0
-        nodes = tree.best(budget) if budget else []
-        if nodes:
-            self._plan_tree(packer, nodes, rows, planned, scratch)
+        nodes = [node for node in nodes if node.position < len(own)]
+        rows = packer.add_rows(self.tree.committed[start:end], start, own[start:end])
+        planned = Planned(count)
+        if end == self.tree.base:
+            planned.tip = packer.want(rows[-1])
+        if planned.tip is not None and nodes:
+            self._plan_tree(packer, nodes, list(rows), planned, scratch)
         else:
-            packer.add_path(own[: tree.base], rows)
-        self._planned = planned
-        return pending + len(nodes)
+            packer.add_path(own[:end], rows)
+        return planned
 
     def _plan_tree(
-        self, packer: Packer, nodes: list[Node], text_rows: list[int], planned: _Planned, scratch: list[int]
+        self, packer: Packer, nodes: list[Node], rows: list[int], planned: Planned, scratch: list[int]
     ) -> None:
-        """Rows for candidates, and one lane for each path among them.
+        """Rows for candidates, and a path of keys to each leaf.
 
-        The most probable path is written where its tokens will stand if they are accepted; only side
-        branches need scratch slots, and copying if one of them wins.
+        The most probable path is written where its tokens will stand if they are accepted; only side branches
+        need scratch slots, and copying if one of them wins.
         """
+        own = self.slots
         principal: Node | None = self.tree.root
         row_of: dict[int, int] = {}
         inner: set[int] = set()
         for node in nodes:  # best first, so the first child met is the principal path's next
             if node.parent is principal:
-                principal, slot = node, int(self.slots[node.position])
+                principal, slot = node, int(own[node.position])
             else:
                 slot = scratch.pop()
             row = packer.add_row(node.token, node.position, slot)
@@ -173,73 +210,30 @@ class Session:
             planned.results[id(node)] = packer.want(row)
             row_of[id(node)] = row
             inner.add(id(node.parent))
-        prefix = self.slots[: self.tree.base]
-        lane_rows = text_rows
+        prefix = own[: self.tree.base]
         for leaf in nodes:
             if id(leaf) in inner:
                 continue
             path = leaf.path()
-            keys = np.concatenate([prefix, np.fromiter((planned.slots[id(n)] for n in path), dtype=np.int64)])
-            lane_rows = lane_rows + [row_of.pop(id(n)) for n in path if id(n) in row_of]
-            packer.add_path(keys, lane_rows)
-            lane_rows = []
+            keys = np.concatenate([prefix, [planned.slots[id(node)] for node in path]])
+            rows += [row_of.pop(id(node)) for node in path if id(node) in row_of]
+            packer.add_path(keys, rows)
+            rows = []
 
-    def settle(self, logits: NDArray[np.float32]) -> tuple[Verdict | None, list[tuple[int, int]]]:
-        """Read the step's results [n, vocabulary]: the verdict, and (from, to) slots to copy.
-
-        The walk: take the target's own choice, go to the child that carries it, stop where there is
-        none. No verdict for a chunk of the prompt.
-        """
-        planned, self._planned = self._planned, None
-        if planned is None:
-            raise RuntimeError("settle without plan")
-        if planned.tip is None:
-            self.computed += planned.pending
-            return None, []
-        tree, request = self.tree, self.request
-        verdict = Verdict(base=tree.base, offered=len(planned.results))
-        moves: list[tuple[int, int]] = []
-        node, row = tree.root, planned.tip
-        path: list[int] = []
-        while True:
-            row_logits = logits[row]
-            position = node.position + 1
-            token = request.chooser.choose(row_logits, position, self.history, path)
-            if not np.isfinite(row_logits[token]):  # a NaN is every argmax's first choice
-                raise FloatingPointError("the model's logits are not finite")
-            child = node.children.get(token)
-            if child is not None and id(child) not in planned.results:
-                child = None  # beyond this step's budget
-            verdict.tokens.append(token)
-            verdict.sources.append(self._source(node, child, verdict.offered, planned))
-            if request.logprobs:
-                verdict.logprobs.append(_logprobs(row_logits, token, request.logprobs - 1))
-            if child is not None:
-                verdict.accepted += 1
-                path.append(token)
-                written, own = planned.slots[id(child)], int(self.slots[position])
-                if written != own:
-                    moves.append((written, own))
-            verdict.finish = self._finish(token, position)
-            if verdict.finish or child is None:
-                break
-            node, row = child, planned.results[id(child)]
-        self.computed += planned.pending + verdict.accepted
-        self._awaited = None
+    def settle(self, descent: Descent, now: float) -> Verdict:
+        """Take what the walk has found into the text."""
+        verdict = descent.verdict
+        self.computed += descent.planned.count + verdict.accepted
         self.pace.walked(verdict.accepted, CORRECTION in verdict.sources)
-        tree.commit(verdict.tokens)
+        self.tree.commit(verdict.tokens)
+        self.pace.committed(self.tree.base, now)
+        self._outlook = None
         if self.history is not None:
             self.history.extend(verdict.tokens)
-        return verdict, moves
+        return verdict
 
-    def _source(self, node: Node, child: Node | None, offered: int, planned: _Planned) -> int:
-        if child is not None:
-            return child.origin
-        if not offered:
-            return PLAIN
-        return CORRECTION if any(id(other) in planned.results for other in node.children.values()) else BONUS
-
-    def _finish(self, token: int, position: int) -> int:
+    def finish(self, token: int, position: int) -> int:
+        """Whether the text ends with this token, and why."""
         if token in self.request.end_tokens:
             return STOP
         if position + 1 >= self.end:
@@ -247,11 +241,53 @@ class Session:
         return 0
 
 
-def _logprobs(logits: NDArray[np.float32], token: int, top: int) -> Logprobs:
-    """Of the target's distribution before temperature and truncation."""
-    values = log_softmax(logits)
-    best: Sequence[int] = []
-    if top:
-        candidates = np.argpartition(values, len(values) - top)[-top:]
-        best = candidates[np.lexsort((candidates, -values[candidates]))].tolist()
-    return Logprobs(float(values[token]), list(best), [float(values[i]) for i in best])
+class Descent:
+    """A session's way down the tree in one step."""
+
+    def __init__(self, session: Session, planned: Planned) -> None:
+        assert planned.tip is not None  # a piece of prompt decides nothing
+        self.session = session
+        self.planned = planned
+        self.verdict = Verdict(session.tree.base, offered=len(planned.results))
+        self.moves: list[tuple[int, int]] = []  # slots (from, to) to copy
+        self.rows: list[int] = []  # results visited
+        self.error: Exception | None = None
+        self.row = planned.tip
+        self._node = session.tree.root
+        self._path: list[int] = []
+
+    def ask(self) -> Ask:
+        session = self.session
+        return Ask(session.request.chooser, self._node.position + 1, session.history, self._path)
+
+    def take(self, token: int) -> bool:
+        node, planned, verdict = self._node, self.planned, self.verdict
+        position = node.position + 1
+        child = node.children.get(token)
+        if child is not None and id(child) not in planned.results:
+            child = None  # not in this step
+        self.rows.append(self.row)
+        verdict.tokens.append(token)
+        verdict.sources.append(self._source(node, child))
+        if child is not None:
+            verdict.accepted += 1
+            self._path.append(token)
+            written, own = planned.slots[id(child)], int(self.session.slots[position])
+            if written != own:
+                self.moves.append((written, own))
+        verdict.finish = self.session.finish(token, position)
+        if verdict.finish or child is None:
+            return False
+        self._node, self.row = child, planned.results[id(child)]
+        return True
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    def _source(self, node: Node, child: Node | None) -> int:
+        if child is not None:
+            return child.origin
+        if not self.verdict.offered:
+            return PLAIN
+        offered = any(id(other) in self.planned.results for other in node.children.values())
+        return CORRECTION if offered else BONUS

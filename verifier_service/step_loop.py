@@ -1,171 +1,361 @@
 """The step loop: take what is ready from every session, run one forward pass, commit, again.
 
-It runs in its own thread and owns every session. It never waits for the network: a session uses the
-candidates that have arrived, and sits out steps only while its pace says that waiting pays.
+It runs in its own thread and owns every session and all memory. It never waits for the network: a session uses
+the candidates that have arrived, and a step is put off only while waiting for more pays.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
-from specdec.engine.batch import KEY_BUCKET
+from specdec.decoding.logprobs import logprobs
+from specdec.decoding.tree import Node
+from specdec.engine.batch import Packer
+from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
-from specdec.engine.kv import NOWHERE, KVPool
+from specdec.engine.kv import NOWHERE, PoolFullError, Slots
+from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
-from verifier_service.session import Session, Verdict
+from verifier_service.cost import StepCost
+from verifier_service.pace import wait_until
+from verifier_service.schedule import candidates, prompt_rows
+from verifier_service.session import Descent, Planned, Session, Verdict
+from verifier_service.walk import walk
 
 log = structlog.get_logger()
 
-SCRATCH_SLOTS = 512
+MOST_CANDIDATES = 256
+"""Candidates of all sessions in one step; as many slots are set aside for side branches."""
+
+MESSAGES_A_SECOND = 1000
+"""About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
+interpreter that it shares with the steps. Those of a drafted session are told at once, others are joined."""
+
+MARGIN = 16
+"""A session is let in only if this part of all blocks, or one for each running session, stays available."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step, and what one session waited before it."""
+    """Seconds of one step, and what one session went through before it."""
 
     forward: float
     step: float
-    waited: float
+    waited: float  # for candidates
+    queued: float  # for memory, since its last commit
+    found: int = 0  # on the first commit: tokens that were in memory already
+    preemptions: int = 0  # so far
+
+
+@dataclass(eq=False)
+class Attached:
+    """A session, where its results go, and how it fares. `message` runs on the outbox's event loop."""
+
+    session: Session
+    outbox: Outbox[Any]
+    message: Callable[[Verdict, StepTimes], Any]
+    arrival: int = 0
+    preemptions: int = 0
+    waiting_since: float = field(default_factory=time.monotonic)  # for memory
+    queued: float = 0.0  # seconds
+    untold: Verdict | None = None  # of the last steps
+    told: float = 0.0  # when a verdict was last told
+    let_in: float = 0.0  # when it got its memory
+
+    @property
+    def precedence(self) -> tuple[bool, int]:
+        """Who has been preempted goes before all who are new; then in order of arrival."""
+        return (not self.preemptions, self.arrival)
 
 
 @dataclass
-class Attached:
-    """A session and where its results go. `emit` is called from the loop's thread and must not block."""
+class Load:
+    """How full and how busy. Written by the loop's thread, read by any."""
 
-    session: Session
-    emit: Callable[[Verdict, StepTimes], None]
-    fail: Callable[[Exception], None]
-    waiting_since: float | None = None
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    rows: int = 0
+    committed: int = 0  # tokens
+    drafted: int = 0  # candidates verified
+    accepted: int = 0
+    prompt_tokens: int = 0  # that sessions came with
+    found_tokens: int = 0  # of these, in memory already
+    preemptions: int = 0
+    busy: float = 0.0  # seconds spent in steps
+    lifetime: float = 1.0  # seconds they had memory for, moving average
+
+    def expected_wait(self, waiting: int) -> float:
+        """Seconds until one more than `waiting` sessions have had their turn."""
+        return min(60.0, max(0.1, self.lifetime * (waiting + 1) / max(1, self.running)))
 
 
 class StepLoop(Worker):
-    """`prompt_budget`: prompt tokens computed in one step at most, over all sessions; `run_ahead`: tokens
-    a session may be ahead of what its client has read."""
+    """`step_rows`: rows of prompts in one step at most; `run_ahead`: tokens a session may be ahead of what its
+    client has read; `cost`: measured unless it is known."""
 
-    def __init__(self, engine: Engine, *, prompt_budget: int = 256, run_ahead: int = 256) -> None:
+    def __init__(
+        self, engine: Engine, *, step_rows: int = 512, run_ahead: int = 256, cost: StepCost | None = None
+    ) -> None:
         super().__init__("step-loop")
-        self.steps = 0
+        self.load = Load()
         self._engine = engine
-        self._pool = KVPool(engine.capacity)
-        self._scratch = self._pool.take(min(SCRATCH_SLOTS, engine.capacity // 8)).tolist()
-        self._prompt_budget = prompt_budget
+        blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
+        self.pool = BlockPool(blocks)
+        self._scratch = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
+        self._step_rows = step_rows
         self._run_ahead = run_ahead
-        self._attached: dict[int, Attached] = {}  # in order of arrival
-        self._step_time = 0.01  # seconds, moving average of T_v
+        self._arrivals = itertools.count()
+        self._waiting: list[Attached] = []  # for memory, in order of precedence
+        self._running: list[Attached] = []  # in order of arrival
+        self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
+        self._last_step = 0.0  # when it ended
+        self._put_off: float | None = None  # since when a step is
 
     @property
-    def slots_used(self) -> int:
-        """Slots owned by sessions."""
-        return self._pool.used - len(self._scratch)
+    def context(self) -> int:
+        """Tokens that one session can have memory for at most."""
+        return self.pool.usable * BLOCK
 
-    @property
-    def slots_for_sessions(self) -> int:
-        """What one session can have at most."""
-        return (self._pool.capacity - 1 - len(self._scratch)) // KEY_BUCKET * KEY_BUCKET
-
-    # --- actions: called in the loop's thread -----------------------------------------------------
+    # --- actions: called in the loop's thread -------------------------------------------------------
 
     def attach(self, attached: Attached) -> None:
-        """Give a session its memory; PoolFullError if there is none left."""
-        session = attached.session
-        # Whole buckets: a lane's padding then reads its own session's memory.
-        session.slots = self._pool.take(-(-session.end // KEY_BUCKET) * KEY_BUCKET)
-        session.pace.committed(session.tree.base, time.monotonic())
-        self._attached[id(session)] = attached
+        """Let a session in as soon as there is memory for it."""
+        attached.arrival = next(self._arrivals)
+        insort(self._waiting, attached, key=lambda a: a.precedence)
+        self.load.prompt_tokens += attached.session.tree.base
+        self._count()
 
     def detach(self, session: Session) -> None:
-        if self._attached.pop(id(session), None) is not None:
-            self._pool.give(session.slots)
+        """Forget a session and free its memory, whatever state it is in."""
+        self._take_memory(session)
+        self._waiting = [a for a in self._waiting if a.session is not session]
+        self._running = [a for a in self._running if a.session is not session]
+        self._count()
 
-    # --- the loop ---------------------------------------------------------------------------------
+    # --- the loop -----------------------------------------------------------------------------------
 
     def turn(self) -> float | None:
-        now = time.monotonic()
-        ready, wake = self._ready(now)
+        self._admit()
+        ready = [attached for attached in self._running if not self._stalled(attached)]
         if not ready:
-            return None if wake is None else wake - now
-        try:
-            self._step(ready)
-        except Exception as error:  # the step's sessions are lost, the loop is not
-            log.error("step_failed", exc_info=error)
-            for attached in ready:
-                self.detach(attached.session)
-                attached.fail(error)
+            return None  # the next action wakes the loop
+        now = time.monotonic()
+        if not any(a.session.remaining_prompt for a in ready):
+            prospects = [a.session.prospect(now) for a in ready]
+            until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
+            if until is not None:
+                self._put_off = self._put_off or now
+                return until - now
+        self._step([attached for attached in ready if self._hold(attached)])
+        self._put_off = None
         return 0.0
 
-    def _quarantine(self, attached: Attached, error: Exception) -> None:
-        """End a session that failed, and wipe its memory: a NaN in it would spread to whoever gets it next,
-        masked or not."""
-        log.error("session_failed", exc_info=error)
-        slots = attached.session.slots
-        self._engine.copy(np.full(len(slots), NOWHERE), slots)
-        self.detach(attached.session)
-        attached.fail(error)
-
-    def _ready(self, now: float) -> tuple[list[Attached], float | None]:
-        """Sessions to step now, and when the first of the others wants to be looked at again."""
-        ready: list[Attached] = []
-        wake: float | None = None
-        for attached in self._attached.values():
-            session = attached.session
-            if session.tree.base - session.consumed > self._run_ahead:
-                continue  # far ahead of its reader; `consumed` will wake the loop
-            until = session.wait_until(now, self._step_time)
-            if until is not None:
-                wake = until if wake is None else min(wake, until)
-                if attached.waiting_since is None:
-                    attached.waiting_since = now
-                continue
-            ready.append(attached)
-        return ready, wake
-
     def _step(self, ready: list[Attached]) -> None:
+        if not ready:
+            return
+        # 1. What every session adds to the batch.
         start = time.monotonic()
+        waited = start - self._put_off if self._put_off else 0.0
         packer = self._engine.packer()
-        scratch = list(self._scratch)
-        prompt_budget = self._prompt_budget
-        planned: list[Attached] = []
-        for attached in ready:
-            if prompt_budget <= 0 and attached.session.remaining_prompt:
-                continue  # its turn comes: the loop serves in order of arrival
-            before = attached.session.remaining_prompt
-            attached.session.plan(packer, scratch, max(1, prompt_budget))
-            prompt_budget -= before
-            planned.append(attached)
+        planned = self._plan(packer, ready)
+        rows = len(packer.tokens)
 
-        batch = packer.pack()
-        forward_start = time.monotonic()
-        logits = self._engine.forward(batch)
-        forward_time = time.monotonic() - forward_start
-
-        verdicts: list[tuple[Attached, Verdict]] = []
-        moves: list[tuple[int, int]] = []
-        for attached in planned:
-            try:
-                verdict, moved = attached.session.settle(logits)
-            except Exception as error:  # one session's trouble is not the others'
+        # 2. One forward pass, one walk.
+        try:
+            forward_start = time.monotonic()
+            logits = self._engine.forward(packer.pack())
+            forward_time = time.monotonic() - forward_start
+            descents = [(a, Descent(a.session, p)) for a, p in planned if p.tip is not None]
+            walk([descent for _, descent in descents], logits)
+        except Exception as error:  # the step's sessions are lost, the loop is not
+            for attached, _ in planned:
                 self._quarantine(attached, error)
-                continue
-            moves += moved
-            if verdict is not None:
-                verdicts.append((attached, verdict))
-        if moves:
-            self._engine.copy(np.asarray([m[0] for m in moves]), np.asarray([m[1] for m in moves]))
+            return
 
-        end = time.monotonic()
-        self.steps += 1
-        if len(batch.tokens) <= 64 * len(planned):  # a step of decoding, not of prompts
-            self._step_time += 0.1 * (end - start - self._step_time)
+        # 3. Commit: keep what was accepted, tell everybody.
+        for attached, piece in planned:
+            if piece.tip is None:
+                attached.session.computed += piece.count
+        kept = [(a, descent) for a, descent in descents if descent.error is None]
+        self._move([move for _, descent in kept for move in descent.moves])
+        self._add_logprobs([descent for _, descent in kept], logits)
+        end = self._last_step = time.monotonic()
+        verdicts = [(attached, attached.session.settle(descent, end)) for attached, descent in kept]
+        for attached, _ in kept:  # a prompt that is not through yet may still turn out to be no numbers
+            attached.session.publish()
+        for attached, descent in descents:
+            if descent.error is not None:
+                self._quarantine(attached, descent.error)
+        self._deliver(verdicts, forward_time, end - start, waited)
+        self._observe(rows, end - start, verdicts)
+
+    def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
+        """Rows of all: the tips of those who decode, the candidates that pay, pieces of prompts."""
+        decoding = [a for a in ready if not a.session.remaining_prompt]
+        prompts = [a for a in ready if a.session.remaining_prompt]
+        scratch = list(self._scratch)
+        trees = [(a.session.tree, a.session.allowance) for a in decoding]
+        planned: list[tuple[Attached, Planned]] = []
+        chosen = candidates(trees, self._cost, len(decoding), len(scratch))
+        for attached, nodes in zip(decoding, chosen, strict=True):
+            self._reserve_for(attached.session, nodes)
+            planned.append((attached, attached.session.plan(packer, 1, nodes, scratch)))
+        remaining = [a.session.remaining_prompt + 1 for a in prompts]
+        shares = prompt_rows(remaining, len(decoding), self._cost, len(packer.tokens), self._step_rows)
+        for attached, share in zip(prompts, shares, strict=True):
+            if share:
+                planned.append((attached, attached.session.plan(packer, share, [], scratch)))
+        return planned
+
+    # --- memory -------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give memory to who waits for it, in order, as far as it goes."""
+        for attached in [a for a in self._waiting if not self._stalled(a)]:
+            while not self._let_in(attached):
+                stalled = [a for a in self._running if self._stalled(a)]
+                if not stalled:
+                    return
+                self._preempt(stalled[-1])  # it has no use for its memory until its reader catches up
+
+    def _let_in(self, attached: Attached) -> bool:
+        session = attached.session
+        try:
+            source, target = session.settle_in(self.pool)
+        except PoolFullError:
+            return False
+        if self._running and self.pool.available < min(len(self._running), self.pool.usable // MARGIN):
+            self._take_memory(session)
+            return False
+        self._waiting.remove(attached)
+        insort(self._running, attached, key=lambda a: a.arrival)
+        self._copy(source, target)
+        now = attached.let_in = time.monotonic()
+        session.pace.committed(session.tree.base, now)
+        attached.queued += now - attached.waiting_since
+        if not attached.preemptions:
+            session.found = session.computed
+            self.load.found_tokens += session.found
+        self._count()
+        return True
+
+    def _stalled(self, attached: Attached) -> bool:
+        """Whether it is far ahead of its reader; `consumed` will wake the loop."""
+        return attached.session.tree.base - attached.session.consumed > self._run_ahead
+
+    def _hold(self, attached: Attached) -> bool:
+        """Memory up to the tip, if need be at the expense of the youngest; False if this is the youngest, or
+        has just been preempted for another."""
+        while attached.session.table is not None:
+            try:
+                attached.session.table.reserve(attached.session.tree.base)
+            except PoolFullError:
+                self._preempt(self._running[-1])
+            else:
+                return True
+        return False
+
+    def _reserve_for(self, session: Session, nodes: list[Node]) -> None:
+        """Room to accept candidates, if it is there for nothing."""
+        missing = max((node.position + 1 for node in nodes), default=0) - len(session.slots)
+        if 0 < missing <= self.pool.free * BLOCK:
+            assert session.table is not None
+            session.table.reserve(len(session.slots) + missing)
+
+    def _preempt(self, attached: Attached) -> None:
+        """Take a session's memory; its text is computed anew when there is room, before anyone new comes in."""
+        if attached.untold is not None:
+            Outbox.put_all([self._message(attached)])
+        self._take_memory(attached.session)
+        attached.preemptions += 1
+        attached.waiting_since = time.monotonic()
+        self._running.remove(attached)
+        insort(self._waiting, attached, key=lambda a: a.precedence)
+        self.load.preemptions += 1
+        self._count()
+        log.info("preempted", tokens=attached.session.tree.base, running=len(self._running))
+
+    def _take_memory(self, session: Session, *, wipe: bool = False) -> None:
+        spoiled = session.leave(wipe=wipe)
+        self._copy(np.full(len(spoiled), NOWHERE), spoiled)
+
+    def _move(self, moves: list[tuple[int, int]]) -> None:
+        if moves:
+            pairs = np.asarray(moves)
+            self._copy(pairs[:, 0], pairs[:, 1])
+
+    def _copy(self, source: Slots, target: Slots) -> None:
+        if len(source):
+            self._engine.copy(source, target)
+
+    def _quarantine(self, attached: Attached, error: Exception) -> None:
+        """End a session that failed, and wipe its memory: a NaN in it would spread to whoever gets it next."""
+        log.error("session_failed", exc_info=error)
+        if attached.untold is not None:
+            Outbox.put_all([self._message(attached)])
+        self._take_memory(attached.session, wipe=True)
+        self.detach(attached.session)
+        attached.outbox.put(error)
+
+    # --- results ------------------------------------------------------------------------------------
+
+    def _add_logprobs(self, descents: list[Descent], logits: NDArray[np.float32]) -> None:
+        asking = [descent for descent in descents if descent.session.request.logprobs]
+        if not asking:
+            return
+        rows = np.asarray([row for descent in asking for row in descent.rows])
+        tokens = np.asarray([token for descent in asking for token in descent.verdict.tokens])
+        tops = [descent.session.request.logprobs - 1 for descent in asking for _ in descent.rows]
+        found = iter(logprobs(logits[rows], tokens, tops))
+        for descent in asking:
+            descent.verdict.logprobs = list(itertools.islice(found, len(descent.rows)))
+
+    def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
+        now = time.monotonic()
+        spacing = len(self._running) / MESSAGES_A_SECOND
+        messages = []
         for attached, verdict in verdicts:
-            session = attached.session
-            waited = 0.0 if attached.waiting_since is None else start - attached.waiting_since
-            attached.waiting_since = None
-            session.pace.committed(session.tree.base, end)
+            attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
+            at_once = verdict.finish or attached.session.policy.speculate or self._stalled(attached)
+            if at_once or now - attached.told >= spacing:  # who is stalled waits for what its reader hears of
+                messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
-                self.detach(session)
-            attached.emit(verdict, StepTimes(forward_time, end - start, waited))
+                self.load.lifetime += 0.1 * (now - attached.let_in - self.load.lifetime)
+                self.detach(attached.session)
+        Outbox.put_all(messages)
+
+    def _message(
+        self, attached: Attached, forward: float = 0.0, step: float = 0.0, waited: float = 0.0
+    ) -> tuple[Outbox[Any], Callable[[], Any]]:
+        """What is untold of a session, to be put into its outbox."""
+        found, attached.session.found = attached.session.found, 0
+        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions)
+        verdict, attached.untold = attached.untold, None
+        attached.queued, attached.told = 0.0, time.monotonic()
+        assert verdict is not None
+        return attached.outbox, partial(attached.message, verdict, times)
+
+    def _observe(self, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+        self._cost.observe(rows, seconds)
+        load = self.load
+        load.steps += 1
+        load.rows += rows
+        load.busy += seconds
+        for _, verdict in verdicts:
+            load.committed += len(verdict.tokens)
+            load.drafted += verdict.offered
+            load.accepted += verdict.accepted
+
+    def _count(self) -> None:
+        self.load.running, self.load.waiting = len(self._running), len(self._waiting)

@@ -149,7 +149,7 @@ def responses(
             index=index,
             finish=pb.Finish(
                 reason=model_pb2.FINISH_REASON_LENGTH,
-                usage=pb.Usage(prompt_tokens=2, completion_tokens=len(TOKENS)),
+                usage=pb.Usage(prompt_tokens=2, completion_tokens=len(TOKENS), found_tokens=1),
                 speculation=pb.SpeculationStatistics(
                     steps=steps,
                     drafted=3 * steps,
@@ -157,6 +157,8 @@ def responses(
                     sources={"draft": end - begin - steps, "bonus": steps},
                 ),
                 numerics_fingerprint="fake/float32",
+                numerics_mode=model_pb2.NUMERICS_MODE_EXACT,
+                preemptions=3,
                 reproducible=True,
             ),
         )

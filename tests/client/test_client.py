@@ -87,6 +87,7 @@ async def test_streams_chunks_and_finishes(connect: Any) -> None:
     assert finish is not None
     assert (finish.reason, finish.stop, finish.numerics, finish.reproducible) == ("length", "", "fake/float32", True)
     assert (finish.prompt_tokens, finish.completion_tokens) == (2, len(TOKENS))
+    assert (finish.exact, finish.preemptions, finish.found_tokens) == (True, 3, 1)
     assert finish.speculation.mean_tokens_per_step == len(TOKENS) / finish.speculation.steps
     assert server.calls[0].metadata["tenant"] == "a"
     assert server.calls[0].seconds_left <= EVENTUALLY * ROUNDING

@@ -34,6 +34,7 @@ EVERY_OPTION: dict[str, Any] = {
     "max_candidates": 5,
     "max_depth": 6,
     "max_branches": 7,
+    "tenant": "t",
     "generated_tokens": [1, 2],
 }
 
@@ -65,6 +66,7 @@ def test_every_option_has_its_place() -> None:
         speculation=pb.SpeculationPolicy(mode=pb.SPECULATION_MODE_OFF, max_candidates=5, max_depth=6, max_branches=7),
         rule=model_pb2.ACCEPTANCE_RULE_REJECTION,
         generated_tokens=[1, 2],
+        tenant="t",
     )
 
 

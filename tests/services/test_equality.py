@@ -87,7 +87,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
         assert 0 < accepted < drafted  # it did speculate, and was corrected
         crowd, _, _ = await run_all(services, requests, tokens)
         compare(want, crowd, "8 at once")
-        assert services.verifier_loop.slots_used == 0
+        assert services.verifier_loop.pool.held == 0
 
     async def against(draft: Path | None, what: str, **options: Any) -> None:
         async with stack(directories.target, draft, **options) as services:

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from specdec.decoding.choice import log_softmax
+from specdec.decoding.logprobs import log_softmax
 from specdec.v1 import generation_pb2, model_pb2
 from tests.models import END, VOCABULARY
 from tests.services.conftest import Directories
@@ -211,6 +211,7 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("too many stops", {"stop": ["x"] * 17}, "stop"),
     ("stop token", {"stop_tokens": [VOCABULARY]}, "stop_tokens[0]"),
     ("rule", {"rule": 99}, "rule"),
+    ("tenant", {"tenant": "x" * 257}, "tenant"),
     ("mode", {"speculation": generation_pb2.SpeculationPolicy(mode=UNKNOWN)}, "speculation.mode"),
     ("resume without seed", {"generated_tokens": [4]}, "sampling.seed"),
     ("resume of several", {"generated_tokens": [4], "n": 2, "sampling": {"seed": 1}}, "n"),
@@ -233,7 +234,7 @@ async def test_bad_input_names_the_field(services: Stack) -> None:
         bad = error_details_pb2.BadRequest()
         assert any(detail.Unpack(bad) for detail in status.details), what
         assert field in [violation.field for violation in bad.field_violations], (what, bad)
-    assert services.verifier_loop.slots_used == 0
+    assert services.verifier_loop.pool.held == 0
 
 
 @pytest.mark.parametrize(

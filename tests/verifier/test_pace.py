@@ -1,8 +1,12 @@
-"""Waiting for candidates: only while it pays, and never past patience."""
+"""Waiting for candidates: only while it pays for all, and never past patience."""
 
 from __future__ import annotations
 
-from verifier_service.pace import Pace
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifier_service.pace import Pace, Prospect, wait_until
 
 STEP = 0.010
 
@@ -10,7 +14,9 @@ STEP = 0.010
 def wait(
     pace: Pace, base: int, now: float, *, expected: float = 1.0, leaf: float = 1.0, patience: float = 1.0
 ) -> float | None:
-    return pace.wait_until(base, now, expected=expected, leaf=leaf, step_time=STEP, patience=patience)
+    """Of a session alone, at the end of a step."""
+    prospect = pace.prospect(base, now, expected=expected, leaf=leaf, patience=patience)
+    return wait_until([prospect], now, now, STEP)
 
 
 def learned(delay: float, gap: float = 0.001) -> Pace:
@@ -24,58 +30,144 @@ def learned(delay: float, gap: float = 0.001) -> Pace:
     return pace
 
 
-def test_it_waits_for_a_quick_draft_with_nothing_in_hand() -> None:
-    until = wait(learned(0.002), 100, 100.0)
-    assert until is not None
-    assert 100.002 < until <= 100.005
+class TestOneSession:
+    def test_it_waits_for_a_quick_draft_with_nothing_in_hand(self) -> None:
+        until = wait(learned(0.002), 100, 100.0)
+        assert until is not None
+        assert 100.002 < until <= 100.005
+
+    def test_it_goes_on_waiting_while_messages_add_enough(self) -> None:
+        pace = learned(0.002, gap=0.001)
+        pace.arrived(100, 100.002)
+        assert wait(pace, 100, 100.002, expected=1.7, leaf=0.7) is not None
+        assert wait(pace, 100, 100.002, expected=3.0, leaf=0.05) is None
+
+    def test_it_does_not_wait_when_the_step_is_full(self) -> None:
+        assert wait(learned(0.002), 100, 100.0, expected=3.0, leaf=0.0) is None
+
+    def test_a_slow_draft_is_not_waited_for(self) -> None:
+        assert wait(learned(0.050), 100, 100.0) is None
+
+    def test_a_draft_that_is_always_wrong_is_not_waited_for(self) -> None:
+        pace = learned(0.002)
+        for _ in range(100):
+            pace.walked(0, corrected=True)
+        assert wait(pace, 100, 100.0) is None
+
+    def test_patience_is_the_longest_wait(self) -> None:
+        until = wait(learned(0.004), 100, 100.0, patience=0.003)
+        assert until == 100.003
+        assert wait(learned(0.004), 100, 100.004, patience=0.003) is None
+
+    def test_a_wait_in_vain_teaches_at_once(self) -> None:
+        pace = learned(0.002)
+        until = wait(pace, 100, 100.0)
+        assert until is not None
+        assert wait(pace, 100, until + 0.5) is None
+        pace.committed(101, 101.0)
+        assert wait(pace, 101, 101.0) is None
+
+    def test_a_wait_in_vain_for_the_next_message_teaches_too(self) -> None:
+        pace = learned(0.002, gap=0.001)
+        pace.arrived(100, 100.002)
+        until = wait(pace, 100, 100.002)
+        assert until is not None
+        assert wait(pace, 100, until + 0.5) is None
+        pace.committed(101, 101.0)
+        assert wait(pace, 101, 101.0) is not None  # its first answers are as quick as ever
+        pace.arrived(101, 101.002)
+        assert wait(pace, 101, 101.002) is None
+
+    def test_what_is_given_up_is_not_hoped_for_again_before_the_next_commit(self) -> None:
+        pace = learned(0.002)
+        until = wait(pace, 100, 100.0)
+        assert until is not None
+        for later in (0.0, 0.001, 0.01):
+            assert pace.prospect(100, until + later, expected=1.0, leaf=1.0, patience=9.0) == Prospect(1.0)
+
+    def test_late_messages_teach_that_a_draft_is_quick_again(self) -> None:
+        pace = learned(0.050)
+        for base in range(101, 140):  # the verifier steps on without waiting; answers come to what is past
+            pace.committed(base, float(base))
+            pace.committed(base + 1000, base + 0.001)
+            pace.arrived(base, base + 0.002)
+        pace.committed(200, 200.0)
+        assert wait(pace, 200, 200.0) is not None
+
+    def test_it_remembers_only_recent_commits(self) -> None:
+        pace = learned(0.002)
+        pace.arrived(5, 200.0)  # long past: nothing to learn
+        assert wait(pace, 100, 100.0) is not None
+
+    def test_a_session_that_gets_memory_anew_starts_over_where_it_was(self) -> None:
+        pace = learned(0.002)
+        pace.arrived(100, 100.002)
+        pace.committed(100, 500.0)  # preempted meanwhile
+        assert wait(pace, 100, 500.0) is None  # what was to come of the old message is long past
+        pace.committed(101, 500.01)
+        assert wait(pace, 101, 500.01) is not None
 
 
-def test_it_goes_on_waiting_while_messages_add_enough() -> None:
-    pace = learned(0.002, gap=0.001)
-    pace.arrived(100, 100.002)
-    assert wait(pace, 100, 100.002, expected=1.7, leaf=0.7) is not None
-    assert wait(pace, 100, 100.002, expected=3.0, leaf=0.05) is None
+HOPEFUL = Prospect(expected=1.0, gain=300.0, until=5.002)
 
 
-def test_it_does_not_wait_when_the_step_is_full() -> None:
-    assert wait(learned(0.002), 100, 100.0, expected=3.0, leaf=0.0) is None
+class TestManySessions:
+    def test_nobody_hopes_for_anything(self) -> None:
+        assert wait_until([Prospect(1.0)], 5.0, 5.0, STEP) is None
+        assert wait_until([Prospect(1.0), Prospect(4.0)], 5.0, 5.0, STEP) is None
 
+    def test_one_waits_if_the_others_have_little_to_lose(self) -> None:
+        assert wait_until([HOPEFUL, Prospect(1.0)], 5.0, 5.0, STEP) == HOPEFUL.until
+        assert wait_until([HOPEFUL] + [Prospect(1.0)] * 2, 5.0, 5.0, STEP) is None
 
-def test_a_slow_draft_is_not_waited_for() -> None:
-    assert wait(learned(0.050), 100, 100.0) is None
+    def test_what_is_in_hand_is_not_put_off(self) -> None:
+        assert wait_until([HOPEFUL, Prospect(4.0)], 5.0, 5.0, STEP) is None
 
+    def test_hopes_add_up(self) -> None:
+        crowd = [HOPEFUL] * 3 + [Prospect(1.0)] * 5
+        assert wait_until(crowd, 5.0, 5.0, STEP) == HOPEFUL.until
 
-def test_a_draft_that_is_always_wrong_is_not_waited_for() -> None:
-    pace = learned(0.002)
-    for _ in range(100):
-        pace.walked(0, corrected=True)
-    assert wait(pace, 100, 100.0) is None
+    def test_the_question_is_open_again_when_the_first_hope_ends(self) -> None:
+        sooner = Prospect(expected=1.0, gain=1.0, until=5.001)
+        assert wait_until([HOPEFUL, sooner, Prospect(0.1)], 5.0, 5.0, STEP) == 5.001
 
+    def test_time_spent_waiting_has_been_spent(self) -> None:
+        """What a step brings is divided by all the time since the last one."""
+        crowd = [HOPEFUL] + [Prospect(1.0)] * 4
+        assert wait_until(crowd, 5.0, 5.0, STEP) is None
+        assert wait_until(crowd, 5.0, 5.0 - STEP, STEP) is not None
 
-def test_patience_is_the_longest_wait() -> None:
-    until = wait(learned(0.004), 100, 100.0, patience=0.003)
-    assert until == 100.003
-    assert wait(learned(0.004), 100, 100.004, patience=0.003) is None
+    @given(
+        st.lists(
+            st.builds(
+                Prospect,
+                expected=st.floats(1.0, 13.0),
+                gain=st.one_of(st.just(0.0), st.floats(1.0, 1e4)),
+                until=st.floats(5.0, 6.0, exclude_min=True),
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+        st.floats(0.001, 0.1),
+        st.floats(0.0, 0.1),
+    )
+    def test_it_ends(self, crowd: list[Prospect], step: float, waited: float) -> None:
+        """Hope ends in the future, at one of its ends; and more in hand never makes anyone wait longer."""
+        until = wait_until(crowd, 5.0, 5.0 - waited, step)
+        assert until is None or until in [p.until for p in crowd if p.gain]
+        richer = [*crowd, Prospect(1e9)]
+        assert wait_until(richer, 5.0, 5.0 - waited, step) is None
 
-
-def test_a_wait_in_vain_teaches_at_once() -> None:
-    pace = learned(0.002)
-    pace.gave_up(100, 100.5)
-    pace.committed(101, 101.0)
-    assert wait(pace, 101, 101.0) is None
-
-
-def test_late_messages_teach_that_a_draft_is_quick_again() -> None:
-    pace = learned(0.050)
-    for base in range(101, 140):  # the verifier steps on without waiting; answers come to what is past
-        pace.committed(base, float(base))
-        pace.committed(base + 1000, base + 0.001)
-        pace.arrived(base, base + 0.002)
-    pace.committed(200, 200.0)
-    assert wait(pace, 200, 200.0) is not None
-
-
-def test_it_remembers_only_recent_commits() -> None:
-    pace = learned(0.002)
-    pace.arrived(5, 200.0)  # long past: nothing to learn
-    assert wait(pace, 100, 100.0) is not None
+    def test_two_paces_together(self) -> None:
+        """A quick draft and a slow one: the step waits for the quick one's first message, and not again for
+        the slow one."""
+        quick, slow = learned(0.002), learned(0.050)
+        prospects = [p.prospect(100, 100.0, expected=1.0, leaf=1.0, patience=1.0) for p in (quick, slow)]
+        until = wait_until(prospects, 100.0, 100.0, STEP)
+        assert until == pytest.approx(100.004, abs=0.002)
+        quick.arrived(100, 100.002)
+        prospects = [
+            quick.prospect(100, 100.002, expected=3.0, leaf=0.1, patience=1.0),
+            slow.prospect(100, 100.002, expected=1.0, leaf=1.0, patience=1.0),
+        ]
+        assert wait_until(prospects, 100.002, 100.0, STEP) is None

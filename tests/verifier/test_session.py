@@ -1,4 +1,5 @@
-"""One step of a session, with logits made up: what is taken, where it came from, what is copied."""
+"""One step of a session, with logits made up: what is taken, where it came from, what is copied. And its memory:
+taken, shared, given back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import pytest
 
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
-from specdec.engine.batch import Packer
+from specdec.decoding.tree import Node
+from specdec.engine.blocks import BLOCK, BlockPool
+from specdec.engine.kv import PoolFullError
+from specdec.engine.paths import PathPacker
 from verifier_service.session import (
     BONUS,
     CONTEXT,
@@ -18,21 +22,47 @@ from verifier_service.session import (
     LENGTH,
     PLAIN,
     STOP,
+    Descent,
+    Planned,
     Policy,
     Session,
     SessionRequest,
     Verdict,
 )
+from verifier_service.walk import walk
 
 VOCABULARY = 10
 PROMPT = [1, 2, 3]
+SCRATCH = [50, 51, 52, 53]
+
+Rows = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 
-def session(max_tokens: int = 20, context: int = 64, end: frozenset[int] = frozenset({9}), **policy: int) -> Session:
-    request = SessionRequest(PROMPT, [], Chooser(Sampling(), end), end, max_tokens, 0, context)
-    made = Session(request, Policy(True, policy.get("max_candidates", 8), 0.0), 64, VOCABULARY)
-    made.slots = np.arange(100, 100 + made.end)
-    return made
+def made(
+    prompt: list[int] = PROMPT,
+    *,
+    generated: tuple[int, ...] = (),
+    max_tokens: int = 20,
+    context: int = 256,
+    end: frozenset[int] = frozenset({9}),
+    sampling: Sampling | None = None,
+    tenant: str = "",
+    speculate: bool = True,
+    max_candidates: int = 8,
+) -> Session:
+    """A session without memory."""
+    request = SessionRequest(
+        prompt, list(generated), Chooser(sampling or Sampling(), end), end, max_tokens, 0, context, tenant
+    )
+    return Session(request, Policy(speculate, max_candidates, 0.0), 64, VOCABULARY)
+
+
+def decoding(pool: BlockPool | None = None, **fields: Any) -> Session:
+    """A session with memory, of whose text all but the tip is computed."""
+    session = made(**fields)
+    session.settle_in(pool or BlockPool(4))
+    session.computed = session.tree.base - 1
+    return session
 
 
 class Script:
@@ -42,118 +72,304 @@ class Script:
         self.choices = choices
         self.default = default
 
-    def logits(self, packer: Packer) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Each wanted row's logits, from the text its lane shows it: the token at every key."""
+    def logits(self, packer: PathPacker, *sessions: Session) -> Rows:
+        """Each wanted row's, from the text that its path spells: the token at every slot."""
         batch = packer.pack()
-        token_at = dict(zip(batch.slots.tolist(), batch.tokens.tolist(), strict=True))
-        token_at |= {100 + i: token for i, token in enumerate(PROMPT)}
-        result = np.zeros((len(packer.wanted), VOCABULARY), dtype=np.float32)
-        for i, row in enumerate(packer.wanted):
-            (lane,) = (lane for lane in packer.lanes if row in lane.rows)
-            text = tuple(token_at[slot] for slot in lane.keys.tolist()[: packer.positions[row] + 1])
+        token_at: dict[int, int] = {}
+        for session in sessions:
+            done = session.computed
+            token_at |= zip(session.slots[:done].tolist(), session.tree.committed[:done], strict=True)
+        token_at |= zip(batch.slots.tolist(), batch.tokens.tolist(), strict=True)
+        result = np.zeros((len(batch.wanted), VOCABULARY), dtype=np.float32)
+        for i, row in enumerate(batch.wanted):
+            path = batch.keys[batch.first[row] :][: batch.positions[row] + 1]
+            text = tuple(token_at[slot] for slot in path.tolist())
             result[i, self.choices.get(text, self.default)] = 1.0
         return result
 
 
-def step(made: Session, script: Script, scratch: list[int] | None = None) -> tuple[Verdict, list[tuple[int, int]]]:
-    packer = Packer()
-    made.plan(packer, [50, 51, 52, 53] if scratch is None else scratch, 64)
-    verdict, moves = made.settle(script.logits(packer))
-    assert verdict is not None
-    return verdict, moves
+def planned(session: Session, packer: PathPacker, scratch: list[int] | None = None) -> Planned:
+    """With the best candidates that it may have."""
+    nodes = session.tree.best(session.allowance)
+    return session.plan(packer, 1, nodes, list(SCRATCH) if scratch is None else scratch)
 
 
-def test_a_plain_step_takes_the_targets_choice() -> None:
-    made = session()
-    verdict, moves = step(made, Script({(1, 2, 3): 7}))
-    assert (verdict.base, verdict.tokens, verdict.sources) == (3, [7], [PLAIN])
-    assert (verdict.offered, verdict.accepted, moves) == (0, 0, [])
-    assert made.computed == 3
-    assert made.tree.committed == [1, 2, 3, 7]
+def step(session: Session, script: Script, scratch: list[int] | None = None) -> tuple[Verdict, Descent]:
+    packer = PathPacker()
+    descent = Descent(session, planned(session, packer, scratch))
+    walk([descent], script.logits(packer, session))
+    assert descent.error is None
+    return session.settle(descent, 0.0), descent
 
 
-def test_the_walk_follows_equal_tokens_and_ends_in_a_bonus() -> None:
-    made = session()
-    made.tree.insert(3, [4, 5], [0, 1], [-0.1, -0.1], DRAFT)
-    verdict, moves = step(made, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
-    assert verdict.tokens == [4, 5, 6]
-    assert verdict.sources == [DRAFT, DRAFT, BONUS]
-    assert (verdict.offered, verdict.accepted, moves) == (2, 2, [])
-    assert made.computed == 5
+class TestStep:
+    def test_a_plain_step_takes_the_targets_choice(self) -> None:
+        session = decoding()
+        verdict, descent = step(session, Script({(1, 2, 3): 7}))
+        assert (verdict.base, verdict.tokens, verdict.sources) == (3, [7], [PLAIN])
+        assert (verdict.offered, verdict.accepted, descent.moves) == (0, 0, [])
+        assert session.computed == 3
+        assert session.tree.committed == [1, 2, 3, 7]
+
+    def test_the_walk_follows_equal_tokens_and_ends_in_a_bonus(self) -> None:
+        session = decoding()
+        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        verdict, descent = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
+        assert verdict.tokens == [4, 5, 6]
+        assert verdict.sources == [DRAFT, DRAFT, BONUS]
+        assert (verdict.offered, verdict.accepted, descent.moves) == (2, 2, [])
+        assert descent.rows == [0, 1, 2]
+        assert session.computed == 5
+
+    def test_a_wrong_candidate_is_corrected_and_dropped(self) -> None:
+        session = decoding()
+        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        verdict, descent = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 8}))
+        assert verdict.tokens == [4, 8]
+        assert verdict.sources == [DRAFT, CORRECTION]
+        assert descent.rows == [0, 1]
+        assert session.tree.size == 0
+        assert session.computed == 4
+
+    def test_a_side_branch_that_wins_is_copied_to_its_place(self) -> None:
+        session = decoding()
+        session.extend(3, [4, 5, 6, 7], [0, 0, 2, 3], [-0.1, -0.5, -0.1, -0.1], 0.0)
+        scratch = list(SCRATCH)
+        verdict, descent = step(session, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), scratch)
+        assert verdict.tokens[:3] == [5, 6, 7]
+        assert verdict.sources[:3] == [DRAFT] * 3
+        own = session.slots.tolist()
+        assert descent.moves == [(53, own[3]), (52, own[4]), (51, own[5])]
+        assert scratch == [50]
+
+    def test_what_arrives_during_the_step_waits_for_the_next(self) -> None:
+        session = decoding()
+        packer = PathPacker()
+        plan = planned(session, packer)
+        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        descent = Descent(session, plan)
+        walk([descent], Script({(1, 2, 3): 4}).logits(packer, session))
+        verdict = session.settle(descent, 0.0)
+        assert (verdict.tokens, verdict.sources) == ([4], [PLAIN])
+        assert [node.token for node in session.tree.best(9)] == [5]
+
+    def test_a_better_sibling_that_was_not_in_the_step_is_none_of_its_corrections(self) -> None:
+        """The candidate chosen came too late to be verified: its parent had no children then."""
+        session = decoding()
+        session.extend(3, [4], [0], [-0.1], 0.0)
+        packer = PathPacker()
+        plan = planned(session, packer)
+        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        descent = Descent(session, plan)
+        walk([descent], Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session))
+        assert session.settle(descent, 0.0).sources == [DRAFT, BONUS]
+
+    @pytest.mark.parametrize(
+        ("fields", "choices", "tokens", "finish"),
+        [
+            ({}, {(1, 2, 3): 4, (1, 2, 3, 4): 9}, [4, 9], STOP),
+            ({"max_tokens": 2}, {(1, 2, 3): 4, (1, 2, 3, 4): 5}, [4, 5], LENGTH),
+            ({"context": 5}, {(1, 2, 3): 4, (1, 2, 3, 4): 5}, [4, 5], CONTEXT),
+        ],
+    )
+    def test_it_ends_inside_an_accepted_block(
+        self, fields: dict[str, Any], choices: dict[tuple[int, ...], int], tokens: list[int], finish: int
+    ) -> None:
+        session = decoding(**fields)
+        session.extend(3, [4, tokens[-1], 6, 7], [0, 1, 2, 3], [-0.1] * 4, 0.0)
+        verdict, _ = step(session, Script(choices, default=6))
+        assert verdict.tokens == tokens
+        assert verdict.finish == finish
+
+    def test_resumed_tokens_count_as_generated(self) -> None:
+        session = decoding(generated=(4, 5), max_tokens=3)
+        verdict, _ = step(session, Script({(1, 2, 3, 4, 5): 6}))
+        assert (verdict.base, verdict.tokens, verdict.finish) == (5, [6], LENGTH)
+
+    def test_logits_that_are_not_numbers_are_an_error(self) -> None:
+        session = decoding()
+        packer = PathPacker()
+        descent = Descent(session, planned(session, packer))
+        walk([descent], np.full((1, VOCABULARY), np.nan, dtype=np.float32))
+        assert isinstance(descent.error, FloatingPointError)
+
+    def test_penalties_see_the_candidates_before(self) -> None:
+        """After one token 4 the next is penalised, inside a step as well as in the next one."""
+        session = decoding(sampling=Sampling(presence_penalty=0.5, repetition_penalty=4.0))
+        session.extend(3, [4, 4], [0, 1], [-0.1, -0.1], 0.0)
+        script = Script({}, default=4)
+        verdict, _ = step(session, script)
+        assert verdict.tokens[0] == 4
+        assert verdict.tokens[1] != 4
+        assert (verdict.accepted, verdict.sources[-1]) == (1, CORRECTION)
+        verdict, _ = step(session, script)
+        assert verdict.tokens[0] != 4
+
+    def test_sessions_of_one_step_do_not_meet(self) -> None:
+        pool = BlockPool(4)
+        one, other = decoding(pool), decoding(pool, prompt=[3, 2, 1])
+        one.extend(3, [4, 5, 7], [0, 1, 0], [-0.1, -0.1, -0.3], 0.0)
+        other.extend(3, [6, 6], [0, 1], [-0.1, -0.1], 0.0)
+        packer, scratch = PathPacker(), list(SCRATCH)
+        descents = [Descent(session, planned(session, packer, scratch)) for session in (one, other)]
+        script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
+        walk(descents, script.logits(packer, one, other))
+        assert [session.settle(d, 0.0).tokens for session, d in zip((one, other), descents, strict=True)] == [
+            [7, 8],
+            [6, 6, 2],
+        ]
+        assert descents[0].moves == [(53, int(one.slots[3]))]
+        assert descents[1].moves == []
 
 
-def test_a_wrong_candidate_is_corrected_and_dropped() -> None:
-    made = session()
-    made.tree.insert(3, [4, 5], [0, 1], [-0.1, -0.1], DRAFT)
-    verdict, _ = step(made, Script({(1, 2, 3): 4, (1, 2, 3, 4): 8}))
-    assert verdict.tokens == [4, 8]
-    assert verdict.sources == [DRAFT, CORRECTION]
-    assert made.tree.size == 0
-    assert made.computed == 4
+class TestPrompt:
+    def test_in_pieces_it_decides_nothing_until_its_tip(self) -> None:
+        session = made()
+        session.settle_in(BlockPool(2))
+        for done in (1, 2):
+            packer = PathPacker()
+            piece = session.plan(packer, 1, [], [])
+            assert (piece.tip, piece.count, packer.wanted) == (None, 1, [])
+            session.computed += piece.count
+            assert session.remaining_prompt == 2 - done
+        verdict, _ = step(session, Script({(1, 2, 3): 7}))
+        assert verdict.tokens == [7]
+
+    def test_at_once_it_decides_the_first_token(self) -> None:
+        session = made()
+        session.settle_in(BlockPool(2))
+        packer = PathPacker()
+        descent = Descent(session, session.plan(packer, 3, [], []))
+        walk([descent], Script({(1, 2, 3): 7}).logits(packer, session))
+        assert session.settle(descent, 0.0).tokens == [7]
+        assert (session.computed, session.remaining_prompt) == (3, 0)
 
 
-def test_a_side_branch_that_wins_is_copied_to_its_place() -> None:
-    made = session()
-    made.tree.insert(3, [4, 5, 6, 7], [0, 0, 2, 3], [-0.1, -0.5, -0.1, -0.1], DRAFT)
-    scratch = [50, 51, 52, 53]
-    verdict, moves = step(made, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), scratch)
-    assert verdict.tokens[:3] == [5, 6, 7]
-    assert verdict.sources[:3] == [DRAFT] * 3
-    assert moves == [(53, 103), (52, 104), (51, 105)]
-    assert scratch == [50]
+class TestCandidates:
+    def test_no_more_than_allowed(self) -> None:
+        session = decoding(max_candidates=2)
+        session.extend(3, [4, 5, 6], [0, 1, 2], [-0.1] * 3, 0.0)
+        verdict, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
+        assert verdict.offered == 2
+        assert verdict.tokens == [4, 5, 6]
+        assert verdict.sources == [DRAFT, DRAFT, BONUS]
+
+    def test_none_without_speculation_or_in_the_prompt(self) -> None:
+        session = made(max_candidates=5)
+        session.settle_in(BlockPool(2))
+        assert (session.remaining_prompt, session.allowance) == (2, 0)
+        session.computed = 2
+        assert session.allowance == 5
+        session.policy = Policy(False, 5, 0.0)
+        assert session.allowance == 0
+        assert session.prospect(0.0).expected == 1.0
+
+    def test_those_past_the_memory_are_left_out(self) -> None:
+        """A text that all but fills its blocks: what there is room for is verified, the rest kept."""
+        text = [1] * (BLOCK - 2)
+        session = decoding(BlockPool(2), prompt=text)
+        session.extend(len(text), [4, 5, 6], [0, 1, 2], [-0.1] * 3, 0.0)
+        verdict, _ = step(session, Script({(*text,): 4, (*text, 4): 5}, default=6))
+        assert (verdict.offered, verdict.tokens) == (2, [4, 5, 6])
+        assert session.computed == BLOCK
+
+    def test_what_cannot_be_is_an_error(self) -> None:
+        session = decoding()
+        with pytest.raises(ValueError, match="candidates start at 4"):
+            session.extend(4, [4], [0], [-0.1], 0.0)
+
+    def test_what_a_session_hopes_for_follows_its_tree(self) -> None:
+        session = decoding(max_candidates=2)
+        session.pace.committed(3, 0.0)
+        assert session.prospect(0.0).expected == 1.0
+        session.extend(3, [4, 5, 6], [0, 1, 2], [0.0] * 3, 0.0)
+        assert session.prospect(0.0).expected == 3.0  # the tip's and those of two candidates
+        step(session, Script({(1, 2, 3): 4}, default=8))
+        assert session.prospect(0.0).expected == 1.0
 
 
-def test_what_arrives_during_the_step_waits_for_the_next() -> None:
-    made = session()
-    packer = Packer()
-    made.plan(packer, [], 64)
-    made.tree.insert(3, [4, 5], [0, 1], [-0.1, -0.1], DRAFT)
-    verdict, _ = made.settle(Script({(1, 2, 3): 4}).logits(packer))
-    assert (verdict.tokens, verdict.sources) == ([4], [PLAIN])  # type: ignore[union-attr]
-    assert [node.token for node in made.tree.best(9)] == [5]
+class TestMemory:
+    def test_too_little_is_an_error_that_takes_nothing(self) -> None:
+        pool = BlockPool(3)
+        session = made([1] * (2 * BLOCK + 1))
+        with pytest.raises(PoolFullError):
+            session.settle_in(pool)
+        assert (pool.held, session.table, session.computed) == (0, None, 0)
+
+    def test_a_found_beginning_does_not_stay_held_when_the_rest_has_no_room(self) -> None:
+        pool = BlockPool(3)
+        self.served(pool, [1] * BLOCK)
+        with pytest.raises(PoolFullError):
+            made([1] * (2 * BLOCK + 1)).settle_in(pool)
+        assert (pool.held, pool.cached) == (0, 1)
+
+    @staticmethod
+    def served(pool: BlockPool, text: list[int], tenant: str = "") -> None:
+        """A session has come, computed its text, and gone."""
+        session = made(text, tenant=tenant)
+        session.settle_in(pool)
+        session.computed = len(text)
+        session.publish()
+        assert not len(session.leave())
+
+    def test_what_others_have_computed_is_found(self) -> None:
+        pool = BlockPool(8)
+        text = [1] * BLOCK + [2] * BLOCK
+        self.served(pool, text)
+        session = made([*text[:-10], 3, 3])
+        source, target = session.settle_in(pool)
+        assert session.computed == 2 * BLOCK - 10
+        assert session.remaining_prompt == 1
+        assert target.tolist() == session.slots[BLOCK : 2 * BLOCK - 10].tolist()
+        assert len(source) == BLOCK - 10
+        assert not set(source.tolist()) & set(session.slots.tolist())
+
+    def test_nothing_is_found_of_another_tenant(self) -> None:
+        pool = BlockPool(8)
+        self.served(pool, [1] * 2 * BLOCK, "a")
+        session = made([1] * 2 * BLOCK, tenant="b")
+        source, _ = session.settle_in(pool)
+        assert (session.computed, len(source)) == (0, 0)
+
+    def test_it_leaves_with_its_text(self) -> None:
+        pool = BlockPool(4)
+        session = decoding(pool)
+        step(session, Script({(1, 2, 3): 7}))
+        assert not len(session.leave())
+        assert (pool.held, session.table, session.computed) == (0, None, 0)
+        assert not len(session.leave(wipe=True))  # nothing to leave any more
+        session.publish()
+        assert pool.cached == 0
+        session.settle_in(pool)
+        assert (session.tree.committed, session.remaining_prompt) == ([1, 2, 3, 7], 3)
+
+    def test_wiping_says_what_to_overwrite(self) -> None:
+        pool = BlockPool(4)
+        session = decoding(pool)
+        slots = session.slots.tolist()
+        assert session.leave(wipe=True).tolist() == slots
+        assert pool.free == pool.usable
+
+    def test_candidates_outlive_the_memory(self) -> None:
+        pool = BlockPool(4)
+        session = decoding(pool)
+        session.leave()
+        session.extend(3, [4], [0], [-0.1], 0.0)
+        session.settle_in(pool)
+        session.computed = 2
+        verdict, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}))
+        assert verdict.sources == [DRAFT, BONUS]
 
 
-@pytest.mark.parametrize(
-    ("fields", "choices", "tokens", "finish"),
-    [
-        ({}, {(1, 2, 3): 4, (1, 2, 3, 4): 9}, [4, 9], STOP),
-        ({"max_tokens": 2}, {(1, 2, 3): 4, (1, 2, 3, 4): 5}, [4, 5], LENGTH),
-        ({"context": 5}, {(1, 2, 3): 4, (1, 2, 3, 4): 5}, [4, 5], CONTEXT),
-    ],
-)
-def test_it_ends_inside_an_accepted_block(
-    fields: dict[str, Any], choices: dict[tuple[int, ...], int], tokens: list[int], finish: int
-) -> None:
-    made = session(**fields)
-    made.tree.insert(3, [4, tokens[-1], 6, 7], [0, 1, 2, 3], [-0.1] * 4, DRAFT)
-    verdict, _ = step(made, Script(choices, default=6))
-    assert verdict.tokens == tokens
-    assert verdict.finish == finish
-
-
-def test_a_prompt_in_chunks_commits_nothing_until_its_tip() -> None:
-    made = session()
-    for expected in (1, 2):
-        packer = Packer()
-        assert made.plan(packer, [], 1) == 1
-        assert made.settle(np.zeros((0, VOCABULARY), dtype=np.float32)) == (None, [])
-        assert made.computed == expected
-    verdict, _ = step(made, Script({(1, 2, 3): 7}))
-    assert verdict.tokens == [7]
-
-
-def test_no_more_candidates_than_allowed() -> None:
-    made = session(max_candidates=2)
-    made.tree.insert(3, [4, 5, 6], [0, 1, 2], [-0.1] * 3, DRAFT)
-    verdict, _ = step(made, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
-    assert verdict.offered == 2
-    assert verdict.tokens == [4, 5, 6]
-    assert verdict.sources == [DRAFT, DRAFT, BONUS]
-
-
-def test_logits_that_are_not_numbers_end_the_session() -> None:
-    made = session()
-    packer = Packer()
-    made.plan(packer, [], 64)
-    with pytest.raises(FloatingPointError):
-        made.settle(np.full((1, VOCABULARY), np.nan, dtype=np.float32))
+def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
+    session = decoding()
+    session.extend(3, [4, 5, 6, 7, 8], [0, 1, 1, 0, 4], [-0.1, -0.2, -0.3, -0.4, -0.1], 0.0)
+    packer = PathPacker()
+    plan = planned(session, packer)
+    nodes: list[Node] = session.tree.best(9)
+    assert packer.wanted == list(range(6))
+    assert len(set(packer.slots)) == 6
+    assert plan.tip == 0
+    assert sorted(plan.results.values()) == [1, 2, 3, 4, 5]
+    own = session.slots.tolist()
+    assert [plan.slots[id(node)] == own[node.position] for node in nodes] == [True, True, False, False, False]

@@ -1,0 +1,244 @@
+"""What a client sees of the verifier's memory: waiting for it, losing it, sharing it, and how full it is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from specdec.decoding.choice import Chooser
+from specdec.decoding.noise import sample_seed
+from specdec.decoding.sampling import Sampling
+from specdec.engine.blocks import BLOCK
+from specdec.v1 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.services.conftest import Directories
+from tests.services.test_equality import slow_target
+from tests.stack import Stack, stack, until
+from verifier_service.servicer import Limits as VerifierLimits
+
+PROMPT = [50 + i % 60 for i in range(2 * BLOCK + 20)]
+NEVER_AT_ONCE = 20.0
+"""Seconds: a condition that holds within milliseconds on any machine, however busy."""
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    """None of them begins like another."""
+    return [[3 + number] + [40 + (7 * i) % 90 for i in range(length - 1)] for number in range(count)]
+
+
+async def load_of(services: Stack) -> verifier_pb2.GetLoadResponse:
+    stub: Any = verifier_pb2_grpc.VerifierServiceStub(services.peers.verifier)
+    load: verifier_pb2.GetLoadResponse = await stub.GetLoad(verifier_pb2.GetLoadRequest())
+    return load
+
+
+class Gate:
+    """Holds up the target's forward passes while it is closed."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+
+    def __call__(self) -> None:
+        self._open.wait()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+
+@asynccontextmanager
+async def gated(directories: Directories, **options: Any) -> AsyncIterator[tuple[Stack, Gate]]:
+    gate = Gate()
+    async with stack(directories.target, None, target_delay=gate, **options) as services:
+        yield services, gate
+
+
+def begin(services: Stack, prompt: list[int], tokens: int) -> asyncio.Task[generation_pb2.Completion]:
+    return asyncio.create_task(services.generate(prompt, max_tokens=tokens, ignore_end_token=True))
+
+
+async def test_more_sessions_than_fit_wait_their_turn(directories: Directories) -> None:
+    """And get the tokens they would get alone."""
+    texts = prompts(6, 30)
+    async with stack(directories.target, None) as services:
+        want = [list((await begin(services, prompt, 90)).tokens) for prompt in texts]
+    async with stack(directories.target, None, capacity=256 + 4 * BLOCK) as services:
+        assert services.verifier_loop.context == 3 * BLOCK  # one such text, and half of another
+        got = [list(c.tokens) for c in await asyncio.gather(*(begin(services, prompt, 90) for prompt in texts))]
+        await until(lambda: services.verifier_loop.pool.held == 0)
+    check(directories, texts, want, got)
+
+
+def check(directories: Directories, texts: list[list[int]], want: list[list[int]], got: list[list[int]]) -> None:
+    for prompt, a, b in zip(texts, want, got, strict=True):
+        directories.oracle.same(prompt, a, b, Chooser(Sampling()))
+
+
+async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -> None:
+    """While a step is under way that takes as long as the test likes: no refusal waits for it, nor does anyone
+    who asks for the load. Those who wait are served."""
+    async with gated(directories, verifier_limits=VerifierLimits(max_waiting=2)) as (services, gate):
+        with gate.closed():
+            first = begin(services, PROMPT, 10)
+            await until(lambda: services.verifier_loop.load.running == 1, NEVER_AT_ONCE)
+            others = [begin(services, PROMPT, 10) for _ in range(7)]
+            await until(lambda: sum(task.done() for task in others) == 5, NEVER_AT_ONCE)
+            assert (await load_of(services)).running == 1
+            assert not first.done()
+        assert len((await first).tokens) == 10
+        results = await asyncio.gather(*others, return_exceptions=True)
+        refused = [r for r in results if isinstance(r, grpc.aio.AioRpcError)]
+        assert len(refused) == 5
+        for error in refused:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "2 sessions wait for memory, the limit is 2" in str(error.details())
+            # As the verifier says: three turns of its first guess at how long one takes.
+            assert retry_after(error).ToMilliseconds() == 3000
+        assert [len(r.tokens) for r in results if isinstance(r, generation_pb2.Completion)] == [10, 10]
+        assert len((await begin(services, PROMPT, 10)).tokens) == 10
+
+
+def retry_after(error: grpc.aio.AioRpcError) -> duration_pb2.Duration:
+    status = status_pb2.Status()
+    status.ParseFromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
+    info = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    delay: duration_pb2.Duration = info.retry_delay
+    return delay
+
+
+async def test_a_waiting_session_can_be_cancelled(directories: Directories) -> None:
+    """Before it was given any memory."""
+    async with gated(directories, capacity=256 + 4 * BLOCK) as (services, gate):
+        loop = services.verifier_loop
+        with gate.closed():
+            first = begin(services, PROMPT, 10)
+            await until(lambda: loop.load.running == 1, NEVER_AT_ONCE)
+            waiting = [begin(services, PROMPT, 10) for _ in range(3)]
+            await until(lambda: loop._inbox.qsize() >= 3, NEVER_AT_ONCE)  # they wait to be attached
+            for task in waiting:
+                task.cancel()
+            await until(lambda: loop._inbox.qsize() >= 6, NEVER_AT_ONCE)  # and to be detached
+        assert len((await first).tokens) == 10
+        await until(lambda: loop.load.waiting == loop.load.running == loop.pool.held == 0)
+        await loop.call(lambda: None)  # until the last step has been counted
+        assert loop.load.committed == 10
+
+
+async def test_a_prompt_is_found_by_its_tenant_alone(directories: Directories) -> None:
+    async with stack(directories.target, None) as services:
+
+        async def found(tenant: str, prompt: list[int]) -> int:
+            completion = await services.generate(prompt, max_tokens=5, tenant=tenant, ignore_end_token=True)
+            texts.append(list(completion.tokens))
+            assert completion.finish.usage.prompt_tokens == len(prompt)
+            return completion.finish.usage.found_tokens
+
+        texts: list[list[int]] = []
+        assert await found("a", PROMPT) == 0
+        assert await found("a", PROMPT) == 2 * BLOCK
+        assert await found("b", PROMPT) == 0
+        assert await found("", PROMPT) == 0
+        assert await found("b", PROMPT) == 2 * BLOCK
+        check(directories, [PROMPT] * 5, [texts[0]] * 5, texts)
+        assert await found("a", [*PROMPT[: BLOCK + 9], 5]) == BLOCK + 9  # inside a block, by copying
+        assert await found("a", [5, *PROMPT]) == 0
+        load = services.verifier_loop.load
+        assert load.found_tokens == 4 * BLOCK + BLOCK + 9
+        assert load.prompt_tokens == 6 * len(PROMPT) + 1 + BLOCK + 10
+
+
+async def test_a_resumed_text_is_found(directories: Directories) -> None:
+    sampling = {"temperature": 0.8, "seed": 3}
+    async with stack(directories.target, None) as services:
+        whole = await services.generate(PROMPT, sampling=sampling, max_tokens=60, ignore_end_token=True)
+        tokens = list(whole.tokens)
+        rest = await services.generate(
+            PROMPT, sampling=sampling, max_tokens=60, generated_tokens=tokens[:50], ignore_end_token=True
+        )
+    chooser = Chooser(Sampling(temperature=0.8, seed=sample_seed(3, 0)))
+    directories.oracle.same(PROMPT, tokens, tokens[:50] + list(rest.tokens), chooser)
+    assert rest.finish.usage.found_tokens == (len(PROMPT) + 50) // BLOCK * BLOCK
+
+
+async def test_a_completion_says_how_often_it_lost_its_memory(directories: Directories) -> None:
+    """Three texts fit as they come, one as they grow: the first of them is never preempted."""
+    texts = prompts(3, BLOCK - 4)
+    async with gated(directories, capacity=256 + 4 * BLOCK) as (services, gate):
+        loop = services.verifier_loop
+        with gate.closed():
+            tasks = [begin(services, texts[0], 40)]
+            await until(lambda: loop.load.running == 1, NEVER_AT_ONCE)
+            tasks += [begin(services, prompt, 40) for prompt in texts[1:]]
+            await until(lambda: loop._inbox.qsize() >= 2, NEVER_AT_ONCE)  # they will be there before the first grows
+        completions = await asyncio.gather(*tasks)
+        preemptions = [completion.finish.preemptions for completion in completions]
+        assert preemptions[0] == 0
+        assert sum(preemptions) == loop.load.preemptions > 0
+        assert (await load_of(services)).preemptions == loop.load.preemptions
+        want = [list((await begin(services, prompt, 40)).tokens) for prompt in texts]
+    check(directories, texts, want, [list(completion.tokens) for completion in completions])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_the_numerics_mode_is_told(directories: Directories, exact: bool) -> None:
+    """Exact only if it was asked for and the check at start agreed."""
+    async with stack(directories.target, None, exact=exact) as services:
+        finish = (await services.generate(PROMPT, max_tokens=3)).finish
+    fast = finish.numerics_fingerprint.endswith("/fast")
+    assert fast or exact
+    assert finish.numerics_mode == (model_pb2.NUMERICS_MODE_FAST if fast else model_pb2.NUMERICS_MODE_EXACT)
+
+
+async def test_the_load_counts_what_was_served(directories: Directories) -> None:
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        before = await load_of(services)
+        assert before.kv_tokens == services.verifier_loop.context
+        counters = {name: value for field, value in before.ListFields() if (name := field.name) not in STANDING}
+        assert counters == {}
+        completions = [
+            await begin(services, PROMPT, 40),
+            *await asyncio.gather(*(begin(services, PROMPT, 30) for _ in range(3))),
+        ]
+        await until(lambda: services.verifier_loop.pool.held == 0)
+        await services.verifier_loop.call(lambda: None)  # until the last step has been counted
+        load = await load_of(services)
+    finishes = [completion.finish for completion in completions]
+    assert (load.running, load.waiting, load.kv_held_tokens, load.preemptions) == (0, 0, 0, 0)
+    assert load.committed_tokens == sum(f.usage.completion_tokens for f in finishes) == 130
+    assert load.prompt_tokens == 4 * len(PROMPT)
+    assert load.found_tokens == sum(f.usage.found_tokens for f in finishes) == 3 * 2 * BLOCK
+    assert load.drafted_tokens == sum(f.speculation.drafted for f in finishes)
+    assert load.accepted_tokens == sum(f.speculation.accepted for f in finishes)
+    assert 0 < load.steps <= sum(f.speculation.steps for f in finishes)
+    computed = load.prompt_tokens - load.found_tokens
+    assert load.rows == computed + load.drafted_tokens + sum(f.speculation.steps - 1 for f in finishes)
+    assert load.kv_cached_tokens >= 2 * BLOCK
+    assert 0 < load.busy_us <= load.up_us
+
+
+STANDING = {"kv_tokens", "up_us"}
+"""What is not zero before anything is served."""
+
+
+async def test_the_load_while_it_serves(directories: Directories) -> None:
+    async with gated(directories) as (services, gate):
+        with gate.closed():
+            task = begin(services, PROMPT, 5)
+            await until(lambda: services.verifier_loop.load.running == 1, NEVER_AT_ONCE)
+            load = await load_of(services)
+        assert (load.running, load.steps, load.committed_tokens) == (1, 0, 0)
+        assert load.kv_held_tokens == 3 * BLOCK
+        assert len((await task).tokens) == 5

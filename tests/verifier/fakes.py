@@ -1,0 +1,257 @@
+"""A target without a model, and sessions that are driven by hand.
+
+`TextEngine` keeps in every slot of its memory the name of the text that ends there, worked out from what a row
+reads through the slots it is told to read. So a wrong slot, path, position or copy is a fault at once, and its
+logits, a function of that text alone, are those of another text. `reference` says which tokens a session must
+get, whatever happens on the way.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.choice import Chooser, History
+from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.sampling import Sampling
+from specdec.engine.batch import PackedBatch
+from specdec.engine.blocks import BLOCK
+from specdec.engine.kv import NOWHERE, Slots
+from specdec.engine.paths import PathBatch, PathPacker
+from specdec.engine.row_class import RowClass
+from specdec.serving.outbox import Outbox
+from verifier_service.cost import StepCost
+from verifier_service.session import Policy, Session, SessionRequest, Verdict
+from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop, StepTimes
+
+VOCABULARY = 12
+END = 1
+BAD = 11
+"""The engine makes no numbers of it, nor of anything that sees it."""
+
+UNWRITTEN = -1
+
+
+class Language:
+    """What follows every text. Texts have numbers: 0 is the empty one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._seeds = [0]
+        self._logits: dict[int, NDArray[np.float32]] = {}
+        self.prefixes: list[NDArray[np.int64]] = [np.arange(0)]  # numbers of a text's beginnings, itself the last
+
+    def number(self, before: int, token: int) -> int:
+        number = self._numbers.get((before, token))
+        if number is None:
+            number = self._numbers[before, token] = len(self._seeds)
+            self._seeds.append(zlib.crc32(bytes([token]), self._seeds[before]))
+            self.prefixes.append(np.append(self.prefixes[before], number))
+        return number
+
+    def number_of(self, text: Sequence[int]) -> int:
+        number = 0
+        for token in text:
+            number = self.number(number, token)
+        return number
+
+    def logits(self, number: int) -> NDArray[np.float32]:
+        if number not in self._logits:
+            random = np.random.default_rng(self._seeds[number])
+            self._logits[number] = random.normal(size=VOCABULARY).astype(np.float32)
+        return self._logits[number]
+
+
+LANGUAGE = Language()
+
+
+def reference(request: SessionRequest) -> list[int]:
+    """The tokens of a session, chosen one by one by the plain rule."""
+    chooser, text = request.chooser, request.prompt + request.generated
+    history = History(VOCABULARY, request.prompt, request.generated) if chooser.sampling.penalises else None
+    number = LANGUAGE.number_of(text)
+    tokens: list[int] = []
+    while True:
+        token = chooser.choose(LANGUAGE.logits(number), len(text) + len(tokens), history)
+        tokens.append(token)
+        length = len(text) + len(tokens)
+        if token in request.end_tokens or length >= min(len(request.prompt) + request.max_tokens, request.context):
+            return tokens
+        number = LANGUAGE.number(number, token)
+        if history is not None:
+            history.extend([token])
+
+
+class TextEngine:
+    """Memory for `blocks` blocks, the first of them nobody's, and `scratch` slots more."""
+
+    exact = True
+    numerics = "text"
+    vocabulary = VOCABULARY
+
+    def __init__(self, blocks: int, scratch: int = MOST_CANDIDATES, rows: RowClass | None = None) -> None:
+        self.capacity = blocks * BLOCK + scratch
+        self.memory = np.full(self.capacity, UNWRITTEN)
+        self.broken = np.zeros(self.capacity, dtype=bool)  # holds NaN
+        self.faults: list[str] = []
+        self.steps: list[int] = []  # rows of each, padding not counted
+        self.failure: Exception | None = None  # of the next pass
+        self._rows = rows
+
+    def packer(self) -> PathPacker:
+        return PathPacker(rows=self._rows)
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        assert isinstance(batch, PathBatch)
+        batch.check(self.capacity)
+        written = batch.slots[batch.slots != NOWHERE]
+        self.steps.append(len(written))
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        if len(set(written.tolist())) < len(written):
+            self.faults.append("two rows write one slot")
+        numbers = np.zeros(len(batch.tokens), dtype=np.int64)
+        paths = [batch.keys[f : f + p + 1] for f, p in zip(batch.first, batch.positions, strict=True)]
+        for row in np.argsort(batch.positions, kind="stable").tolist():  # a row reads what others have just written
+            path, slot = paths[row], int(batch.slots[row])
+            before = max(0, int(self.memory[path[-2]])) if len(path) > 1 else 0
+            numbers[row] = self.memory[slot] = LANGUAGE.number(before, int(batch.tokens[row]))
+            self.broken[slot] = batch.tokens[row] == BAD or self.broken[path[:-1]].any()
+        for row, path in enumerate(paths):
+            if self.memory[path].tolist() != LANGUAGE.prefixes[numbers[row]].tolist():
+                self.faults.append(f"row {row} at position {len(path) - 1} does not read one text")
+        logits = np.array([LANGUAGE.logits(number) for number in numbers[batch.wanted].tolist()], dtype=np.float32)
+        logits = logits.reshape(-1, VOCABULARY)
+        logits[self.broken[batch.slots[batch.wanted]]] = np.nan
+        return logits
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self.memory[target] = self.memory[source]
+        self.broken[target] = self.broken[source]
+
+
+class FixedCost(StepCost):
+    """A row costs `slope` of what a step costs without any; whatever is measured."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__((1, 1001), [1.0 + slope, 1.0 + 1001 * slope])
+
+    def observe(self, rows: int, seconds: float) -> None:
+        pass
+
+
+FREE, DEAR = FixedCost(0.0), FixedCost(10.0)
+
+
+class _AtOnce:
+    """The event loop of a mailbox."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
+        callback(*args)
+
+
+class Mailbox(Outbox[tuple[Verdict, StepTimes]]):
+    """An outbox that is read by hand."""
+
+    def __init__(self) -> None:
+        self._loop = _AtOnce()  # type: ignore[assignment]
+        self._queue = self  # type: ignore[assignment]
+        self.verdicts: list[Verdict] = []
+        self.times: list[StepTimes] = []
+        self.error: Exception | None = None
+
+    def put_nowait(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
+        assert self.error is None
+        assert not self.finish
+        if isinstance(item, Exception):
+            self.error = item
+        else:
+            self.verdicts.append(item[0])
+            self.times.append(item[1])
+
+    @property
+    def finish(self) -> int:
+        return self.verdicts[-1].finish if self.verdicts else 0
+
+
+class Client:
+    """A session of a step loop whose thread was never started."""
+
+    def __init__(
+        self,
+        loop: StepLoop,
+        prompt: Sequence[int],
+        max_tokens: int = 20,
+        *,
+        generated: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        end_tokens: frozenset[int] = frozenset(),
+        tenant: str = "",
+        logprobs: int = 0,
+        max_candidates: int = 8,
+    ) -> None:
+        chooser = Chooser(sampling or Sampling(), end_tokens)
+        request = SessionRequest(
+            list(prompt), list(generated), chooser, end_tokens, max_tokens, logprobs, loop.context, tenant
+        )
+        self.session = Session(request, Policy(True, max_candidates, 0.0), 64, VOCABULARY)
+        self.want = reference(request)
+        self.mail = Mailbox()
+        self.attached = Attached(self.session, self.mail, lambda verdict, times: (verdict, times))
+        self._loop = loop
+        loop.attach(self.attached)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for verdict in self.mail.verdicts for token in verdict.tokens]
+
+    @property
+    def logprobs(self) -> list[Logprobs]:
+        return [p for verdict in self.mail.verdicts for p in verdict.logprobs]
+
+    @property
+    def over(self) -> bool:
+        return bool(self.mail.finish) or self.mail.error is not None
+
+    @property
+    def has_memory(self) -> bool:
+        return self.session.table is not None
+
+    def read(self) -> None:
+        """Take what has come, as the wire would tell."""
+        self.session.consumed = len(self.session.request.prompt + self.session.request.generated) + len(self.tokens)
+
+    def offer(self, right: int, wrong: Sequence[int] = ()) -> None:
+        """A chain of the next `right` tokens, and beside each a wrong one for as long as there are some."""
+        done = len(self.tokens)
+        chain = self.want[done : done + right]
+        tokens, parents, scores = list(chain), list(range(len(chain))), [-0.1] * len(chain)
+        for parent, token in enumerate(wrong[: len(chain) + 1]):
+            if parent >= len(chain) or token != chain[parent]:
+                tokens.append(token)
+                parents.append(parent)
+                scores.append(-0.05 if parent % 2 else -1.0)  # some look better than what is right
+        self.session.extend(self.session.tree.base, tokens, parents, scores, 0.0)
+
+    def cancel(self) -> None:
+        self._loop.detach(self.session)
+
+
+def run(loop: StepLoop, *clients: Client, turns: int = 2000) -> None:
+    """Turn until all are over, reading everything; AssertionError if it takes longer or nothing moves."""
+    for _ in range(turns):
+        for client in clients:
+            client.read()
+        if all(client.over for client in clients):
+            return
+        assert loop.turn() == 0.0, "some are not over, and nothing moves"
+    raise AssertionError(f"not over after {turns} turns")
+
+
+def step_loop(engine: TextEngine, cost: StepCost = FREE, **options: int) -> StepLoop:
+    return StepLoop(engine, cost=cost, **options)

@@ -1,0 +1,89 @@
+"""T_v(n): never falls, goes through what was measured, and learns."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.verifier.fakes import TextEngine
+from verifier_service.cost import MEASURED_ROWS, REPEATS, WARM_UP_KEYS, StepCost
+
+ROWS = (1, 2, 4, 8, 16)
+seconds = st.lists(st.floats(1e-4, 1.0), min_size=len(ROWS), max_size=len(ROWS))
+counts = st.integers(0, 64)
+
+
+@given(seconds, counts, counts)
+def test_more_rows_never_cost_less(measured: list[float], one: int, other: int) -> None:
+    cost = StepCost(ROWS, measured)
+    assert cost.of(min(one, other)) <= cost.of(max(one, other)) * (1 + 1e-12)
+
+
+@given(seconds)
+def test_it_goes_through_what_was_measured(measured: list[float]) -> None:
+    cost = StepCost(ROWS, sorted(measured))
+    assert [cost.of(rows) for rows in ROWS] == sorted(measured)
+
+
+def test_between_and_beyond() -> None:
+    cost = StepCost((1, 2, 4), [1.0, 2.0, 3.0])
+    assert cost.of(3) == 2.5
+    assert cost.of(6) == pytest.approx(4.0)
+    assert cost.of(0) == 1.0
+    assert StepCost((1, 2, 4), [1.0, 3.0, 2.0]).of(4) == 3.0  # a measurement that cannot be
+
+
+@given(seconds, st.floats(1e-5, 3.0))
+def test_rows_within_is_the_inverse(measured: list[float], time: float) -> None:
+    cost = StepCost(ROWS, measured)
+    rows = cost.rows_within(time)
+    assert rows == 0 or cost.of(rows) <= time
+    assert rows == 1 << 20 or cost.of(rows + 1) > time
+
+
+@given(seconds, st.integers(1, ROWS[-1]), st.floats(0.01, 100.0))
+def test_one_observation_moves_towards_itself(measured: list[float], rows: int, factor: float) -> None:
+    """By less than the whole way, and nothing but the two points beside it."""
+    assume(not 0.99 < factor < 1.01)
+    measured.sort()
+    cost, before = StepCost(ROWS, list(measured)), StepCost(ROWS, list(measured))
+    time = before.of(rows) * factor
+    cost.observe(rows, time)
+    if factor > 1:
+        assert before.of(rows) < cost.of(rows) < time
+    else:
+        assert time < cost.of(rows) <= before.of(rows)
+    below = max((n for n in ROWS if n < rows), default=1)
+    assert [cost.of(n) for n in ROWS if n < below] == [before.of(n) for n in ROWS if n < below]
+
+
+@pytest.mark.parametrize(
+    "measured", [[1.0] * 5, [1e-4] * 5, [1e-4, 1e-4, 1e-4, 1e-4, 1.0], [0.1, 0.05, 0.3, 0.01, 0.4]]
+)
+@pytest.mark.parametrize(("step", "row"), [(0.01, 0.0), (0.01, 0.001), (0.0, 0.1)])
+def test_many_observations_convince(measured: list[float], step: float, row: float) -> None:
+    """Whatever was measured at the start, of a step whose time is a line."""
+    cost = StepCost(ROWS, measured)
+    for rows in Random(0).choices(range(1, ROWS[-1] + 1), k=3000):
+        cost.observe(rows, step + row * rows)
+    assert [cost.of(rows) for rows in ROWS] == pytest.approx([step + row * rows for rows in ROWS], rel=0.02)
+
+
+def test_what_is_off_the_scale_teaches_nothing() -> None:
+    cost = StepCost((1, 2, 4), [1.0, 2.0, 3.0])
+    cost.observe(5, 1000.0)
+    assert [cost.of(rows) for rows in (1, 2, 4, 5)] == [1.0, 2.0, 3.0, 3.5]
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 100])
+def test_it_is_measured_within_the_memory(blocks: int) -> None:
+    engine = TextEngine(blocks, scratch=0)
+    cost = StepCost.measure(engine, blocks * 64)
+    sizes = [n for n in MEASURED_ROWS if n + WARM_UP_KEYS < blocks * 64]
+    assert engine.steps == [n for n in sizes for _ in range(REPEATS)]
+    assert len(sizes) >= 2  # or there would be no slope
+    assert 0 < cost.of(1) <= cost.of(64) < math.inf

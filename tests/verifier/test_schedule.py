@@ -1,0 +1,182 @@
+"""Who gets rows in a step: properties of the choice of candidates, and of the shares of prompts."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.decoding.tree import Node, TokenTree
+from tests.verifier.fakes import FREE, FixedCost
+from verifier_service.cost import StepCost
+from verifier_service.schedule import LEAST_PROMPT_ROWS, STRETCH, candidates, prompt_rows
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    """Any shape of up to 12 nodes; scores often tie."""
+    tree = TokenTree([1, 2, 3], vocabulary=100, last_position=1000)
+    nodes: list[Node] = [tree.root]
+    for token in range(draw(st.integers(0, 12))):
+        parent = nodes[draw(st.integers(0, len(nodes) - 1))]
+        score = draw(st.sampled_from([0.0, -0.1, -0.1, -0.7, -3.0, -50.0, -2000.0]))
+        node = tree.add(parent, token, score)
+        assert node is not None
+        nodes.append(node)
+    return tree
+
+
+crowds = st.lists(st.tuples(trees(), st.integers(0, 14)), max_size=5)
+costs = st.floats(0.0, 20.0).map(FixedCost)
+any_cost = st.one_of(
+    costs, st.lists(st.floats(0.001, 1.0), min_size=4, max_size=4).map(lambda s: StepCost((1, 2, 8, 32), s))
+)
+rows_before = st.integers(1, 40)
+limits = st.integers(0, 60)
+
+Crowd = list[tuple[TokenTree, int]]
+
+
+class TestCandidates:
+    @given(crowds, any_cost, rows_before, limits)
+    def test_every_tree_gets_the_best_of_its_own(self, crowd: Crowd, cost: StepCost, rows: int, most: int) -> None:
+        """Which is connected, within its limit, and never a node of another tree."""
+        chosen = candidates(crowd, cost, rows, most)
+        assert len(chosen) == len(crowd)
+        assert sum(map(len, chosen)) <= most
+        for (tree, limit), nodes in zip(crowd, chosen, strict=True):
+            assert len(nodes) <= limit
+            assert nodes == tree.best(len(nodes))
+            known = {id(tree.root)}
+            for node in nodes:
+                assert id(node.parent) in known
+                known.add(id(node))
+
+    @given(crowds, any_cost, rows_before, limits)
+    def test_no_candidate_is_passed_over_for_a_worse_one(
+        self, crowd: Crowd, cost: StepCost, rows: int, most: int
+    ) -> None:
+        chosen = candidates(crowd, cost, rows, most)
+        taken = [node.reach() for nodes in chosen for node in nodes]
+        for (tree, limit), nodes in zip(crowd, chosen, strict=True):
+            left = tree.best(limit)[len(nodes) :]
+            assert all(node.reach() <= min(taken, default=0.0) + 1e-9 for node in left)
+
+    @given(crowds, st.floats(0.0, 20.0), st.floats(0.0, 20.0), rows_before, limits)
+    def test_dearer_rows_are_fewer(self, crowd: Crowd, one: float, other: float, rows: int, most: int) -> None:
+        cheap, dear = (candidates(crowd, FixedCost(slope), rows, most) for slope in sorted((one, other)))
+        for few, many in zip(dear, cheap, strict=True):
+            assert many[: len(few)] == few
+
+    @given(crowds, rows_before, limits)
+    def test_free_rows_are_all_taken(self, crowd: Crowd, rows: int, most: int) -> None:
+        chosen = candidates(crowd, FREE, rows, most)
+        assert sum(map(len, chosen)) == min(most, sum(min(tree.size, limit) for tree, limit in crowd))
+
+    @given(crowds.filter(bool), costs, rows_before)
+    def test_it_pays(self, crowd: Crowd, cost: StepCost, rows: int) -> None:
+        """Tokens a second: the last one taken has added to them, and the next one would not."""
+        chosen = candidates(crowd, cost, rows, 1000)
+        gains = [math.exp(node.reach()) for nodes in chosen for node in nodes]
+        expected, count = len(crowd) + sum(gains), rows + len(gains)
+        rate = expected / cost.of(count)
+        if gains:
+            assert rate >= (expected - min(gains)) / cost.of(count - 1) * (1 - 1e-9)
+        rest = [tree.best(limit)[len(nodes) :][:1] for (tree, limit), nodes in zip(crowd, chosen, strict=True)]
+        for (node,) in filter(None, rest):
+            assert (expected + math.exp(node.reach())) / cost.of(count + 1) <= rate * (1 + 1e-9)
+
+    def test_the_likely_ones_of_one_tree_go_before_the_unlikely_ones_of_another(self) -> None:
+        """Two sessions, and rows for two candidates."""
+        sure, unsure = (TokenTree([1], vocabulary=9, last_position=99) for _ in range(2))
+        sure.insert(1, [2, 3], [0, 1], [-0.1, -0.1])
+        unsure.insert(1, [2, 3], [0, 0], [-1.0, -1.1])
+        assert list(map(len, candidates([(unsure, 8), (sure, 8)], FREE, 2, 2))) == [0, 2]
+        assert list(map(len, candidates([(unsure, 8), (sure, 1)], FREE, 2, 2))) == [1, 1]
+
+    def test_nobody_decodes(self) -> None:
+        assert candidates([], FREE, 1, 10) == []
+
+
+remaining = st.lists(st.integers(1, 200), min_size=1, max_size=8)
+budgets = st.integers(1, 600)
+decoders = st.integers(0, 20)
+
+
+class TestPromptRows:
+    @given(remaining, decoders, any_cost, rows_before, budgets)
+    def test_shares_are_fair(
+        self, prompts: list[int], decoding: int, cost: StepCost, candidates: int, most: int
+    ) -> None:
+        """Max-min: who does not get all has no less than anyone, but for the remainder of a division."""
+        shares = prompt_rows(prompts, decoding, cost, decoding + candidates, most)
+        assert len(shares) == len(prompts)
+        for share, wanted in zip(shares, prompts, strict=True):
+            assert 1 <= share <= wanted
+            if share < wanted:
+                assert max(shares) <= share + 1
+
+    @given(remaining, decoders, any_cost, rows_before, budgets)
+    def test_the_budget_is_used_up_and_kept(
+        self, prompts: list[int], decoding: int, cost: StepCost, candidates: int, most: int
+    ) -> None:
+        """`most`; and with decoders about, what does not stretch their step, of which some is always granted."""
+        rows, budget = decoding + candidates, most
+        if decoding:
+            stretched = (1.0 + STRETCH * max(1.0, len(prompts) / decoding)) * cost.of(rows)
+            budget = min(most, max(LEAST_PROMPT_ROWS, cost.rows_within(stretched) - rows))
+        total = sum(prompt_rows(prompts, decoding, cost, rows, most))
+        assert total == min(sum(prompts), max(budget, len(prompts)))
+        if decoding and total > max(LEAST_PROMPT_ROWS, len(prompts)):
+            assert cost.of(rows + total) <= stretched
+
+    @given(remaining, any_cost, budgets)
+    def test_everything_goes_when_nobody_decodes(self, prompts: list[int], cost: StepCost, most: int) -> None:
+        """As far as `most` goes, however dear."""
+        assert prompt_rows(prompts, 0, cost, 0, max(most, sum(prompts))) == prompts
+        assert sum(prompt_rows(prompts, 0, cost, 0, most)) == min(sum(prompts), max(most, len(prompts)))
+
+    @given(remaining, st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.integers(1, 40), budgets)
+    def test_dearer_rows_are_fewer(self, prompts: list[int], one: float, other: float, rows: int, most: int) -> None:
+        cheap, dear = (sum(prompt_rows(prompts, rows, FixedCost(slope), rows, most)) for slope in sorted((one, other)))
+        assert dear <= cheap
+
+    @given(remaining, st.integers(1, 20), st.integers(1, 20), any_cost, budgets)
+    def test_few_do_not_hold_up_many(self, prompts: list[int], one: int, other: int, cost: StepCost, most: int) -> None:
+        """The more decode of the same rows, the fewer rows of prompts."""
+        few, many = sorted((one, other))
+        held_up = sum(prompt_rows(prompts, many, cost, 20, most))
+        assert held_up <= sum(prompt_rows(prompts, few, cost, 20, most))
+
+    @pytest.mark.parametrize(
+        ("prompts", "most", "shares"),
+        [
+            ([100, 100], 30, [15, 15]),
+            ([100, 4], 30, [26, 4]),
+            ([4, 100, 7], 30, [4, 19, 7]),
+            ([5, 5, 5], 2, [1, 1, 1]),
+            ([100, 100, 100], 31, [10, 10, 11]),
+        ],
+    )
+    def test_examples(self, prompts: list[int], most: int, shares: list[int]) -> None:
+        assert prompt_rows(prompts, 3, FREE, 3, most) == shares
+
+    def test_a_long_prompt_gets_through(self) -> None:
+        """However dear its rows."""
+        left, steps = 1000, 0
+        while left:
+            (share,) = prompt_rows([left], 4, FixedCost(1e6), 4, 512)
+            left -= share
+            steps += 1
+        assert steps == 1000 / LEAST_PROMPT_ROWS
+
+
+def test_a_fixed_cost_is_what_it_says() -> None:
+    """Of the fake that these tests and others lean on."""
+    cost = FixedCost(0.5)
+    assert [cost.of(n) for n in (1, 2, 3, 2000)] == [1.5, 2.0, 2.5, 1001.0]
+    cost.observe(1, 99.0)
+    assert all(b - a == 0.5 for a, b in pairwise(cost.of(n) for n in range(1, 10)))

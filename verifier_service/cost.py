@@ -1,0 +1,89 @@
+"""What a step costs: T_v(n), the time of a step over n rows, as measured at warm-up and ever since."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+
+import numpy as np
+
+from specdec.engine.engine import Engine
+
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REPEATS = 3
+WARM_UP_KEYS = 32
+"""Tokens that each row sees at warm-up."""
+
+SMOOTHING = 0.05
+
+MANY = 1 << 20
+"""Rows, where they cost nothing."""
+
+
+class StepCost:
+    """A piecewise linear T_v(n), in seconds, that never falls."""
+
+    def __init__(self, rows: tuple[int, ...], seconds: list[float]) -> None:
+        self._rows = np.asarray(rows, dtype=np.float64)
+        self._seconds = np.asarray(seconds)
+        self._tabulate()
+
+    @classmethod
+    def measure(cls, engine: Engine, slots: int) -> StepCost:
+        """Run the engine over its first `slots` slots, which must be nobody's yet."""
+        rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
+        return cls(rows, [min(_timed(engine, n) for _ in range(REPEATS)) for n in rows])
+
+    def of(self, rows: int) -> float:
+        """T_v(rows); beyond what was measured, as if the last stretch went on."""
+        table = self._table
+        if rows < len(table):
+            return table[rows]
+        return table[-1] + (rows - len(table) + 1) * self._slope
+
+    def rows_within(self, seconds: float) -> int:
+        """The most rows whose step takes no longer."""
+        table = self._table
+        if seconds < table[-1]:
+            return max(0, bisect_right(table, seconds) - 1)
+        if self._slope * MANY <= seconds - table[-1]:
+            return MANY
+        rows = len(table) - 1 + int((seconds - table[-1]) / self._slope)
+        while self.of(rows + 1) <= seconds:  # the division rounds
+            rows += 1
+        while self.of(rows) > seconds:
+            rows -= 1
+        return min(rows, MANY)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step was made: move the points on both sides of it, the nearer one more."""
+        if rows > self._rows[-1]:
+            return
+        right = int(np.searchsorted(self._rows, rows))
+        left = max(0, right - 1)
+        span = self._rows[right] - self._rows[left]
+        nearness = (rows - self._rows[left]) / span if span else 1.0
+        error = seconds - float(np.interp(rows, self._rows, self._seconds))
+        self._seconds[left] += SMOOTHING * (1.0 - nearness) * error
+        self._seconds[right] += SMOOTHING * nearness * error
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        """T_v at every number of rows up to the last measured one: it is asked for often in a step."""
+        monotone = np.maximum.accumulate(self._seconds)
+        last = int(self._rows[-1])
+        self._table: list[float] = np.interp(np.arange(last + 1), self._rows, monotone).tolist()
+        self._slope = float((monotone[-1] - monotone[-2]) / (self._rows[-1] - self._rows[-2]))
+
+
+def _timed(engine: Engine, rows: int) -> float:
+    packer = engine.packer()
+    context = np.arange(1, 1 + WARM_UP_KEYS)
+    for row in range(rows):
+        slot = 1 + WARM_UP_KEYS + row
+        index = packer.add_row(0, WARM_UP_KEYS, slot)
+        packer.add_path(np.append(context, slot), [index])
+        packer.want(index)
+    start = time.perf_counter()
+    engine.forward(packer.pack())
+    return time.perf_counter() - start

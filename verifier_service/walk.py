@@ -1,0 +1,47 @@
+"""The walk: from the logits of a step to what every session commits.
+
+From the tip take the target's own choice, go to the child that carries it, stop where there is none. All sessions
+go down together, one level at a time, so that their choices are made by one vectorised call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.choice import Ask, choose
+
+
+class Walker(Protocol):
+    """A session on its way down."""
+
+    row: int
+    """Where the logits of its present node lie."""
+
+    def ask(self) -> Ask:
+        """What is to be chosen there."""
+
+    def take(self, token: int) -> bool:
+        """Go on with the choice; False at the end of the way."""
+
+    def fail(self, error: Exception) -> None:
+        """Its logits cannot be used."""
+
+
+def walk(walkers: Sequence[Walker], logits: NDArray[np.float32]) -> None:
+    """Take every walker to the end of its way."""
+    while walkers:
+        rows = np.asarray([walker.row for walker in walkers])
+        here = logits[rows]
+        tokens = choose(here, [walker.ask() for walker in walkers])
+        usable = np.isfinite(here[np.arange(len(rows)), tokens])  # a NaN is every argmax's first choice
+        going: list[Walker] = []
+        for walker, token, finite in zip(walkers, tokens.tolist(), usable.tolist(), strict=True):
+            if not finite:
+                walker.fail(FloatingPointError("the model's logits are not finite"))
+            elif walker.take(token):
+                going.append(walker)
+        walkers = going
