@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 try:
     import typer
@@ -21,6 +21,9 @@ except ImportError:  # the client alone was installed
 
 from specdec import __version__
 from specdec.client import Chunk, Client, Finish, SpecdecError
+
+if TYPE_CHECKING:
+    from specdec.v1.verifier_pb2 import GetLoadResponse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -108,12 +111,56 @@ def up(
         with Stack.start(
             target, draft, dtype=dtype, port=port, log_level=log_level, stopped=lambda: bool(stop)
         ) as stack:
-            print(json.dumps({"address": stack.address}) if json_output else stack.address, flush=True)
+            described = {"address": stack.address, "services": stack.addresses}
+            print(json.dumps(described) if json_output else stack.address, flush=True)
             while not stop:
                 time.sleep(0.2)
                 stack.check()
     except LocalError as error:
         _fail(str(error))
+
+
+@app.command()
+def load(
+    address: Annotated[str, typer.Argument(help="Of a verifier.")],
+    every: Annotated[float | None, typer.Option(min=0.1, help="Seconds; look again and again.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a look.")] = False,
+) -> None:
+    """How full and how busy a verifier is."""
+    import grpc
+    from google.protobuf.json_format import MessageToDict
+
+    from specdec.v1 import verifier_pb2, verifier_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel, contextlib.suppress(KeyboardInterrupt):
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        while True:
+            try:
+                seen = stub.GetLoad(verifier_pb2.GetLoadRequest(), timeout=10)
+            except grpc.RpcError as error:
+                _fail(f"{address}: {error.code().name}: {error.details()}")
+            if json_output:
+                values = MessageToDict(
+                    seen, always_print_fields_with_no_presence=True, preserving_proto_field_name=True
+                )
+                print(json.dumps({name: int(value) for name, value in values.items()}), flush=True)
+            else:
+                print(_load_line(seen), flush=True)
+            if every is None:
+                return
+            time.sleep(every)
+
+
+def _load_line(seen: GetLoadResponse) -> str:
+    memory = 100 / max(1, seen.kv_tokens)
+    return (
+        f"{seen.running} running, {seen.waiting} waiting; "
+        f"memory {memory * seen.kv_held_tokens:.0f} % held, {memory * seen.kv_cached_tokens:.0f} % cached "
+        f"of {seen.kv_tokens} tokens; {100 * seen.busy_us / max(1, seen.up_us):.0f} % busy since the start; "
+        f"{seen.committed_tokens} tokens in {seen.steps} steps, {seen.accepted_tokens} of {seen.drafted_tokens} "
+        f"candidates accepted, {seen.found_tokens} of {seen.prompt_tokens} prompt tokens found, "
+        f"{seen.preemptions} preemptions"
+    )
 
 
 # --- generate ------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """All three services as processes on this machine: what `specdec up` and the demo run.
 
-Cores are partitioned: the draft has one, the verifier the rest (with two threads on two busy cores,
-both would wait for each other at every layer). Children end when their stdin closes, so that none is
-left behind however the parent dies.
+Cores are partitioned: one is left to the draft and the event loops, the verifier has the rest (with a thread on
+every core, each would wait at every layer for the one that is busy with something else). Children end when their
+stdin closes, so that none is left behind however the parent dies.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Child:
 class Stack:
     """Verifier, orchestrator and, unless there is none, a draft."""
 
-    address: str
+    address: str  # of the orchestrator
     children: dict[str, Child]
+    addresses: dict[str, str]
 
     @classmethod
     @contextlib.contextmanager
@@ -72,8 +73,7 @@ class Stack:
     ) -> Iterator[Stack]:
         """Start them, wait until they are ready, and end them on leaving. `draft` may be "none"."""
         target_path, draft_path = _models(target, draft)
-        threads = os.cpu_count() or 1
-        verifier_threads = threads if draft_path is None else max(1, threads - 1)
+        verifier_threads = max(1, (os.cpu_count() or 1) - 1)
         children: dict[str, Child] = {}
         drafted = draft_path is not None
         try:
@@ -93,13 +93,16 @@ class Stack:
                     log_level,
                 )
             options = ["--model", str(target_path), "--port", str(port)]
-            options += ["--verifier", verifier.await_address(stopped)]
+            addresses = {"verifier": verifier.await_address(stopped)}
+            options += ["--verifier", addresses["verifier"]]
             if draft_path is not None:
-                options += ["--draft", children["draft"].await_address(stopped)]
+                addresses["draft"] = children["draft"].await_address(stopped)
+                options += ["--draft", addresses["draft"]]
             children["orchestrator"] = _spawn(
                 "orchestrator", "orchestrator", (*options, *orchestrator_options), drafted, log_level
             )
-            yield cls(children["orchestrator"].await_address(stopped), children)
+            addresses["orchestrator"] = children["orchestrator"].await_address(stopped)
+            yield cls(addresses["orchestrator"], children, addresses)
         finally:
             _stop(children.values())
 
