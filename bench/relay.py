@@ -88,6 +88,9 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             sent = time.perf_counter()
             await context.write(verifier_pb2.VerifyResponse(commit=commit))
 
+    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:
+        return verifier_pb2.GetLoadResponse()
+
 
 async def _direct(address: str, rounds: int) -> list[float]:
     """The same messages over one stream, without an orchestrator."""

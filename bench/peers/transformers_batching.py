@@ -1,0 +1,91 @@
+"""transformers' own continuous batching as a peer: what `generate_batch` and `transformers serve` run on.
+
+    python -m bench.peers.transformers_batching --model DIR --dtype bfloat16
+
+The manager runs from call to call, as a server's does: `generate_batch` would start and stop its thread
+in every call, which costs a tenth of a second. Idle, it looks for requests ten times a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.peers.protocol import Generate, serve
+
+# The fastest of what was tried on CPU: "sdpa" over "paged|eager", pages of 256 tokens over 32, no compilation.
+ATTENTION, PAGE_TOKENS = "sdpa", 256
+
+
+def start(args: argparse.Namespace, exits: ExitStack) -> tuple[dict[str, Any], Generate]:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    options: dict[str, Any] = {
+        "max_requests_per_batch": args.streams,
+        "num_blocks": args.streams * -(-args.context // PAGE_TOKENS),
+        "page_size": PAGE_TOKENS,
+        "allow_block_sharing": False,
+    }
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=getattr(torch, args.dtype), attn_implementation=ATTENTION
+    ).eval()
+    managers: dict[float, Any] = {}  # by temperature; one at most
+
+    def stop() -> None:
+        for manager in managers.values():
+            manager.stop(block=True)
+        managers.clear()
+
+    exits.callback(stop)
+
+    def manager_for(temperature: float) -> Any:
+        if temperature not in managers:
+            stop()
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": None} if temperature else {}
+            manager = model.init_continuous_batching(
+                GenerationConfig(eos_token_id=-1, pad_token_id=0, **sampling), ContinuousBatchingConfig(**options)
+            )
+            manager.start()
+            managers[temperature] = manager
+        return managers[temperature]
+
+    def generate(prompts: list[list[int]], max_tokens: int, temperature: float) -> int:
+        manager = manager_for(temperature)
+        manager.add_requests(prompts, max_new_tokens=max_tokens)
+        tokens, unfinished = 0, len(prompts)
+        while unfinished:
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("the generation thread ended")
+            if result is not None and result.error is not None:
+                raise RuntimeError(result.error)
+            if result is not None and result.is_finished():
+                tokens += len(result.generated_tokens)
+                unfinished -= 1
+        return tokens
+
+    flags = options | {"attention": ATTENTION, "threads": torch.get_num_threads()}
+    return {
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+        "flags": flags,
+    }, generate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--streams", type=int, default=64, help="most sequences at once")
+    parser.add_argument("--context", type=int, default=256, help="most tokens of a sequence")
+    args = parser.parse_args()
+    serve(lambda exits: start(args, exits))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A model that says the same and costs more: a stand-in for a larger one, for measurements of speed.
+
+    python -m bench.widen --source demo/target --out build/widened-60m --parameters 60M
+
+Units are added to every MLP whose input weights are small random numbers and whose output weights are
+zero. What they compute is multiplied by zero, so the logits stay what they were, up to the order of a
+sum's terms; but each forward pass reads and multiplies all of it. A small model is bound by everything
+but memory; a widened one is bound by memory, as real targets are.
+
+The copy is labelled, in its README.md and in its config.json: it is no better than its source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+LABEL = "widened"
+"""The key of config.json that tells a widened model, and of what and by how much."""
+MULTIPLE = 64  # of the intermediate size, as real ones are: kernels work in blocks
+SPREAD = 0.01  # of the added input weights
+_INPUTS, _OUTPUT = ("gate_proj", "up_proj"), "down_proj"
+
+
+class WidenError(Exception):
+    """This model cannot be widened so; one line for a person."""
+
+
+def parameter_count(text: str) -> int:
+    """ "60M", "1.5B" or a plain number."""
+    factor = {"M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
+    return round(float(text[:-1] if factor > 1 else text) * factor)
+
+
+def widen(source: Path, out: Path, parameters: int) -> dict[str, Any]:
+    """Write to `out` a copy of about `parameters` parameters, and return its label."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(file)
+    outputs = [name for name in tensors if name.endswith(f"mlp.{_OUTPUT}.weight")]
+    if not outputs or LABEL in config:
+        raise WidenError(f"{source.name}: " + ("already widened" if outputs else "no Llama-style MLPs"))
+    hidden, before = tensors[outputs[0]].shape
+    count = sum(tensor.numel() for tensor in tensors.values())
+    added = MULTIPLE * round((parameters - count) / (3 * hidden * len(outputs)) / MULTIPLE)
+    after = MULTIPLE * math.ceil((before + added) / MULTIPLE)
+    if after <= before:
+        raise WidenError(f"{source.name} has {count} parameters already")
+
+    generator = torch.Generator().manual_seed(0)
+    for output in outputs:
+        for name in [output, *(output.replace(_OUTPUT, each) for each in _INPUTS)]:
+            tensors[name] = _padded(tensors[name], after - before, generator, zeros=name == output)
+            bias = name.replace(".weight", ".bias")
+            if bias in tensors and name != output:
+                tensors[bias] = torch.cat([tensors[bias], tensors[bias].new_zeros(after - before)])
+
+    label = {
+        "source": source.resolve().name,
+        "source_parameters": count,
+        "source_intermediate_size": before,
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "intermediate_size": after,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith((".", "README", "config.json", "model", "pytorch_model")):
+            shutil.copy(file, out / file.name)
+    config |= {"intermediate_size": after, LABEL: label}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "README.md").write_text(_card(label), encoding="utf-8")
+    return label
+
+
+def _padded(weight: torch.Tensor, units: int, generator: torch.Generator, *, zeros: bool) -> torch.Tensor:
+    """With `units` more columns of zeros, or rows of small random numbers."""
+    if zeros:
+        return torch.cat([weight, weight.new_zeros(len(weight), units)], dim=1)
+    rows = SPREAD * torch.randn(units, weight.shape[1], generator=generator)
+    return torch.cat([weight, rows.to(weight.dtype)])
+
+
+def _card(label: dict[str, Any]) -> str:
+    return f"""# WIDENED: a stand-in for measurements of speed, not a larger model
+
+This is `{label["source"]}` ({label["source_parameters"] / 1e6:.1f}M parameters) with its MLPs widened from \
+{label["source_intermediate_size"]} to {label["intermediate_size"]} units, {label["parameters"] / 1e6:.1f}M parameters \
+in all. The output weights of the added units are zero: it says exactly what its source says, costs what a \
+model of its size costs, and knows nothing more.
+
+Made by `python -m bench.widen`. Figures measured on it must say that it is widened.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, help="a Llama-style model's directory")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parameters", type=parameter_count, required=True, help="60M, 1.5B, ...")
+    args = parser.parse_args()
+    try:
+        label = widen(args.source, args.out, args.parameters)
+    except WidenError as error:
+        raise SystemExit(str(error)) from error
+    print(f"{args.out}: widened from {label['source_parameters'] / 1e6:.1f}M to {label['parameters'] / 1e6:.1f}M")
+
+
+if __name__ == "__main__":
+    main()
