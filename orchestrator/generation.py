@@ -19,6 +19,7 @@ import structlog
 from orchestrator.links import DraftLink, DraftUnusableError, VerifierLink
 from orchestrator.request import Model, Sample
 from orchestrator.text import TextStream
+from specdec.serving.errors import PeerLostError
 from specdec.v1 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 log = structlog.get_logger()
@@ -110,6 +111,7 @@ class Generation:
                 self._draft_policy.max_nodes = verifier.max_nodes
                 reported = 0
                 async for commit in verifier.commits():
+                    self._check_place(commit)
                     self._tell_draft(commit)
                     response = self._response(commit, verifier.identity)
                     yield response
@@ -157,9 +159,17 @@ class Generation:
         while True:
             await draft.send(await self._for_draft.get())
 
+    def _check_place(self, commit: verifier_pb2.Commit) -> None:
+        """A commit that does not follow on means that one is lost, and the text with it."""
+        here, base = len(self._sample.prompt) + len(self._committed), commit.committed.base
+        if base != here:
+            raise PeerLostError(f"verifier: a commit at {base} tokens, the text has {here}", "VERIFIER_LOST")
+
     def _tell_draft(self, commit: verifier_pb2.Commit) -> None:
         """Queue what the target decided, and how often to send candidates: a few times a step, since more
         often is work for three processes and less is late."""
+        if not self._verifier_policy.speculate:
+            return  # no draft, or none any more
         self._for_draft.put_nowait(draft_pb2.DraftRequest(committed=commit.committed))
         self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         interval = int(self._step_us / EXTENDS_A_STEP)

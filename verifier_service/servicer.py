@@ -28,7 +28,7 @@ class Limits:
 
     max_nodes: int = 64
     max_candidates: int = 24
-    max_sessions: int = 256
+    max_sessions: int = 512
     max_waiting: int = 128  # sessions that are open but have no memory yet
 
 
@@ -60,11 +60,12 @@ class VerifierServicer(
 
     def admit(self, open_sessions: int) -> None:
         super().admit(open_sessions)
-        waiting = open_sessions - self._loop.load.running
+        load = self._loop.load
+        waiting = load.waiting - load.stalled + self.arriving
         if waiting >= self._limits.max_waiting:
             raise OverloadedError(
                 f"{waiting} sessions wait for memory, the limit is {self._limits.max_waiting}",
-                retry_after=self._loop.load.expected_wait(waiting),
+                retry_after=load.expected_wait(waiting),
             )
 
     async def GetLoad(
@@ -98,11 +99,12 @@ class VerifierServicer(
         match request.WhichOneof("message"):
             case "extend":
                 e = request.extend
-                if len(e.tokens) > MOST_NODES_A_MESSAGE:
-                    raise ValueError(f"{len(e.tokens)} nodes, at most {MOST_NODES_A_MESSAGE} a message")
+                most = max(len(e.tokens), len(e.parents), len(e.scores))
+                if most > MOST_NODES_A_MESSAGE:
+                    raise ValueError(f"{most} nodes, at most {MOST_NODES_A_MESSAGE} a message")
                 session.extend(e.base, list(e.tokens), list(e.parents), list(e.scores), arrived)
             case "policy":
-                session.policy = self._policy(request.policy)
+                session.adopt(self._policy(request.policy))
             case "consumed":
                 session.consumed = len(session.request.prompt) + request.consumed.tokens
 

@@ -10,8 +10,8 @@ from specdec.decoding.choice import Ask, Chooser, History
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.tree import Node, TokenTree
 from specdec.engine.batch import Packer
-from specdec.engine.blocks import BlockPool, BlockTable
-from specdec.engine.kv import Slots
+from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
+from specdec.engine.kv import PoolFullError, Slots
 from verifier_service.pace import Pace, Prospect
 
 DRAFT, CORRECTION, BONUS, PLAIN = 1, 2, 3, 4  # specdec.v1.TokenSource
@@ -120,11 +120,14 @@ class Session:
 
     # --- memory -------------------------------------------------------------------------------------
 
-    def settle_in(self, pool: BlockPool) -> tuple[Slots, Slots]:
-        """Take memory for the text; PoolFullError, and none taken, if there is too little. Rows (from, to) to
-        copy before the next step."""
+    def settle_in(self, pool: BlockPool, spare: int = 0) -> tuple[Slots, Slots]:
+        """Take memory for the text, and leave `spare` blocks to others; PoolFullError, and none taken, if there is
+        too little. Rows (from, to) to copy before the next step."""
         table, source, target = pool.open(self.tree.committed, self.request.tenant)
+        missing = max(0, self.tree.base - len(table.slots))
         try:
+            if -(-missing // BLOCK) + spare > pool.available:
+                raise PoolFullError(missing + spare * BLOCK, pool.available * BLOCK)
             table.reserve(self.tree.base)
         except Exception:
             table.close()
@@ -151,6 +154,11 @@ class Session:
         """Candidates came; ValueError if they cannot be."""
         self.tree.insert(base, tokens, parents, scores, origin=DRAFT)
         self.pace.arrived(base, arrived)
+        self._outlook = None
+
+    def adopt(self, policy: Policy) -> None:
+        """Speculate otherwise from now on."""
+        self.policy = policy
         self._outlook = None
 
     @property

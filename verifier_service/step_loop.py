@@ -84,6 +84,7 @@ class Load:
 
     running: int = 0
     waiting: int = 0
+    stalled: int = 0  # of those waiting, far ahead of their readers
     steps: int = 0
     rows: int = 0
     committed: int = 0  # tokens
@@ -149,6 +150,7 @@ class StepLoop(Worker):
         self._admit()
         ready = [attached for attached in self._running if not self._stalled(attached)]
         if not ready:
+            self._put_off = None
             return None  # the next action wakes the loop
         now = time.monotonic()
         if not any(a.session.remaining_prompt for a in ready):
@@ -197,8 +199,8 @@ class StepLoop(Worker):
         for attached, descent in descents:
             if descent.error is not None:
                 self._quarantine(attached, descent.error)
-        self._deliver(verdicts, forward_time, end - start, waited)
         self._observe(rows, end - start, verdicts)
+        self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
         """Rows of all: the tips of those who decode, the candidates that pay, pieces of prompts."""
@@ -214,8 +216,7 @@ class StepLoop(Worker):
         remaining = [a.session.remaining_prompt + 1 for a in prompts]
         shares = prompt_rows(remaining, len(decoding), self._cost, len(packer.tokens), self._step_rows)
         for attached, share in zip(prompts, shares, strict=True):
-            if share:
-                planned.append((attached, attached.session.plan(packer, share, [], scratch)))
+            planned.append((attached, attached.session.plan(packer, share, [], scratch)))
         return planned
 
     # --- memory -------------------------------------------------------------------------------------
@@ -232,11 +233,8 @@ class StepLoop(Worker):
     def _let_in(self, attached: Attached) -> bool:
         session = attached.session
         try:
-            source, target = session.settle_in(self.pool)
+            source, target = session.settle_in(self.pool, min(len(self._running), self.pool.usable // MARGIN))
         except PoolFullError:
-            return False
-        if self._running and self.pool.available < min(len(self._running), self.pool.usable // MARGIN):
-            self._take_memory(session)
             return False
         self._waiting.remove(attached)
         insort(self._running, attached, key=lambda a: a.arrival)
@@ -269,7 +267,7 @@ class StepLoop(Worker):
     def _reserve_for(self, session: Session, nodes: list[Node]) -> None:
         """Room to accept candidates, if it is there for nothing."""
         missing = max((node.position + 1 for node in nodes), default=0) - len(session.slots)
-        if 0 < missing <= self.pool.free * BLOCK:
+        if 0 < missing <= self.pool.available * BLOCK:
             assert session.table is not None
             session.table.reserve(len(session.slots) + missing)
 
@@ -359,3 +357,4 @@ class StepLoop(Worker):
 
     def _count(self) -> None:
         self.load.running, self.load.waiting = len(self._running), len(self._waiting)
+        self.load.stalled = sum(self._stalled(attached) for attached in self._waiting)

@@ -83,5 +83,5 @@ class Packer(ABC):
         missing = self.rows.padded(len(self.tokens)) - len(self.tokens)
         if missing:
             self.add_path(np.asarray([NOWHERE]), [self.add_row(0, 0, NOWHERE) for _ in range(missing)])
-        if self.wanted:
-            self.wanted += self.wanted[:1] * (self.rows.padded(len(self.wanted)) - len(self.wanted))
+        wanted = self.wanted or [0]  # an empty selection is a case of its own to a compiler
+        self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))

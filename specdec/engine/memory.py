@@ -5,15 +5,27 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from specdec.engine.engine import UnsupportedModelError
+
 SHARE = 0.5
 """Of the free memory so much is given to keys and values where nobody says otherwise."""
 
 MOST_SLOTS = 1 << 20
 
 
+LEAST_SLOTS = 512
+
+
 def slots_for(slot_bytes: int, device: str) -> int:
-    """The number of slots of `slot_bytes` that a device has room for."""
-    return min(MOST_SLOTS, int(SHARE * free_bytes(device)) // slot_bytes)
+    """The number of slots of `slot_bytes` that a device has room for; UnsupportedModelError if that is next to
+    none."""
+    slots = min(MOST_SLOTS, int(SHARE * free_bytes(device)) // slot_bytes)
+    if slots < LEAST_SLOTS:
+        raise UnsupportedModelError(
+            f"free memory has room for {slots} tokens of keys and values, at least {LEAST_SLOTS} are needed: "
+            "make room, or say --kv-tokens"
+        )
+    return slots
 
 
 def free_bytes(device: str) -> int:
@@ -25,7 +37,9 @@ def free_bytes(device: str) -> int:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ("max")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
         limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached_files = int(statistics["inactive_file"])  # the weights just read, for one; given back when needed
+        free = min(free, limit - int((group / "memory.current").read_text()) + cached_files)
     return max(0, free)

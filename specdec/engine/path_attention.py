@@ -16,12 +16,16 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from specdec.engine.paths import PathBatch
+
+NUMBA = f"{numba.__version__}-{llvm.get_host_cpu_name()}"
+"""What compiles the loop, and for which processor: its order of sums may differ elsewhere."""
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be reordered, once and for all, when the loop is compiled; infinities and NaNs keep their meaning."""

@@ -30,7 +30,7 @@ from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
 from specdec.engine.linear import Float32Head, can_pack, lay_out
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.path_attention import PathAttention, PathMemory
+from specdec.engine.path_attention import NUMBA, PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
 
@@ -107,7 +107,7 @@ class TorchEngine:
                 dtype,
                 f"threads-{threads}",
                 "compiled" if compiled else "packed" if packed else "plain",
-                "paths" if self._by_path else "lanes",
+                f"paths-numba-{NUMBA}" if self._by_path else "lanes",
                 f"exact-{self._rows}" if self.exact else "fast",
             )
         )

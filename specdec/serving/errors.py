@@ -6,7 +6,7 @@ ServiceError
 ├── NotBuiltError            UNIMPLEMENTED         a feature of the contract that does not exist yet
 ├── OverloadedError          RESOURCE_EXHAUSTED    full; says when to come back
 ├── PeerLostError            UNAVAILABLE           another service is gone
-    ├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
+├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
 └── ModelFailureError        INTERNAL              the model's output is unusable
 """

@@ -31,7 +31,10 @@ class Outbox(Generic[Response]):
 
         def fill() -> None:
             for outbox, make in items:
-                outbox._queue.put_nowait(make())
+                try:
+                    outbox._queue.put_nowait(make())
+                except Exception as error:  # it ends one session, and the others hear what is theirs
+                    outbox._queue.put_nowait(error)
 
         if items:
             items[0][0]._loop.call_soon_threadsafe(fill)

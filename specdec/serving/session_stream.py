@@ -34,6 +34,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._worker = worker
         self._max_sessions = max_sessions
         self._sessions = 0
+        self.arriving = 0  # sessions that the worker has not taken yet
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
@@ -82,7 +83,11 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._sessions += 1
         reader: asyncio.Task[None] | None = None
         try:
-            await self._worker.call(partial(self.attach, session, outbox))
+            self.arriving += 1
+            try:
+                await self._worker.call(partial(self.attach, session, outbox))
+            finally:
+                self.arriving -= 1
             await context.write(self.opened())
             reader = asyncio.create_task(self._read(requests, session, outbox))
             await outbox.write_to(context, progress=self.progress, is_last=self.is_last)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.memory import MOST_SLOTS, SHARE, free_bytes, slots_for
 
 
@@ -16,7 +19,9 @@ def test_there_is_memory_and_no_more_than_the_machine_has() -> None:
 
 
 def test_slots_take_their_share() -> None:
-    slot = machine() // 1000
-    assert slots_for(slot, "cpu") <= 1000 * SHARE
+    slot = machine() // 100_000
+    assert 512 <= slots_for(slot, "cpu") <= 100_000 * SHARE
+    with pytest.raises(UnsupportedModelError, match="--kv-tokens"):
+        slots_for(machine() // 100, "cpu")
     assert slots_for(1, "cpu") == MOST_SLOTS
     assert slots_for(2 * machine(), "cpu") == 0
