@@ -13,12 +13,16 @@ from torch import Tensor
 
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
+from specdec.engine.kv import NOWHERE
 from specdec.engine.linear import PackedLinear
 from specdec.engine.row_class import RowClass
 
 CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
 PROBED_ROWS = 128
 """Rows compared at each number; a difference in one element of 10,000 shows in the smallest of layers."""
+
+CROWDS = (41, 200, 487, 680)
+"""Strangers beside a text in the check of a whole engine: below, up to and beyond the largest candidate."""
 
 Linear = torch.nn.Linear | PackedLinear
 
@@ -79,7 +83,8 @@ def untile(model: torch.nn.Module) -> None:
 
 def rows_are_independent(engine: Engine) -> bool:
     """Whether a text gives the same logits, bit for bit, as one prompt, token by token among strangers, and as
-    candidates in another place; attention and all layers included. Uses the first slots of the memory."""
+    candidates in another place, and in crowds; attention and all layers included. Uses the first slots of the
+    memory."""
     generator = np.random.default_rng(1)
     length, at_once = 24, 5
     text = generator.integers(0, engine.vocabulary, length).tolist()
@@ -114,4 +119,17 @@ def rows_are_independent(engine: Engine) -> bool:
     packer.add_path(np.concatenate([own[:start], elsewhere]), rows)
     for row in rows:
         packer.want(row)
-    return np.array_equal(logits(packer, at_once), whole[start:])
+    if not np.array_equal(logits(packer, at_once), whole[start:]):
+        return False
+
+    for others in CROWDS:  # so many that torch shares the work on a tensor among threads, wherever it cuts
+        packer = engine.packer()
+        for _ in range(others):
+            packer.add_path(np.asarray([NOWHERE]), [packer.add_row(strangers[0], 0, NOWHERE)])
+        rows = packer.add_rows(text, 0, own)
+        packer.add_path(own, rows)
+        for row in rows:
+            packer.want(row)
+        if not np.array_equal(logits(packer, length), whole):
+            return False
+    return True
