@@ -156,8 +156,10 @@ class Register:
 
     def close(self, session: Session, wipe: bool) -> None:
         if wipe or session.lost:
+            # Unless it is forgotten already, and what is known by that name is another's, computed since.
+            known = session.chain and self.entries.get(session.prefix(0)) is session.chain[0]
             for key, entry in list(self.entries.items()):
-                if session.chain and key[0] == session.tenant and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):
+                if known and key[0] == session.tenant and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):
                     entry.lost = True
                     del self.entries[key]
         else:

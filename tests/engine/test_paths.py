@@ -63,7 +63,7 @@ def test_a_batch_that_wants_nothing_is_padded_too() -> None:
     packer = PathPacker(rows=RowClass((4, 8)))
     packer.add_path(np.arange(1, 3), packer.add_rows([1, 2], 0, np.arange(1, 3)))
     batch = packer.pack()
-    assert (len(batch.tokens), len(batch.wanted)) == (4, 0)
+    assert (len(batch.tokens), len(batch.wanted)) == (4, 4)
 
 
 @given(
