@@ -5,7 +5,7 @@ transformers' `generate`, plain and assisted.
 
 The arms take turns prompt by prompt, so that a machine that slows down slows all of them; a ratio is
 the median over prompts of the ratio within one prompt. "Plain at its own best" is the service without
-a draft: all cores, no padding, speculative code bypassed.
+a draft: fast numerics, speculative code bypassed, every core but the one that the event loops share.
 """
 
 from __future__ import annotations
