@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 
@@ -14,7 +15,11 @@ REPEATS = 3
 WARM_UP_KEYS = 32
 """Tokens that each row sees at warm-up."""
 
-SMOOTHING = 0.05
+SCALE_LEARNS = 0.1
+SHAPE_LEARNS = 0.01
+"""How fast. Machines get slower and faster as a whole, by the second; what a row more costs in proportion stays
+the same. If only what was just measured moved, a slow spell would leave behind it a slope that is too steep,
+and with it candidates that are not verified though they would pay."""
 
 MANY = 1 << 20
 """Rows, where they cost nothing."""
@@ -56,16 +61,17 @@ class StepCost:
         return min(rows, MANY)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step was made: move the points on both sides of it, the nearer one more."""
+        """A step was made: all points move by the same factor, those on both sides of it a little further."""
         if rows > self._rows[-1]:
             return
         right = int(np.searchsorted(self._rows, rows))
         left = max(0, right - 1)
         span = self._rows[right] - self._rows[left]
         nearness = (rows - self._rows[left]) / span if span else 1.0
-        error = seconds - float(np.interp(rows, self._rows, self._seconds))
-        self._seconds[left] += SMOOTHING * (1.0 - nearness) * error
-        self._seconds[right] += SMOOTHING * nearness * error
+        surprise = math.log(seconds / float(np.interp(rows, self._rows, self._seconds)))
+        self._seconds *= math.exp(SCALE_LEARNS * surprise)
+        self._seconds[left] *= math.exp(SHAPE_LEARNS * (1.0 - nearness) * surprise)
+        self._seconds[right] *= math.exp(SHAPE_LEARNS * nearness * surprise)
         self._tabulate()
 
     def _tabulate(self) -> None:
