@@ -1,9 +1,9 @@
 """Attention over paths on the CPU: one loop for every row, compiled by Numba.
 
 For a row: the dot products with its keys in order of position, their softmax, the sum of its values. Nothing
-is gathered, padded or masked, keys and values are read where they lie, and no row's arithmetic depends on
-another's: the same token at the same place of the same text has the same bits in every batch. Memory and
-queries may be bfloat16; all arithmetic is float32.
+is gathered, padded or masked, keys and values are read where they lie, all heads of a key together as memory
+has them, and no row's arithmetic depends on another's: the same token at the same place of the same text has
+the same bits in every batch. Memory and queries may be bfloat16; all arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PathAttention:
         batch.check(len(memory.keys[0]))
         self._memory = memory
         self._batch = batch
-        self._scores = np.empty(batch.positions.max() + 1, np.float32)
+        self._scores = np.empty((0, 0), np.float32)
 
     def attend(
         self,
@@ -64,6 +64,8 @@ class PathAttention:
     ) -> Tensor:
         keys, values = self._memory.arrays[layer]
         batch = self._batch
+        if len(self._scores) < query.shape[1]:  # layers may differ in heads
+            self._scores = np.empty((query.shape[1], batch.positions.max() + 1), np.float32)
         out = torch.empty((*query.shape[:2], value.shape[2]), dtype=torch.float32)
         kernel(query.shape[2], value.shape[2])(
             query.float().contiguous().numpy(),
@@ -148,7 +150,7 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
         window: Any,  # how many tokens back a row sees, itself included
         scale: Any,
         softcap: Any,  # 0: none
-        scores: Any,  # float32, room for a row's
+        scores: Any,  # float32 [heads, keys], room for a row's
         out: Any,  # float32 [t, heads, value_width]
     ) -> None:
         rows, heads, _ = query.shape
@@ -163,29 +165,36 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
             end = positions[r] + 1
             begin = max(0, end - window)
             own = path[first[r] : first[r] + end]
-            for head in range(heads):
-                kv_head = head // shared
-                q, o = query[r, head], out[r, head]
-                best = np.float32(-np.inf)
-                for j in range(begin, end):
-                    k = keys[own[j], kv_head]
+            for j in range(begin, end):
+                slot = own[j]
+                for head in range(heads):
+                    q, k = query[r, head], keys[slot, head // shared]
                     score = np.float32(0.0)
                     for d in range(width):
                         score += q[d] * _widened(k[d])
-                    score *= scale
+                    scores[head, j] = score
+            for head in range(heads):
+                weights = scores[head]
+                best = np.float32(-np.inf)
+                for j in range(begin, end):
+                    score = weights[j] * scale
                     if softcap > 0:
                         score = np.tanh(score / softcap) * softcap
-                    scores[j] = score
+                    weights[j] = score
                     best = max(best, score)
                 total = np.float32(0.0)
                 for j in range(begin, end):
-                    weight = _exp(scores[j] - best)
-                    scores[j] = weight
+                    weight = _exp(weights[j] - best)
+                    weights[j] = weight
                     total += weight
-                for d in range(value_width):
-                    o[d] = np.float32(0.0)
                 for j in range(begin, end):
-                    weight, v = scores[j] / total, values[own[j], kv_head]
+                    weights[j] /= total
+                for d in range(value_width):
+                    out[r, head, d] = np.float32(0.0)
+            for j in range(begin, end):
+                slot = own[j]
+                for head in range(heads):
+                    weight, v, o = scores[head, j], values[slot, head // shared], out[r, head]
                     for d in range(value_width):
                         o[d] += weight * _widened(v[d])
 

@@ -28,7 +28,7 @@ from specdec.engine.kv import Slots
 from specdec.engine.lane_attention import Group, LaneAttention
 from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
 from specdec.engine.linear import Float32Head, can_pack, lay_out
-from specdec.engine.memory import slots_for
+from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.path_attention import NUMBA, PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
@@ -74,6 +74,7 @@ class TorchEngine:
     ) -> None:
         threads = threads or torch.get_num_threads()
         torch.set_num_threads(threads)
+        keep_freed_memory()
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
         packed = device == "cpu" and can_pack(DTYPES[dtype]) and not compiled

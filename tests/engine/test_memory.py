@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -24,3 +27,28 @@ def test_slots_take_their_share() -> None:
     with pytest.raises(UnsupportedModelError, match="--kv-tokens"):
         slots_for(machine() // 100, "cpu")
     assert slots_for(1, "cpu") == MOST_SLOTS
+
+
+FAULTS_OF_A_SECOND_USE = """
+import resource
+from specdec.engine.memory import keep_freed_memory
+if {kept}:
+    keep_freed_memory()
+def use():
+    return [b"x" * 50_000_000 for _ in range(3)]
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+def test_freed_memory_is_kept() -> None:
+    """A second use of as much memory does not fetch it anew; without the setting, it does."""
+
+    def faults(kept: bool) -> int:
+        code = FAULTS_OF_A_SECOND_USE.format(kept=kept)
+        return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+
+    assert faults(kept=True) < 0.1 * faults(kept=False)
