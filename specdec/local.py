@@ -1,8 +1,8 @@
 """All three services as processes on this machine: what `specdec up` and the demo run.
 
-Cores are partitioned: one is left to the draft and the event loops, the verifier has the rest (with a thread on
-every core, each would wait at every layer for the one that is busy with something else). Children end when their
-stdin closes, so that none is left behind however the parent dies.
+A small target leaves one core to the draft and the event loops: with a thread on every core, each would wait at
+every layer for the one that is busy with something else. A larger one's layers outlast that, and it has them all.
+Children end when their stdin closes, so that none is left behind however the parent dies.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from pathlib import Path
 DEMO = Path(__file__).parent.parent / "demo"
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
+
+LARGE_BYTES = 64 << 20
+"""Weights of a target that is large for a CPU (docs/decisions/2026-11-21-cores-and-messages.md)."""
 
 
 class LocalError(Exception):
@@ -73,7 +76,9 @@ class Stack:
     ) -> Iterator[Stack]:
         """Start them, wait until they are ready, and end them on leaving. `draft` may be "none"."""
         target_path, draft_path = _models(target, draft)
-        verifier_threads = max(1, (os.cpu_count() or 1) - 1)
+        cores = os.cpu_count() or 1
+        large = sum(file.stat().st_size for file in target_path.glob("*.safetensors")) > LARGE_BYTES
+        verifier_threads = cores if large else max(1, cores - 1)
         children: dict[str, Child] = {}
         drafted = draft_path is not None
         try:
