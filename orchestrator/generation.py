@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import grpc
 import structlog
 
+from orchestrator.admission import Admission
 from orchestrator.links import DraftLink, DraftUnusableError, VerifierLink
 from orchestrator.request import Model, Sample
 from orchestrator.text import TextStream
@@ -37,6 +38,7 @@ class Peers:
 
     verifier: grpc.aio.Channel
     draft: grpc.aio.Channel | None
+    admission: Admission = field(default_factory=Admission)
     patience_seconds: float = 0.05
     silence_seconds: float = 5.0  # a peer that says nothing for so long is lost
 
@@ -105,9 +107,12 @@ class Generation:
                 self._statistics.undrafted_reason = "no_draft" if sample.speculation.enabled else "off"
             # The verifier may wait for the first candidates only if a draft is being opened.
             self._verifier_policy.speculate = wants_draft
-            relay = asyncio.create_task(self._drafting(verifier)) if wants_draft else None
+            relay: asyncio.Task[None] | None = None
             try:
-                await verifier.open(sample, self._model, self._verifier_policy)
+                async with self._peers.admission.opening():
+                    if wants_draft:
+                        relay = asyncio.create_task(self._drafting(verifier))
+                    await verifier.open(sample, self._model, self._verifier_policy)
                 self._draft_policy.max_nodes = verifier.max_nodes
                 reported = 0
                 async for commit in verifier.commits():

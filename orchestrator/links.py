@@ -29,9 +29,10 @@ class VerifierLink:
     """A session at the verifier. Used as a context manager: leaving it ends the session."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout: float | None, silence: float) -> None:
+        self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        self._timeout = timeout
         self._silence = silence  # seconds; a peer says something every quarter of one
-        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        self._call: Call = stub.Verify(timeout=timeout, metadata=request_id())  # type: ignore[call-arg, assignment]
+        self._call: Call | None = None
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
         self._opened = asyncio.Event()
         self.identity = model_pb2.ModelIdentity()
@@ -43,10 +44,12 @@ class VerifierLink:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
 
     async def open(self, sample: Sample, model: Model, policy: verifier_pb2.VerifyPolicy) -> None:
         """Begin; ServiceError if the verifier refuses or does not fit."""
+        self._call = self._stub.Verify(timeout=self._timeout, metadata=request_id())  # type: ignore[call-arg, assignment]
         message = verifier_pb2.VerifyOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=sample.generated,
@@ -97,11 +100,13 @@ class VerifierLink:
 
     async def _write(self, message: verifier_pb2.VerifyRequest) -> None:
         """A stream that is over is noticed, and explained, by reading it."""
+        assert self._call is not None  # nothing is said before `open`
         async with self._writing:
             with contextlib.suppress(*STREAM_IS_OVER):
                 await self._call.write(message)
 
     async def _read(self, seconds: float) -> verifier_pb2.VerifyResponse | None:
+        assert self._call is not None
         try:
             async with asyncio.timeout(seconds):
                 response = await self._call.read()
