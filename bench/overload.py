@@ -15,27 +15,16 @@ from typing import Any
 
 import grpc
 import numpy as np
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.prompts import held_out
+from specdec.client.errors import from_rpc
 from specdec.local import DEMO, Stack
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 TOKENS = 256
 MEMORY = 4096
 WAITING = 8
-
-
-def retry_delay(error: grpc.aio.AioRpcError) -> float | None:
-    """Seconds, if the refusal names them."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.RetryInfo()
-                if detail.Unpack(info):
-                    return float(info.retry_delay.ToMilliseconds()) / 1000
-    return None
 
 
 async def ask(stub: Any, prompt: list[int]) -> tuple[float, object]:
@@ -73,7 +62,7 @@ async def measure(stack: Stack, requests: int) -> None:
     print(f"{requests} requests of {64 + TOKENS} tokens, memory for {MEMORY}, {WAITING} may wait")
     print(f"served {len(served)}, of which complete {complete}; the last after {max(s for s, _ in served):.1f} s")
     codes = {error.code().name for _, error in refused}
-    delays = [retry_delay(error) for _, error in refused]
+    delays = [from_rpc(error).retry_after for _, error in refused]
     times = [1e3 * seconds for seconds, _ in refused]
     print(f"refused {len(refused)} with {codes}, all with a delay: {all(delays)}")
     print(f"refusals took median {np.median(times):.0f} ms, worst {max(times):.0f} ms")

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import structlog
 
 from draft_service.session import Frontier, Session
+from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from specdec.engine.kv import KVPool
 from specdec.serving.worker import Worker
 
 log = structlog.get_logger()
 
-Extension = tuple[int, list[int], list[int], list[float]]
+Extension = tuple[int, Paths]
+"""(base, new candidates)"""
 
 
 @dataclass
@@ -125,7 +127,7 @@ class GrowthLoop(Worker):
             session = attached.session
             if session.due(now):
                 attached.emit(session.spell_unsent(now))
-            elif session.unsent:
+            elif session.waits:
                 then = session.sent_at + session.policy.extend_interval
                 wake = then if wake is None else min(wake, then)
         return wake

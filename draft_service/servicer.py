@@ -7,14 +7,26 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from draft_service.calibration import Calibration
 from draft_service.growth_loop import Attached, Extension, GrowthLoop
 from draft_service.session import GrowthPolicy, Session, SessionRequest
 from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Rule
 from specdec.serving.errors import InvalidRequestError
 from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
-from specdec.serving.wire import check_rule, sampling_from, sampling_violations, text_violations
+from specdec.serving.wire import (
+    chooser_of,
+    paths_message,
+    rule_violations,
+    sampling_from,
+    sampling_violations,
+    text_violations,
+)
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2
+
+HOTTEST = 2.0
+"""Temperatures above it are not told apart."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class DraftServicer(
         self._loop = loop
         self._identity = identity
         self._limits = limits
+        self._calibrations: dict[tuple[Rule, float], Calibration] = {}
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -52,9 +65,7 @@ class DraftServicer(
 
     def attach(self, session: Session, outbox: Outbox[draft_pb2.DraftResponse]) -> None:
         def emit(extension: Extension) -> None:
-            base, tokens, parents, scores = extension
-            message = model_pb2.Extend(base=base, tokens=tokens, parents=parents, scores=scores)
-            outbox.put(draft_pb2.DraftResponse(extend=message))
+            outbox.put(draft_pb2.DraftResponse(extend=paths_message(*extension)))
 
         self._loop.attach(Attached(session, emit, outbox.put))
 
@@ -86,18 +97,18 @@ class DraftServicer(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
             max_branches=min(message.max_branches or defaults.max_branches, limits.max_branches),
-            min_reach=message.min_reach or defaults.min_reach,
+            min_reach=max(message.min_reach, defaults.min_reach),
             extend_interval=message.extend_interval_us * 1e-6,
         )
 
     def parse(self, request: draft_pb2.DraftRequest) -> Session:
         """Every value is checked, whoever sent it."""
         message = request.open
-        check_rule(message.rule)
         vocabulary, context = self._identity.vocabulary_size, self._identity.context_tokens
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
         violations = sampling_violations(sampling, vocabulary, frozenset())
+        violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         if violations:
             raise InvalidRequestError(violations)
@@ -105,9 +116,17 @@ class DraftServicer(
         wanted = SessionRequest(
             prompt,
             generated,
-            Chooser(sampling, end_tokens, len(prompt) + message.min_tokens),
+            chooser_of(sampling, end_tokens, len(prompt) + message.min_tokens, message),
             end_tokens,
             message.max_tokens,
             context,
         )
-        return Session(wanted, self._policy(message.policy, self._limits.max_nodes), vocabulary)
+        # A candidate that the target cannot name would be dropped there, for being what it is.
+        nameable = min(vocabulary, message.vocabulary_size or vocabulary)
+        policy = self._policy(message.policy, self._limits.max_nodes)
+        return Session(wanted, policy, nameable, self._calibration(wanted.chooser))
+
+    def _calibration(self, chooser: Chooser) -> Calibration:
+        """Requests of about one temperature learn together."""
+        kind = chooser.rule, round(min(chooser.sampling.temperature, HOTTEST), 1)
+        return self._calibrations.setdefault(kind, Calibration())

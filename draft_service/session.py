@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import Chooser, History
-from specdec.decoding.tree import Node, TokenTree, spell
+from draft_service.calibration import Calibration
+from specdec.decoding import contrastive, rejection
+from specdec.decoding.choice import ABSURD, Ask, Chooser
+from specdec.decoding.processing import History
+from specdec.decoding.sampling import Rule
+from specdec.decoding.tree import Node, Paths, TokenTree, spell
 from specdec.engine.batch import Packer
 from specdec.engine.kv import Slots
 
@@ -24,7 +28,7 @@ class GrowthPolicy:
     max_nodes: int = 48
     max_depth: int = 16
     max_branches: int = 3
-    min_reach: float = 0.01  # probability
+    min_reach: float = 0.01  # probability; at 1 there is nothing to do
     extend_interval: float = 0.0  # seconds
 
     @property
@@ -53,11 +57,14 @@ class Session:
     when a commit follows the tree, the nodes' slots become the prefix's: nothing is copied.
     """
 
-    def __init__(self, request: SessionRequest, policy: GrowthPolicy, vocabulary: int) -> None:
+    def __init__(
+        self, request: SessionRequest, policy: GrowthPolicy, vocabulary: int, calibration: Calibration
+    ) -> None:
         text = request.prompt + request.generated
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
+        self._calibration = calibration  # shared with the sessions that it also fits
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(text, vocabulary=vocabulary, last_position=self.end - 1, end_tokens=request.end_tokens)
         self.history = (
@@ -66,6 +73,7 @@ class Session:
         self.slots: Slots = np.zeros(0, dtype=np.int64)
         self.prefix: list[int] = []
         self.unsent: list[Node] = []
+        self.unsent_rows: list[Node] = []  # nodes whose distribution over their children is to be sent
         self.sent_at = -math.inf
         self._idle = False  # whether the tree is as large as it is worth, until a commit or another policy
         self._free: list[int] = []
@@ -94,6 +102,7 @@ class Session:
         if max(tokens, default=0) >= self.vocabulary:
             raise ValueError(f"token {max(tokens)} is not in the draft's vocabulary of {self.vocabulary}")
         held = {node.state for node in tree.root.walk()}
+        self._learn(news)
         node: Node | None = None if self.unread_text else tree.root
         for token in news:
             node = node.children.get(token) if node is not None else None
@@ -107,8 +116,20 @@ class Session:
             self.history.extend(news)
         alive = {id(n): n for n in tree.root.walk()}
         self.unsent = [n for n in self.unsent if id(n) in alive]
+        self.unsent_rows = [n for n in self.unsent_rows if n is tree.root or id(n) in alive]
         kept = {*(n.state for n in alive.values()), *self.prefix[base:]}
         self._free += [slot for slot in held - kept if isinstance(slot, int)]
+
+    def _learn(self, tokens: list[int]) -> None:
+        """How often is the target's choice a child, and which? Offered or not, each verdict tells."""
+        node: Node | None = self.tree.root
+        for depth, token in enumerate(tokens):
+            if node is None or not node.children:
+                return
+            siblings = list(node.children)
+            taken = siblings.index(token) if token in node.children else None
+            self._calibration.learn(depth, taken, [child.score for child in node.children.values()])
+            node = node.children.get(token)
 
     # --- growing -----------------------------------------------------------------------------------
 
@@ -121,7 +142,7 @@ class Session:
         """The `count` unread nodes of highest reach that are worth reading; the root, while there is
         unread text."""
         policy, tree = self.policy, self.tree
-        if self._idle or tree.base >= self.end:
+        if self._idle or policy.min_reach >= 1 or tree.base >= self.end:
             return []  # nothing left to do; or the text is over, or past what this model can hold
         if self.unread_text:
             return [(0.0, tree.root)]
@@ -137,10 +158,13 @@ class Session:
         self._idle = not found
         return found
 
+    def _depth(self, node: Node) -> int:
+        return node.position - self.tree.root.position
+
     def _may_have_children(self, node: Node) -> bool:
         return (
             node.position < self.end - 1
-            and node.position - self.tree.root.position < self.policy.max_depth
+            and self._depth(node) < self.policy.max_depth
             and node.token not in self.request.end_tokens
         )
 
@@ -185,44 +209,66 @@ class Session:
         packer.add_tree(keys, np.asarray([*range(base), *column_positions]), rows, visible)
 
     def grow(self, logits: NDArray[np.float32]) -> None:
-        """Give the nodes just read their likeliest children."""
-        policy, tree = self.policy, self.tree
+        """Give the nodes just read children, by the request's rule. A broken row of logits gives none."""
         for node, index in self._planned:
-            path = node.path()
-            ranked = self.request.chooser.preferences(
-                logits[index],
-                node.position + 1,
-                self.history,
-                [n.token for n in path],
-                policy.max_branches,
-            )
-            reach = node.reach()
-            for token, score in zip(*ranked, strict=True):
-                # The likeliest next token is worth sending however unlikely it is: else a verifier would wait
-                # for nothing.
-                first = node is tree.root and not node.children
-                if (reach + score < policy.least_reach and not first) or tree.size >= policy.max_nodes:
-                    break
-                child = tree.add(node, token, score)
-                if child is not None:
-                    self.unsent.append(child)
+            row = logits[index, : self.vocabulary]
+            if abs(row.max()) < ABSURD:
+                ask = Ask(self.request.chooser, node.position + 1, self.history, [n.token for n in node.path()])
+                if self.request.chooser.rule is Rule.REJECTION:
+                    self._sample(node, row, ask)
+                else:
+                    self._branch(node, row, ask)
         self._planned = []
+
+    def _sample(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
+        """One child, drawn. Whether there is one must not depend on which it is, so nothing is asked of it."""
+        token, node.row = rejection.propose(logits, ask)
+        assert token is not None
+        (score,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.row))])
+        child = self.tree.add(node, token, score)
+        if child is not None:
+            self.unsent.append(child)
+            self.unsent_rows.append(node)
+
+    def _branch(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
+        """The likeliest children."""
+        policy, tree, chooser = self.policy, self.tree, self.request.chooser
+        if chooser.rule is Rule.CONTRASTIVE:
+            node.row = contrastive.amateur_row(logits, chooser.contrast)
+            self.unsent_rows.append(node)
+        tokens, scores = chooser.preferences(logits, ask.position, ask.history, ask.path, policy.max_branches)
+        reach = node.reach()
+        for token, score in zip(tokens, self._calibration.corrected(self._depth(node), scores), strict=True):
+            # The likeliest next token is worth sending however unlikely it is: else a verifier would wait
+            # for nothing.
+            first = node is tree.root and not node.children
+            if (reach + score < policy.least_reach and not first) or tree.size >= policy.max_nodes:
+                break
+            child = tree.add(node, token, score)
+            if child is not None:
+                self.unsent.append(child)
 
     # --- sending -----------------------------------------------------------------------------------
 
     def due(self, now: float) -> bool:
         """Whether an Extend should go out: something is new, and either the verifier has nothing of
         this tree or the last message is long enough ago."""
-        if not self.unsent:
+        if not self.waits:
             return False
-        return len(self.unsent) == self.tree.size or now - self.sent_at >= self.policy.extend_interval
+        nothing_sent = len(self.unsent) == self.tree.size or self.tree.root in self.unsent_rows
+        return nothing_sent or now - self.sent_at >= self.policy.extend_interval
 
-    def spell_unsent(self, now: float) -> tuple[int, list[int], list[int], list[float]]:
-        """(base, tokens, parents, scores) of what was not sent yet."""
-        tokens, parents, scores = spell(self.unsent)
-        self.unsent = []
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self.unsent or self.unsent_rows)
+
+    def spell_unsent(self, now: float) -> tuple[int, Paths]:
+        """(base, what was not sent yet)."""
+        paths = spell(self.unsent, self.unsent_rows)
+        self.unsent, self.unsent_rows = [], []
         self.sent_at = now
-        return self.tree.base, tokens, parents, scores
+        return self.tree.base, paths
 
     def follow(self, policy: GrowthPolicy) -> None:
         """Grow by another policy from now on."""
@@ -232,4 +278,5 @@ class Session:
     def resend(self) -> None:
         """Everything counts as unsent."""
         self.unsent = [node for _, node in self.tree.by_reach()]
+        self.unsent_rows = [node for node in (self.tree.root, *self.unsent) if node.row is not None]
         self.sent_at = -math.inf

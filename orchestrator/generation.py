@@ -20,6 +20,7 @@ from orchestrator.admission import Admission
 from orchestrator.links import DraftLink, DraftUnusableError, VerifierLink
 from orchestrator.request import Model, Sample
 from orchestrator.text import TextStream
+from specdec.decoding.sampling import Rule
 from specdec.serving.errors import PeerLostError
 from specdec.v1 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
@@ -27,6 +28,9 @@ log = structlog.get_logger()
 
 EXTENDS_A_STEP = 4
 """Extend messages a session gets in the time of one step."""
+
+CHEAP = 0.02
+"""Below this price of a candidate, the draft grows what it likes."""
 
 CONSUMED_EVERY = 64
 """Tokens between two reports to the verifier of how far the client has read."""
@@ -85,6 +89,7 @@ class Generation:
         self._statistics = Statistics()
         self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
         self._for_draft: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
+        self._untold = model_pb2.Committed()  # to the draft
         self._found = 0  # tokens that the verifier had in memory already
         self._step_us = 0.0  # moving average of T_v
         self._draft_policy = draft_pb2.DraftPolicy(
@@ -94,6 +99,7 @@ class Generation:
             speculate=False,
             max_candidates=sample.speculation.max_candidates,
             patience_us=int(1e6 * peers.patience_seconds),
+            always=sample.speculation.always,
         )
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
@@ -103,6 +109,8 @@ class Generation:
             self._text.push(token)  # what the client has already seen
         async with VerifierLink(self._peers.verifier, self._timeout(), self._peers.silence_seconds) as verifier:
             wants_draft = sample.speculation.enabled and self._peers.draft is not None
+            if sample.rule is Rule.CONTRASTIVE and not wants_draft:
+                raise _draft_required("there is none")
             if not wants_draft:
                 self._statistics.undrafted_reason = "no_draft" if sample.speculation.enabled else "off"
             # The verifier may wait for the first candidates only if a draft is being opened.
@@ -154,6 +162,9 @@ class Generation:
             await self._undrafted(verifier, "draft_lost", repr(error))
 
     async def _undrafted(self, verifier: VerifierLink, reason: str, why: str) -> None:
+        if self._sample.rule is Rule.CONTRASTIVE:
+            verifier.give_up(_draft_required(why))
+            return
         self._statistics.undrafted_reason = reason
         log.warning("undrafted", reason=reason, why=why)
         self._verifier_policy.speculate = False
@@ -171,16 +182,30 @@ class Generation:
             raise PeerLostError(f"verifier: a commit at {base} tokens, the text has {here}", "VERIFIER_LOST")
 
     def _tell_draft(self, commit: verifier_pb2.Commit) -> None:
-        """Queue what the target decided, and how often to send candidates: a few times a step, since more
-        often is work for three processes and less is late."""
+        """Queue what the target decided, and what is worth guessing; while nothing is, keep it."""
         if not self._verifier_policy.speculate:
             return  # no draft, or none any more
-        self._for_draft.put_nowait(draft_pb2.DraftRequest(committed=commit.committed))
         self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
-        interval = int(self._step_us / EXTENDS_A_STEP)
-        if abs(interval - self._draft_policy.extend_interval_us) > 0.3 * interval:
-            self._draft_policy.extend_interval_us = interval
-            self._for_draft.put_nowait(draft_pb2.DraftRequest(policy=self._draft_policy))
+        told, policy = self._draft_policy, self._pacing(commit.price)
+        if _differ(policy.min_reach, told.min_reach) or _differ(policy.extend_interval_us, told.extend_interval_us):
+            self._draft_policy = policy
+            self._for_draft.put_nowait(draft_pb2.DraftRequest(policy=policy))
+        if not self._untold.tokens:
+            self._untold.base = commit.committed.base
+        self._untold.tokens.extend(commit.committed.tokens)
+        if self._draft_policy.min_reach < 1:
+            self._for_draft.put_nowait(draft_pb2.DraftRequest(committed=self._untold))
+            self._untold = model_pb2.Committed()
+
+    def _pacing(self, price: float) -> draft_pb2.DraftPolicy:
+        """The draft's policy as it should be now. It sends candidates a few times a step, since more often is work
+        for three processes and less is late."""
+        policy = draft_pb2.DraftPolicy()
+        policy.CopyFrom(self._draft_policy)
+        policy.extend_interval_us = int(self._step_us / EXTENDS_A_STEP)
+        if self._sample.rule is not Rule.CONTRASTIVE:  # which needs the draft, whether or not candidates pay
+            policy.min_reach = price if price > CHEAP else 0.0
+        return policy
 
     def _response(
         self, commit: verifier_pb2.Commit, identity: model_pb2.ModelIdentity
@@ -241,7 +266,7 @@ class Generation:
                     ),
                     speculation=statistics.message(),
                     numerics_fingerprint=identity.numerics_fingerprint,
-                    reproducible=True,
+                    reproducible=self._sample.rule is Rule.COUPLED,
                     numerics_mode=identity.numerics_mode,
                     preemptions=commit.preemptions,
                 )
@@ -251,3 +276,12 @@ class Generation:
     def _timeout(self) -> float | None:
         """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+
+def _differ(new: float, told: float) -> bool:
+    """Enough to be worth a message; to 1, and from there, always."""
+    return abs(new - told) > 0.3 * max(new, told) or (new >= 1) is not (told >= 1)
+
+
+def _draft_required(why: str) -> PeerLostError:
+    return PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")

@@ -11,9 +11,9 @@ from typing import Any, Self
 import grpc
 
 from orchestrator.request import Model, Sample
-from specdec.serving.errors import PeerLostError, ProtocolError, from_rpc
+from specdec.serving.errors import PeerLostError, ProtocolError, ServiceError, from_rpc
 from specdec.serving.interceptor import request_id
-from specdec.serving.wire import PROTOCOL_VERSION, sampling_message
+from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 OPEN_SECONDS = 30.0
@@ -33,6 +33,7 @@ class VerifierLink:
         self._timeout = timeout
         self._silence = silence  # seconds; a peer says something every quarter of one
         self._call: Call | None = None
+        self._given_up: ServiceError | None = None
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
         self._opened = asyncio.Event()
         self.identity = model_pb2.ModelIdentity()
@@ -54,7 +55,8 @@ class VerifierLink:
             prompt_tokens=sample.prompt,
             generated_tokens=sample.generated,
             sampling=sampling_message(sample.sampling),
-            rule=model_pb2.ACCEPTANCE_RULE_COUPLED,
+            rule=rule_message(sample.rule),
+            contrast=sample.contrast,
             max_tokens=sample.max_tokens,
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
@@ -86,6 +88,12 @@ class VerifierLink:
                 if response.commit.finish_reason:
                     return
 
+    def give_up(self, error: ServiceError) -> None:
+        """End the session: whoever reads it gets the error."""
+        self._given_up = error
+        if self._call is not None:
+            self._call.cancel()
+
     async def extend(self, extend: model_pb2.Extend) -> None:
         """Candidates; they wait until the session is open."""
         await self._opened.wait()
@@ -110,6 +118,10 @@ class VerifierLink:
         try:
             async with asyncio.timeout(seconds):
                 response = await self._call.read()
+        except asyncio.CancelledError:
+            if self._given_up is None:
+                raise
+            raise self._given_up from None
         except TimeoutError as error:
             raise PeerLostError(f"verifier: silent for {seconds:g} s", "VERIFIER_LOST") from error
         except grpc.aio.AioRpcError as error:
@@ -149,11 +161,13 @@ class DraftLink:
             prompt_tokens=sample.prompt,
             generated_tokens=generated,
             sampling=sampling_message(sample.sampling),
-            rule=model_pb2.ACCEPTANCE_RULE_COUPLED,
+            rule=rule_message(sample.rule),
+            contrast=sample.contrast,
             max_tokens=sample.max_tokens,
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
             policy=policy,
+            vocabulary_size=model.vocabulary,
         )
         await self.send(draft_pb2.DraftRequest(open=message))
         response = await self._read(OPEN_SECONDS)

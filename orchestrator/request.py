@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from orchestrator.tokenizer import ChatTemplateError, Tokenizer
 from specdec.decoding.noise import sample_seed
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.sampling import Rule, Sampling
 from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
-from specdec.serving.wire import check_rule, sampling_violations, token_violations
-from specdec.v1 import generation_pb2
+from specdec.serving.wire import rule_of, rule_violations, sampling_violations, token_violations
+from specdec.v1 import generation_pb2, model_pb2
 
 MOST_SAMPLES = 16
 MOST_STOP_STRINGS = 16
@@ -36,6 +36,7 @@ class Speculation:
     """How a request wants to speculate; 0 leaves a value to the services."""
 
     enabled: bool
+    always: bool  # whether or not it pays
     max_candidates: int
     max_depth: int
     max_branches: int
@@ -56,6 +57,8 @@ class Sample:
     logprobs: int  # as in VerifyOpen.logprobs
     speculation: Speculation
     tenant: str
+    rule: Rule
+    contrast: model_pb2.Contrast
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,6 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
         raise UnknownModelError(f"model: is {message.model!r}, served here is {model.name!r}")
     if message.json_schema:
         raise NotBuiltError("json_schema: structured output is not built yet")
-    check_rule(message.rule)
     violations: list[tuple[str, str]] = []
     prompt = _prompt(message, model, violations)
     generated = list(message.generated_tokens)
@@ -94,6 +96,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
     )
     end_tokens = frozenset(message.stop_tokens) | (frozenset() if message.ignore_end_token else model.end_tokens)
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
+    violations += rule_violations(message.rule, message.contrast, sampling)
 
     room = model.context - len(prompt)
     if prompt and room < 1:
@@ -118,6 +121,8 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
     _check_stops(message, model, violations)
     if message.speculation.mode not in generation_pb2.SpeculationMode.values():
         violations.append(("speculation.mode", f"is {message.speculation.mode}, which is no SpeculationMode"))
+    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and _off(message):
+        violations.append(("speculation.mode", "is OFF, the CONTRASTIVE rule needs the draft"))
     if len(message.tenant) > LONGEST_TENANT:
         violations.append(("tenant", f"has {len(message.tenant)} characters, must have at most {LONGEST_TENANT}"))
     if violations:
@@ -134,12 +139,15 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
         stop=tuple(message.stop),
         logprobs=logprobs,
         speculation=Speculation(
-            enabled=message.speculation.mode != generation_pb2.SPECULATION_MODE_OFF,
+            enabled=not _off(message),
+            always=message.speculation.mode == generation_pb2.SPECULATION_MODE_ALWAYS,
             max_candidates=message.speculation.max_candidates,
             max_depth=message.speculation.max_depth,
             max_branches=message.speculation.max_branches,
         ),
         tenant=message.tenant,
+        rule=rule_of(message.rule, sampling),
+        contrast=message.contrast,
     )
     return Request(
         seed,
@@ -148,6 +156,10 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
             for i in range(max(1, message.n))
         ],
     )
+
+
+def _off(message: generation_pb2.GenerateRequest) -> bool:
+    return message.speculation.mode == generation_pb2.SPECULATION_MODE_OFF
 
 
 def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> list[int]:

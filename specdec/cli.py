@@ -180,7 +180,13 @@ def generate(
     min_p: float = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Drawn and reported if not given.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
-    speculation: Literal["auto", "off"] = "auto",
+    speculation: Literal["auto", "off", "always"] = "auto",
+    rule: Annotated[
+        Literal["coupled", "rejection", "contrastive"], typer.Option(help="How candidates become tokens.")
+    ] = "coupled",
+    alpha: Annotated[
+        float | None, typer.Option(help="Contrastive: least probability, relative to the most probable token's.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds for one prompt.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
 ) -> None:
@@ -196,6 +202,8 @@ def generate(
         "seed": seed,
         "stop": stop or (),
         "speculation": speculation,
+        "rule": rule,
+        "alpha": alpha,
     }
     try:
         with Client(address, timeout=timeout) as client:

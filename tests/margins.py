@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import transformers
 
-from specdec.decoding.choice import Chooser, History
+from specdec.decoding.choice import Chooser
+from specdec.decoding.processing import History
 
 MARGIN = 1e-4
 

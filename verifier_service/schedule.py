@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from typing import NamedTuple
 
-from specdec.decoding.tree import Node, TokenTree
+from specdec.decoding.tree import Node
 from verifier_service.cost import StepCost
 
 STRETCH = 0.7
@@ -24,29 +25,37 @@ LEAST_PROMPT_ROWS = 8
 """A prompt goes on by so many tokens a step at least, however dear they are."""
 
 
-def candidates(trees: Sequence[tuple[TokenTree, int]], cost: StepCost, rows: int, most: int) -> list[list[Node]]:
-    """The nodes to verify of each tree, best first: always a connected tree.
+Offers = Iterable[tuple[float, Node]]
+"""A session's candidates, best first, each with its reach: as many as it may have in a step."""
 
-    `trees` come with the number of nodes each may have at most; `rows` are in the step already, a token is sure
-    to come of each tree; at most `most` rows are added.
-    """
-    chosen: list[list[Node]] = [[] for _ in trees]
-    if not any(limit for _, limit in trees):
-        return chosen
-    offers = [_offers(index, tree, limit) for index, (tree, limit) in enumerate(trees)]
-    expected, time = float(len(trees)), cost.of(rows)
-    for negative_reach, index, node in islice(heapq.merge(*offers, key=lambda offer: offer[0]), most):
-        longer = cost.of(rows + 1)
+
+class Choice(NamedTuple):
+    """The nodes to verify of each session, best first, always a connected tree; and the price of one more: the
+    probability from which a further candidate would have paid."""
+
+    nodes: list[list[Node]]
+    price: float
+
+
+def candidates(offers: Sequence[Offers], cost: StepCost, rows: int, most: int) -> Choice:
+    """`rows` are in the step already, a token is sure to come of each session; at most `most` rows are added."""
+    chosen: list[list[Node]] = [[] for _ in offers]
+    ranked = heapq.merge(*map(_numbered, count(), offers), key=lambda offer: offer[0])
+    expected, time = float(len(offers)), cost.of(rows)
+    price = expected * (cost.of(rows + 1) / time - 1.0)
+    for negative_reach, index, node in islice(ranked, most):
         gain = math.exp(-negative_reach)
-        if gain * time < expected * (longer - time):
+        if gain < price:
             break
-        expected, time, rows = expected + gain, longer, rows + 1
+        expected, rows = expected + gain, rows + 1
+        time = cost.of(rows)
+        price = expected * (cost.of(rows + 1) / time - 1.0)
         chosen[index].append(node)
-    return chosen
+    return Choice(chosen, price)
 
 
-def _offers(index: int, tree: TokenTree, limit: int) -> Iterator[tuple[float, int, Node]]:
-    for reach, node in islice(tree.by_reach(), limit):
+def _numbered(index: int, offers: Offers) -> Iterator[tuple[float, int, Node]]:
+    for reach, node in offers:
         yield -reach, index, node
 
 

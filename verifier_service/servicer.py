@@ -7,16 +7,26 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
+import structlog
 
-from specdec.decoding.choice import Chooser
 from specdec.engine.blocks import BLOCK
 from specdec.serving.errors import InvalidRequestError, OverloadedError
 from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
-from specdec.serving.wire import check_rule, sampling_from, sampling_violations, text_violations, token_violations
+from specdec.serving.wire import (
+    chooser_of,
+    paths_from,
+    rule_violations,
+    sampling_from,
+    sampling_violations,
+    text_violations,
+    token_violations,
+)
 from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.session import Policy, Session, SessionRequest, Verdict
 from verifier_service.step_loop import Attached, StepLoop, StepTimes
+
+log = structlog.get_logger()
 
 MOST_LOGPROBS = 20
 MOST_NODES_A_MESSAGE = 1024
@@ -85,6 +95,7 @@ class VerifierServicer(
             committed_tokens=load.committed,
             drafted_tokens=load.drafted,
             accepted_tokens=load.accepted,
+            refused_extends=load.refused,
             prompt_tokens=load.prompt_tokens,
             found_tokens=load.found_tokens,
             preemptions=load.preemptions,
@@ -98,15 +109,22 @@ class VerifierServicer(
     def act(self, session: Session, request: verifier_pb2.VerifyRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "extend":
-                e = request.extend
-                most = max(len(e.tokens), len(e.parents), len(e.scores))
-                if most > MOST_NODES_A_MESSAGE:
-                    raise ValueError(f"{most} nodes, at most {MOST_NODES_A_MESSAGE} a message")
-                session.extend(e.base, list(e.tokens), list(e.parents), list(e.scores), arrived)
+                self._extend(session, request.extend, arrived)
             case "policy":
                 session.adopt(self._policy(request.policy))
             case "consumed":
                 session.consumed = len(session.request.prompt) + request.consumed.tokens
+
+    def _extend(self, session: Session, extend: model_pb2.Extend, arrived: float) -> None:
+        """Candidates that cannot be are dropped: they are a draft's doing, and a draft costs no token."""
+        try:
+            most = max(len(extend.tokens), len(extend.parents), len(extend.scores), len(extend.rows))
+            if most > MOST_NODES_A_MESSAGE:
+                raise ValueError(f"{most} nodes, at most {MOST_NODES_A_MESSAGE} a message")
+            session.extend(extend.base, paths_from(extend), arrived)
+        except ValueError as error:
+            self._loop.load.refused += 1
+            log.warning("candidates_refused", why=str(error))
 
     def opened(self) -> verifier_pb2.VerifyResponse:
         opened = verifier_pb2.VerifyOpened(identity=self._identity, max_nodes=self._limits.max_nodes)
@@ -124,24 +142,25 @@ class VerifierServicer(
             speculate=message.speculate,
             max_candidates=min(message.max_candidates or most, most),
             patience=message.patience_us * 1e-6,
+            always=message.always,
         )
 
     def parse(self, request: verifier_pb2.VerifyRequest) -> Session:
         """Every value is checked, whoever sent it."""
         message = request.open
-        check_rule(message.rule)
         vocabulary, context = self._identity.vocabulary_size, self._identity.context_tokens
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
         end_tokens = frozenset(message.end_tokens)
         violations = sampling_violations(sampling, vocabulary, end_tokens if message.min_tokens else frozenset())
+        violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
         if message.logprobs > MOST_LOGPROBS + 1:
             violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS + 1}"))
         if violations:
             raise InvalidRequestError(violations)
-        chooser = Chooser(sampling, end_tokens, len(prompt) + message.min_tokens)
+        chooser = chooser_of(sampling, end_tokens, len(prompt) + message.min_tokens, message)
         wanted = SessionRequest(
             prompt, generated, chooser, end_tokens, message.max_tokens, message.logprobs, context, message.tenant
         )
@@ -166,5 +185,6 @@ def _response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse
         found_tokens=times.found,
         preemptions=times.preemptions,
         steps=verdict.steps,
+        price=times.price,
     )
     return verifier_pb2.VerifyResponse(commit=commit)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from specdec.decoding.choice import Ask, Chooser, History
+from specdec.decoding.choice import Ask, Chooser
 from specdec.decoding.logprobs import Logprobs
-from specdec.decoding.tree import Node, TokenTree
+from specdec.decoding.processing import History
+from specdec.decoding.proposal import Proposal
+from specdec.decoding.sampling import Rule
+from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv import PoolFullError, Slots
@@ -66,6 +71,7 @@ class Policy:
     speculate: bool
     max_candidates: int
     patience: float  # seconds
+    always: bool = False  # whether or not it pays
 
 
 @dataclass
@@ -97,6 +103,7 @@ class Session:
             last_position=self.end - 1,
             end_tokens=request.end_tokens,
             max_nodes=max_nodes,
+            sampled=request.chooser.rule is Rule.REJECTION,
         )
         self.history = (
             History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
@@ -112,6 +119,17 @@ class Session:
     def remaining_prompt(self) -> int:
         """Committed tokens before the tip that are not computed yet."""
         return self.tree.base - 1 - self.computed
+
+    @property
+    def contrasts(self) -> bool:
+        """Whether no token can be chosen without the draft's distribution at its place."""
+        return self.request.chooser.rule is Rule.CONTRASTIVE
+
+    @property
+    def computable(self) -> int:
+        """Committed tokens that a step can take: all but, while its draft is silent, the tip of a session that
+        contrasts."""
+        return self.remaining_prompt + (not self.contrasts or self.tree.root.row is not None)
 
     @property
     def slots(self) -> Slots:
@@ -150,11 +168,16 @@ class Session:
 
     # --- candidates ---------------------------------------------------------------------------------
 
-    def extend(self, base: int, tokens: list[int], parents: list[int], scores: list[float], arrived: float) -> None:
+    def extend(self, base: int, paths: Paths, arrived: float) -> None:
         """Candidates came; ValueError if they cannot be."""
-        self.tree.insert(base, tokens, parents, scores, origin=DRAFT)
+        self.tree.insert(base, paths, origin=DRAFT)
         self.pace.arrived(base, arrived)
         self._outlook = None
+
+    def usable(self, node: Node) -> bool:
+        """Whether verifying a candidate can bring anything: where tokens are contrasted, one without the draft's
+        distribution below it is a place at which nothing can be chosen."""
+        return not self.contrasts or node.row is not None
 
     def adopt(self, policy: Policy) -> None:
         """Speculate otherwise from now on."""
@@ -166,12 +189,14 @@ class Session:
         """Candidates it may have in a step."""
         return self.policy.max_candidates if self.policy.speculate and not self.remaining_prompt else 0
 
+    def offers(self) -> Iterator[tuple[float, Node]]:
+        """The candidates it would like to have in a step, best first, each with its reach."""
+        return islice(self.tree.by_reach(self.usable), self.allowance)
+
     def prospect(self, now: float) -> Prospect:
         """What it would bring to a step now, and what it has to hope for."""
-        if not self.policy.speculate:
-            return Prospect(1.0)
         if self._outlook is None:
-            self._outlook = self.tree.outlook(self.policy.max_candidates)
+            self._outlook = self.tree.outlook(self.policy.max_candidates, self.usable)
         expected, leaf = self._outlook
         if self.policy.patience <= 0:
             return Prospect(expected)
@@ -266,7 +291,7 @@ class Descent:
 
     def ask(self) -> Ask:
         session = self.session
-        return Ask(session.request.chooser, self._node.position + 1, session.history, self._path)
+        return Ask(session.request.chooser, self._node.position + 1, session.history, self._path, self._proposal())
 
     def take(self, token: int) -> bool:
         node, planned, verdict = self._node, self.planned, self.verdict
@@ -291,6 +316,12 @@ class Descent:
 
     def fail(self, error: Exception) -> None:
         self.error = error
+
+    def _proposal(self) -> Proposal | None:
+        """What the draft says of the next position. A sampled child is put to the test whether or not it is in this
+        step: if it is accepted, what the draft has grown below it stays alive."""
+        node = self._node
+        return None if node.row is None else Proposal(next(iter(node.children), None), node.row)
 
     def _source(self, node: Node, child: Node | None) -> int:
         if child is not None:

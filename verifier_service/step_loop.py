@@ -27,7 +27,8 @@ from specdec.engine.kv import NOWHERE, PoolFullError, Slots
 from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
 from verifier_service.cost import StepCost
-from verifier_service.pace import wait_until
+from verifier_service.guard import Guard
+from verifier_service.pace import Prospect, wait_until
 from verifier_service.schedule import candidates, prompt_rows
 from verifier_service.session import Descent, Planned, Session, Verdict
 from verifier_service.walk import walk
@@ -40,6 +41,13 @@ MOST_CANDIDATES = 256
 MESSAGES_A_SECOND = 1000
 """About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
 interpreter that it shares with the steps. Those of a drafted session are told at once, others are joined."""
+
+PRICE_SMOOTHING = 0.2
+UNDRAFTED = Prospect(1.0)
+"""Of a session that brings one token and hopes for nothing."""
+
+NOTHING_PAYS = 1.0
+"""A price at which there is no use in drafting."""
 
 MARGIN = 16
 """A session is let in only if this part of all blocks, or one for each running session, stays available."""
@@ -55,6 +63,7 @@ class StepTimes:
     queued: float  # for memory, since its last commit
     found: int = 0  # on the first commit: tokens that were in memory already
     preemptions: int = 0  # so far
+    price: float = 0.0  # of a candidate: the probability from which it pays to verify one
 
 
 @dataclass(eq=False)
@@ -90,6 +99,7 @@ class Load:
     committed: int = 0  # tokens
     drafted: int = 0  # candidates verified
     accepted: int = 0
+    refused: int = 0  # messages of candidates that made no sense
     prompt_tokens: int = 0  # that sessions came with
     found_tokens: int = 0  # of these, in memory already
     preemptions: int = 0
@@ -120,7 +130,10 @@ class StepLoop(Worker):
         self._waiting: list[Attached] = []  # for memory, in order of precedence
         self._running: list[Attached] = []  # in order of arrival
         self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
+        self._guard = Guard()
+        self._price = 0.0  # of a candidate, moving average
         self._last_step = 0.0  # when it ended
+        self._idle = True  # whether there has been nothing to do since
         self._put_off: float | None = None  # since when a step is
 
     @property
@@ -148,13 +161,13 @@ class StepLoop(Worker):
 
     def turn(self) -> float | None:
         self._admit()
-        ready = [attached for attached in self._running if not self._stalled(attached)]
+        ready = [a for a in self._running if not self._stalled(a) and a.session.computable]
         if not ready:
-            self._put_off = None
+            self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
         now = time.monotonic()
         if not any(a.session.remaining_prompt for a in ready):
-            prospects = [a.session.prospect(now) for a in ready]
+            prospects = [a.session.prospect(now) if self._speculates(a) else UNDRAFTED for a in ready]
             until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
             if until is not None:
                 self._put_off = self._put_off or now
@@ -192,7 +205,9 @@ class StepLoop(Worker):
         kept = [(a, descent) for a, descent in descents if descent.error is None]
         self._move([move for _, descent in kept for move in descent.moves])
         self._add_logprobs([descent for _, descent in kept], logits)
+        begin = start if self._idle else self._last_step
         end = self._last_step = time.monotonic()
+        self._idle = False
         verdicts = [(attached, attached.session.settle(descent, end)) for attached, descent in kept]
         for attached, _ in kept:  # a prompt that is not through yet may still turn out to be no numbers
             attached.session.publish()
@@ -200,6 +215,8 @@ class StepLoop(Worker):
             if descent.error is not None:
                 self._quarantine(attached, descent.error)
         self._observe(rows, end - start, verdicts)
+        if len(planned) == len(descents):  # a step with prompts in it tells nothing of speculation
+            self._watch(end, end - begin, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
@@ -207,13 +224,14 @@ class StepLoop(Worker):
         decoding = [a for a in ready if not a.session.remaining_prompt]
         prompts = [a for a in ready if a.session.remaining_prompt]
         scratch = list(self._scratch)
-        trees = [(a.session.tree, a.session.allowance) for a in decoding]
+        offers = [a.session.offers() if self._speculates(a) else iter(()) for a in decoding]
         planned: list[tuple[Attached, Planned]] = []
-        chosen = candidates(trees, self._cost, len(decoding), len(scratch))
+        chosen, price = candidates(offers, self._cost, len(decoding), len(scratch))
+        self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
         for attached, nodes in zip(decoding, chosen, strict=True):
             self._reserve_for(attached.session, nodes)
             planned.append((attached, attached.session.plan(packer, 1, nodes, scratch)))
-        remaining = [a.session.remaining_prompt + 1 for a in prompts]
+        remaining = [a.session.computable for a in prompts]
         shares = prompt_rows(remaining, len(decoding), self._cost, len(packer.tokens), self._step_rows)
         for attached, share in zip(prompts, shares, strict=True):
             planned.append((attached, attached.session.plan(packer, share, [], scratch)))
@@ -247,6 +265,10 @@ class StepLoop(Worker):
             self.load.found_tokens += session.found
         self._count()
         return True
+
+    def _speculates(self, attached: Attached) -> bool:
+        policy = attached.session.policy
+        return policy.speculate and (policy.always or self._guard.speculating)
 
     def _stalled(self, attached: Attached) -> bool:
         """Whether it is far ahead of its reader; `consumed` will wake the loop."""
@@ -325,7 +347,7 @@ class StepLoop(Worker):
         messages = []
         for attached, verdict in verdicts:
             attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
-            at_once = verdict.finish or attached.session.policy.speculate or self._stalled(attached)
+            at_once = verdict.finish or self._speculates(attached) or self._stalled(attached)
             if at_once or now - attached.told >= spacing:  # who is stalled waits for what its reader hears of
                 messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
@@ -338,7 +360,8 @@ class StepLoop(Worker):
     ) -> tuple[Outbox[Any], Callable[[], Any]]:
         """What is untold of a session, to be put into its outbox."""
         found, attached.session.found = attached.session.found, 0
-        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions)
+        price = self._price if self._speculates(attached) else NOTHING_PAYS
+        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions, price)
         verdict, attached.untold = attached.untold, None
         attached.queued, attached.told = 0.0, time.monotonic()
         assert verdict is not None
@@ -354,6 +377,14 @@ class StepLoop(Worker):
             load.committed += len(verdict.tokens)
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
+
+    def _watch(self, now: float, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+        """Let the guard know what a step of sessions that could speculate has brought."""
+        if any(a.session.policy.speculate and not a.session.policy.always for a, _ in verdicts):
+            sessions = len(verdicts)
+            tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
+            plain_rate = sessions / self._cost.of(sessions)
+            self._guard.observe(now, sessions=sessions, tokens=tokens, seconds=seconds, plain_rate=plain_rate)
 
     def _count(self) -> None:
         self.load.running, self.load.waiting = len(self._running), len(self._waiting)

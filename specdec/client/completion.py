@@ -47,7 +47,7 @@ class Finish:
     exact: bool  # True: the tokens do not depend on who shared the steps
     preemptions: int  # times the text lost its memory to another and was computed anew
     found_tokens: int  # of the prompt, in memory already
-    reproducible: bool  # False when the text moved between pods whose numerics differ
+    reproducible: bool  # whether the same request gives the same tokens again
 
 
 @dataclass(frozen=True)

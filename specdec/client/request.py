@@ -48,8 +48,10 @@ class GenerateOptions(TypedDict, total=False):
     banned_tokens: Iterable[int]  # token ids that are never chosen
     seed: int | None  # default: drawn by the server and told in the first chunk
 
-    speculation: Literal["auto", "off"]
+    speculation: Literal["auto", "off", "always"]  # always: even where it is found not to pay
     rule: Literal["coupled", "rejection", "contrastive"]  # how candidates become tokens
+    alpha: float | None  # contrastive: least probability, relative to the most probable token's; default 0.1
+    amateur_temperature: float | None  # contrastive: divides the draft's logits; default 1
     max_candidates: int  # verified in one step at most; 0 is the server's default
     max_depth: int  # drafted ahead at most; 0 is the server's default
     max_branches: int  # alternatives at one place at most; 0 is the server's default
@@ -58,7 +60,11 @@ class GenerateOptions(TypedDict, total=False):
     generated_tokens: Sequence[int]  # takes up a text that broke off; needs its seed, and n = 1
 
 
-_MODES = {"auto": pb.SPECULATION_MODE_AUTO, "off": pb.SPECULATION_MODE_OFF}
+_MODES = {
+    "auto": pb.SPECULATION_MODE_AUTO,
+    "off": pb.SPECULATION_MODE_OFF,
+    "always": pb.SPECULATION_MODE_ALWAYS,
+}
 _RULES = {
     "coupled": model_pb2.ACCEPTANCE_RULE_COUPLED,
     "rejection": model_pb2.ACCEPTANCE_RULE_REJECTION,
@@ -73,6 +79,7 @@ _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "logit_bias", "banned_tokens", "seed",
 }  # fmt: skip
+_CONTRAST = {"alpha", "amateur_temperature"}
 _SPECULATION = {"max_candidates", "max_depth", "max_branches"}
 
 
@@ -88,6 +95,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             _put(request, name, name, value)
         elif name in _SAMPLING:
             _put(request.sampling, name, name, value)
+        elif name in _CONTRAST:
+            _put(request.contrast, name, name, value)
         elif name in _SPECULATION:
             _put(request.speculation, name, name, value)
         elif name == "prompt":

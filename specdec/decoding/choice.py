@@ -1,16 +1,19 @@
-"""The choice rule: from rows of logits to one token each, the same at draft and verifier.
+"""The choice: from rows of logits to one token each.
+
+By the COUPLED rule, the same at draft and verifier,
 
     choice = argmax over surviving v of  z[v] + g(seed, position, v)
 
 where z are the processed logits and g is the shared Gumbel noise. Everything the system promises
 about reproducibility rests on this being a pure function: of one row and of what is asked about it, never
-of the other rows that happen to be answered with it.
+of the other rows that happen to be answered with it. The other rules (`rejection.py`, `contrastive.py`) also look
+at what the draft proposes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,12 +21,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding import contrastive, rejection
 from specdec.decoding.noise import gumbel, stream
+from specdec.decoding.processing import History, Logits, adjusted, tempered
+from specdec.decoding.proposal import Proposal
 from specdec.decoding.race import contenders, winners
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.truncation import survivors, truncates
 
-Logits = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 
 BLOCK = 1 << 17
@@ -40,24 +45,9 @@ AGREEMENT_SCALE = 0.6
 the target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
 
 
-class History:
-    """Which tokens a text holds, for the penalties: prompt as a set, output as counts."""
-
-    def __init__(self, vocabulary: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.seen = np.zeros(vocabulary, dtype=bool)
-        self.output_counts = np.zeros(vocabulary, dtype=np.int32)
-        self.seen[np.asarray(prompt, dtype=np.int64)] = True
-        self.extend(output)
-
-    def extend(self, output: Sequence[int]) -> None:
-        ids = np.asarray(output, dtype=np.int64)
-        self.seen[ids] = True
-        np.add.at(self.output_counts, ids, 1)
-
-
 @dataclass(frozen=True)
 class Chooser:
-    """The choice rule of one request.
+    """How one request's tokens are chosen.
 
     `end_tokens` are not chosen while the text is shorter than `first_end_position`, an absolute
     position: the way `min_tokens` is kept.
@@ -66,6 +56,8 @@ class Chooser:
     sampling: Sampling
     end_tokens: frozenset[int] = frozenset()
     first_end_position: int = 0
+    rule: Rule = Rule.COUPLED
+    contrast: Contrast = USUAL_CONTRAST
 
     def choose(self, logits: Logits, position: int, history: History | None, path: Sequence[int] = ()) -> int:
         """`choose` for one row, float32 [V]."""
@@ -76,10 +68,10 @@ class Chooser:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Token ids, ascending, and what the choice is the argmax of; ids that do not survive are left out, or
         have the score -inf."""
-        z = _adjusted(logits[None], [Ask(self, position, history, path)])
+        z = adjusted(logits[None], [Ask(self, position, history, path)])
         if self.sampling.greedy:
             return np.arange(len(logits)), z[0].astype(np.float64)
-        z = _tempered(z, [self.sampling])
+        z = tempered(z, [self.sampling])
         ids = survivors(z[0], self.sampling)
         return ids, z[0, ids] + gumbel(self.sampling.seed, position, ids)
 
@@ -94,7 +86,7 @@ class Chooser:
         Only the LOOKED_AT largest logits are looked at; what that misses costs acceptance, nothing else. A
         broken row (see `choose`) gives none.
         """
-        z = _adjusted(logits[None], [Ask(self, position, history, path)])[0]
+        z = adjusted(logits[None], [Ask(self, position, history, path)])[0]
         if not abs(z.max()) < ABSURD:
             return [], []
         if len(z) > LOOKED_AT:
@@ -104,7 +96,7 @@ class Chooser:
             ids = np.arange(len(z))
         perturbed = z.astype(np.float64)
         if not self.sampling.greedy:
-            z = _tempered(z[None], [self.sampling])[0]
+            z = tempered(z[None], [self.sampling])[0]
             kept = survivors(z, self.sampling)
             ids = ids[kept]
             perturbed = self.sampling.temperature * (z[kept] + gumbel(self.sampling.seed, position, ids))
@@ -117,20 +109,20 @@ class Chooser:
         return ids[best].tolist(), (perturbed[best] - log_total).tolist()
 
     @cached_property
-    def _bias(self) -> tuple[NDArray[np.int64], Logits]:
+    def bias(self) -> tuple[NDArray[np.int64], Logits]:
         bias = self.sampling.logit_bias
         return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
 
     @cached_property
-    def _banned(self) -> NDArray[np.int64]:
+    def banned(self) -> NDArray[np.int64]:
         return np.array(sorted(self.sampling.banned_tokens), dtype=np.int64)
 
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
+    def ends(self) -> NDArray[np.int64]:
         return np.array(sorted(self.end_tokens), dtype=np.int64)
 
     @cached_property
-    def _adjusts(self) -> bool:
+    def adjusts(self) -> bool:
         s = self.sampling
         return s.penalises or bool(s.logit_bias) or bool(s.banned_tokens)
 
@@ -139,13 +131,15 @@ class Ask(NamedTuple):
     """What is asked about one row of logits: the token at absolute `position`.
 
     `history` covers the committed text and is needed if the sampling penalises; `path` are the guessed
-    tokens between it and this position.
+    tokens between it and this position. `proposal` is what the draft says of this position, for the rules that
+    ask it; CONTRASTIVE cannot choose without one.
     """
 
     chooser: Chooser
     position: int
     history: History | None = None
     path: Sequence[int] = ()
+    proposal: Proposal | None = None
 
 
 def choose(logits: Logits, asks: Sequence[Ask]) -> Tokens:
@@ -165,80 +159,49 @@ def choose(logits: Logits, asks: Sequence[Ask]) -> Tokens:
 
 
 def _choose(logits: Logits, asks: Sequence[Ask]) -> Tokens:
-    z = _adjusted(logits, asks)
+    z = adjusted(logits, asks)
     tokens = np.asarray(z.argmax(axis=1))
     peaks = z[np.arange(len(z)), tokens]
-    whole: list[int] = []
-    truncated: list[int] = []
+    groups: dict[Decide, list[int]] = defaultdict(list)
     for row, (ask, sound) in enumerate(zip(asks, (np.abs(peaks) < ABSURD).tolist(), strict=True)):
-        if sound and not ask.chooser.sampling.greedy:
-            (truncated if truncates(ask.chooser.sampling) else whole).append(row)
-    for group in (whole, truncated):
-        if group:
-            tokens[group] = _draw(z[group], [asks[row] for row in group], truncated=group is truncated)
+        decide = _decider(ask.chooser) if sound else None
+        if decide is not None:
+            groups[decide].append(row)
+    for decide, group in groups.items():
+        tokens[group] = decide(z[group], [asks[row] for row in group])
     return tokens
 
 
-def _draw(z: Logits, asks: Sequence[Ask], *, truncated: bool) -> Tokens:
-    """int64 [n]: the tokens of processed logits [n, V], with noise."""
+Decide = Callable[[Logits, Sequence[Ask]], Tokens]
+"""From processed logits [n, V] to tokens [n]."""
+
+
+def _decider(chooser: Chooser) -> Decide | None:
+    """None: the argmax decides."""
+    if chooser.rule is Rule.CONTRASTIVE:
+        return contrastive.decide
+    if chooser.sampling.greedy:
+        return None
+    if chooser.rule is Rule.REJECTION:
+        return rejection.decide
+    return _draw_truncated if truncates(chooser.sampling) else _draw
+
+
+def _draw(z: Logits, asks: Sequence[Ask]) -> Tokens:
+    """With noise, over whole rows."""
+    z = tempered(z, [ask.chooser.sampling for ask in asks])
+    streams = _streams(asks)
+    return winners(z, streams, contenders(z, streams))
+
+
+def _draw_truncated(z: Logits, asks: Sequence[Ask]) -> Tokens:
+    """With noise, among the survivors of top-k, top-p and min-p."""
     samplings = [ask.chooser.sampling for ask in asks]
-    z = _tempered(z, samplings)
-    streams = np.array([stream(ask.chooser.sampling.seed, ask.position) for ask in asks], dtype=np.uint64)
-    if not truncated:
-        return winners(z, streams, contenders(z, streams))
+    z = tempered(z, samplings)
     offsets = range(0, z.size, z.shape[1])
     kept = [survivors(*of_row) + offset for *of_row, offset in zip(z, samplings, offsets, strict=True)]
-    return winners(z, streams, np.concatenate(kept))
+    return winners(z, _streams(asks), np.concatenate(kept))
 
 
-def _tempered(z: Logits, samplings: Sequence[Sampling]) -> Logits:
-    """Divided by each row's temperature, in float32 (the largest of which stands for all above it)."""
-    limit = float(np.finfo(np.float32).max)
-    temperatures: Logits = np.array([[min(s.temperature, limit)] for s in samplings], dtype=np.float32)
-    return np.asarray(z / temperatures, dtype=np.float32)
-
-
-def _adjusted(logits: Logits, asks: Sequence[Ask]) -> Logits:
-    """Penalties, bias and bans; the caller's rows are left alone."""
-    if not any(ask.chooser._adjusts or ask.position < ask.chooser.first_end_position for ask in asks):
-        return logits
-    z = logits.copy()
-    start = 0
-    for _, run in itertools.groupby(asks, key=lambda ask: (id(ask.chooser), id(ask.history))):
-        of_run = list(run)
-        rows = slice(start, start + len(of_run))
-        _adjust(z[rows], logits[rows], of_run)
-        start = rows.stop
-    return z
-
-
-def _adjust(z: Logits, logits: Logits, asks: Sequence[Ask]) -> None:
-    """In place, for rows of one chooser and one history; `logits` are the same rows and stay what they are."""
-    chooser, history = asks[0].chooser, asks[0].history
-    sampling = chooser.sampling
-    if sampling.penalises:
-        if history is None:
-            raise ValueError("penalties need the history of the text")
-        ids = np.flatnonzero(history.seen)
-        z[:, ids] = _penalised(z[:, ids], history.output_counts[ids], sampling)
-        for row, raw, ask in zip(z, logits, asks, strict=True):
-            if ask.path:  # its tokens count as output, in this row alone
-                ids, more = np.unique(ask.path, return_counts=True)
-                row[ids] = _penalised(raw[ids], history.output_counts[ids] + more, sampling)
-    if sampling.logit_bias:
-        ids, bias = chooser._bias
-        z[:, ids] += bias
-    if sampling.banned_tokens:
-        z[:, chooser._banned] = -np.inf
-    for row, ask in zip(z, asks, strict=True):
-        if ask.position < chooser.first_end_position:
-            row[chooser._ends] = -np.inf
-
-
-def _penalised(logits: Logits, counts: NDArray[np.integer], sampling: Sampling) -> Logits:
-    """Of tokens that the text holds: float32 [..., k]; `counts` [k] of them are output."""
-    penalty = np.float32(sampling.repetition_penalty)
-    z = np.where(logits > 0, logits / penalty, logits * penalty)
-    z -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
-    z -= np.float32(sampling.presence_penalty) * (counts > 0).astype(np.float32)
-    return z
+def _streams(asks: Sequence[Ask]) -> NDArray[np.uint64]:
+    return np.array([stream(ask.chooser.sampling.seed, ask.position) for ask in asks], dtype=np.uint64)

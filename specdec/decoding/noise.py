@@ -13,7 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 DOMAIN_CHOICE = 0x63686F6963650001
-"""Separates the noise of the choice rule from any other use of a request's seed."""
+DOMAIN_DRAFT = 0x6472616674000002
+DOMAIN_ACCEPT = 0x6163636570740003
+DOMAIN_RESIDUAL = 0x7265736964750004
+"""Separate the noise of the choice rule, and the three draws of rejection sampling, from each other: random numbers
+of one request that serve two purposes would tie what must be independent."""
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -32,13 +36,13 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def stream(seed: int, position: int) -> int:
+def stream(seed: int, position: int, domain: int = DOMAIN_CHOICE) -> int:
     """The 64-bit state from which the words of all token ids at one position follow.
 
     Nested finalisers, never one linear combination of seed and position: with that, the noise of one
     seed would be a shifted copy of another's.
     """
-    return mix((mix((seed & MASK) ^ DOMAIN_CHOICE) + position) & MASK)
+    return mix((mix((seed & MASK) ^ domain) + position) & MASK)
 
 
 def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -90,6 +94,11 @@ def word_gumbel_bound(value: NDArray[np.uint64]) -> NDArray[np.float32]:
 def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """float64 [n]: standard Gumbel noise of each token id at an absolute position."""
     return word_gumbel(words(seed, position, ids))
+
+
+def uniform(seed: int, position: int, domain: int) -> float:
+    """A number strictly inside (0, 1), of 52 bits, for one draw at an absolute position."""
+    return float(((mix(stream(seed, position, domain)) >> 12) + 0.5) * 2.0**-52)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -4,9 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 GREEDY_BELOW = 1e-4
 """A temperature below this is zero: the division would only amplify rounding."""
+
+
+class Rule(Enum):
+    """How candidates become tokens."""
+
+    COUPLED = "coupled"
+    """Draft and target choose with the same noise, a candidate is taken iff it is the target's choice."""
+    REJECTION = "rejection"
+    """A sampled candidate is accepted with min(1, p/q), or replaced by a draw from the residual."""
+    CONTRASTIVE = "contrastive"
+    """The token that the target prefers most over the draft, among those plausible to the target."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Of the CONTRASTIVE rule (Li et al. 2023, "Contrastive decoding: open-ended text generation as optimization")."""
+
+    alpha: float = 0.1
+    """Tokens at least so many times as probable as the most probable one are plausible. In (0, 1]."""
+    amateur_temperature: float = 1.0
+    """Divides the draft's logits. Above 0."""
+
+
+USUAL_CONTRAST = Contrast()
 
 
 @dataclass(frozen=True)

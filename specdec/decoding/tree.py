@@ -10,17 +10,31 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from specdec.decoding.proposal import DraftRow
 
 
 class BaseAheadError(ValueError):
     """Candidates start beyond the committed text: their sender and this tree have lost each other."""
 
 
+class Paths(NamedTuple):
+    """Nodes as `specdec.v1.Extend` spells them: parent 0 is the root, i the i-th token; parents precede children.
+    `rows` are the draft's distributions over the children of (parent)."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    scores: Sequence[float]
+    rows: Sequence[tuple[int, DraftRow]] = ()
+
+
 class Node:
     """One candidate. `score` is log P(the target takes this token | it reaches the parent)."""
 
-    __slots__ = ("children", "origin", "parent", "position", "score", "state", "token")
+    __slots__ = ("children", "origin", "parent", "position", "row", "score", "state", "token")
 
     def __init__(self, token: int, position: int, parent: Node | None, score: float, origin: int) -> None:
         self.token = token
@@ -29,6 +43,7 @@ class Node:
         self.score = score
         self.origin = origin  # whose guess it is, in the holder's terms
         self.children: dict[int, Node] = {}
+        self.row: DraftRow | None = None  # the draft's distribution over the children, where the rule needs it
         self.state: object = None  # what the holder keeps with it
 
     def path(self) -> list[Node]:
@@ -58,12 +73,19 @@ class Node:
             stack.extend(node.children.values())
 
 
+def anything(_: Node) -> bool:
+    return True
+
+
 class TokenTree:
     """Committed tokens and the candidates below them.
 
     Candidates are dropped silently where they can never be taken: at positions past `last_position`,
     below an end token, with ids outside the vocabulary or scores that are not finite, and when
     `max_nodes` are alive.
+
+    In a `sampled` tree (REJECTION) candidates are draws: every node has one child at most, and comes to it together
+    with the distribution that the child was drawn from. What arrives first stays, whatever it is.
     """
 
     def __init__(
@@ -74,6 +96,7 @@ class TokenTree:
         last_position: int,
         end_tokens: frozenset[int] = frozenset(),
         max_nodes: int = 1 << 30,
+        sampled: bool = False,
     ) -> None:
         self.committed = list(committed)
         self.root = Node(self.committed[-1], len(self.committed) - 1, None, 0.0, 0)
@@ -82,39 +105,56 @@ class TokenTree:
         self._last_position = last_position
         self._end_tokens = end_tokens
         self._max_nodes = max_nodes
+        self._sampled = sampled
 
     @property
     def base(self) -> int:
         """Committed tokens, prompt included."""
         return len(self.committed)
 
-    def insert(
-        self, base: int, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], origin: int = 0
-    ) -> list[Node]:
-        """Insert paths as `specdec.v1.Extend` spells them; the nodes that were not there before."""
+    def insert(self, base: int, paths: Paths, origin: int = 0) -> list[Node]:
+        """Insert paths that start from the committed text as it was when it had `base` tokens; the nodes that were
+        not there before. ValueError if they cannot be."""
         if base > self.base:
             raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
+        rows = dict(paths.rows)
         made: list[Node] = []
         # A place is a node, or a length of the committed text, or None for what was dropped.
         places: list[Node | int | None] = [self.root if base == self.base else base]
-        for token, parent, score in zip(tokens, parents, scores, strict=True):
+        for token, parent, score in zip(paths.tokens, paths.parents, paths.scores, strict=True):
             if parent >= len(places):
                 raise ValueError(f"node {len(places)} names parent {parent}, which does not precede it")
             place = places[parent]
             if isinstance(place, int):
                 place = self._follow(place, token)
             elif place is not None:
-                known = place.children.get(token)
-                if known is not None:
-                    if math.isfinite(score):
-                        known.score = max(known.score, min(score, 0.0))
-                    place = known
-                else:
-                    place = self.add(place, token, score, origin)
-                    if place is not None:
-                        made.append(place)
+                size = self.size
+                place = self._enter(place, token, score, origin, rows.get(parent))
+                if place is not None and self.size > size:
+                    made.append(place)
             places.append(place)
+        if not self._sampled:
+            for parent, row in rows.items():
+                place = places[parent] if parent < len(places) else None
+                if isinstance(place, Node) and place.row is None:
+                    place.row = row
         return made
+
+    def _enter(self, place: Node, token: int, score: float, origin: int, row: DraftRow | None) -> Node | None:
+        """The child that carries the token, made if it may be."""
+        known = place.children.get(token)
+        if known is not None:
+            if math.isfinite(score) and not self._sampled:
+                known.score = max(known.score, min(score, 0.0))
+            return known
+        if not self._sampled:
+            return self.add(place, token, score, origin)
+        if place.children or row is None:
+            return None
+        child = self.add(place, token, score, origin)
+        if child is not None:
+            place.row = row
+        return child
 
     def _follow(self, length: int, token: int) -> Node | int | None:
         """One token further along a path that lies inside the committed text."""
@@ -147,15 +187,17 @@ class TokenTree:
             self.root.parent = None
         self.size = sum(1 for _ in self.root.walk())
 
-    def by_reach(self) -> Iterator[tuple[float, Node]]:
-        """(reach, node) of every live node, highest reach first, parents before children."""
+    def by_reach(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
+        """(reach, node) of every live node, highest reach first, parents before children. What is not `usable`
+        is left out, and what is below it."""
         frontier: list[tuple[float, int, Node]] = []
         order = 0  # breaks ties: what was offered first comes first
         parent, reach = self.root, 0.0
         while True:
             for child in parent.children.values():
                 order += 1
-                heapq.heappush(frontier, (-reach - child.score, order, child))
+                if usable(child):
+                    heapq.heappush(frontier, (-reach - child.score, order, child))
             if not frontier:
                 return
             negative_reach, _, parent = heapq.heappop(frontier)
@@ -166,11 +208,11 @@ class TokenTree:
         """The `count` nodes of highest reach, best first: always a connected tree, parents first."""
         return [node for _, node in itertools.islice(self.by_reach(), count)]
 
-    def outlook(self, count: int) -> tuple[float, float]:
-        """(tokens that a step over `best(count)` is expected to bring, reach of the most probable leaf among
+    def outlook(self, count: int, usable: Callable[[Node], bool] = anything) -> tuple[float, float]:
+        """(tokens that a step over the `count` best nodes is expected to bring, reach of the most probable leaf among
         them). The root is the leaf of an empty tree; with `count` nodes there is no room for more: 0."""
         expected, leaf, seen = 1.0, 0.0, 0
-        for reach, node in itertools.islice(self.by_reach(), count):
+        for reach, node in itertools.islice(self.by_reach(usable), count):
             probability = math.exp(reach)
             expected += probability
             seen += 1
@@ -180,22 +222,20 @@ class TokenTree:
             return 1.0, 1.0
         return expected, leaf if seen < count else 0.0
 
-    def paths(self) -> tuple[list[int], list[int], list[float]]:
-        """Every live candidate as (tokens, parents, scores) of an Extend message from `base`."""
-        return spell(list(self.root.walk()))
 
-
-def spell(nodes: Sequence[Node]) -> tuple[list[int], list[int], list[float]]:
-    """Nodes and their ancestors as (tokens, parents, scores) of one Extend message."""
+def spell(nodes: Sequence[Node], with_rows: Sequence[Node] = ()) -> Paths:
+    """Nodes, nodes whose rows are to go along, and all their ancestors. The root is nobody's descendant: it may be
+    among `with_rows`."""
     numbers: dict[int, int] = {}
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    for leaf in nodes:
+    for leaf in (*nodes, *with_rows):
         for node in leaf.path():
             if id(node) not in numbers:
                 tokens.append(node.token)
                 parents.append(numbers.get(id(node.parent), 0))
                 scores.append(node.score)
                 numbers[id(node)] = len(tokens)
-    return tokens, parents, scores
+    rows = [(numbers.get(id(node), 0), node.row) for node in with_rows if node.row is not None]
+    return Paths(tokens, parents, scores, rows)

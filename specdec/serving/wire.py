@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.choice import Chooser
+from specdec.decoding.proposal import DraftRow
+from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.errors import InvalidRequestError, NotBuiltError
-from specdec.v1 import model_pb2
+from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 
 PROTOCOL_VERSION = 1
 
@@ -109,11 +111,82 @@ def text_violations(
     return found
 
 
-def check_rule(rule: model_pb2.AcceptanceRule.ValueType) -> None:
-    """Only COUPLED is built so far; what is not is refused by name."""
-    coupled = (model_pb2.ACCEPTANCE_RULE_UNSPECIFIED, model_pb2.ACCEPTANCE_RULE_COUPLED)
-    if rule in coupled:
-        return
-    if rule in model_pb2.AcceptanceRule.values():
-        raise NotBuiltError(f"rule {model_pb2.AcceptanceRule.Name(rule)} is not built yet")
-    raise InvalidRequestError([("rule", f"is {rule}, which is no AcceptanceRule")])
+def contrast_from(message: model_pb2.Contrast) -> Contrast:
+    usual = USUAL_CONTRAST
+    return Contrast(
+        message.alpha if message.HasField("alpha") else usual.alpha,
+        message.amateur_temperature if message.HasField("amateur_temperature") else usual.amateur_temperature,
+    )
+
+
+RULES = {
+    model_pb2.ACCEPTANCE_RULE_UNSPECIFIED: Rule.COUPLED,
+    model_pb2.ACCEPTANCE_RULE_COUPLED: Rule.COUPLED,
+    model_pb2.ACCEPTANCE_RULE_REJECTION: Rule.REJECTION,
+    model_pb2.ACCEPTANCE_RULE_CONTRASTIVE: Rule.CONTRASTIVE,
+}
+
+
+def rule_violations(
+    rule: model_pb2.AcceptanceRule.ValueType, contrast: model_pb2.Contrast, sampling: Sampling
+) -> list[tuple[str, str]]:
+    """What is wrong with a rule, its parameters, and what they leave no room for."""
+    if rule not in RULES:
+        return [("rule", f"is {rule}, which is no AcceptanceRule")]
+    found: list[tuple[str, str]] = []
+    if RULES[rule] is Rule.CONTRASTIVE:
+        c = contrast_from(contrast)
+        if not 0 < c.alpha <= 1:
+            found.append(("contrast.alpha", f"is {c.alpha:g}, must be in (0, 1]"))
+        if not 0 < c.amateur_temperature < math.inf:
+            found.append(
+                ("contrast.amateur_temperature", f"is {c.amateur_temperature:g}, must be a finite number above 0")
+            )
+        off = Sampling()
+        found += [
+            (
+                f"sampling.{field}",
+                f"is {getattr(sampling, field):g}: the CONTRASTIVE rule takes the best, and draws none",
+            )
+            for field in ("temperature", "top_k", "top_p", "min_p")
+            if getattr(sampling, field) != getattr(off, field)
+        ]
+    elif contrast.ByteSize():
+        found.append(("contrast", "is set, means something to the CONTRASTIVE rule only"))
+    return found
+
+
+def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:
+    return model_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.name}")
+
+
+def rule_of(rule: model_pb2.AcceptanceRule.ValueType, sampling: Sampling) -> Rule:
+    """The rule to go by: without temperature COUPLED and REJECTION are one."""
+    found = RULES[rule]
+    return Rule.COUPLED if found is Rule.REJECTION and sampling.greedy else found
+
+
+def chooser_of(
+    sampling: Sampling,
+    end_tokens: frozenset[int],
+    first_end_position: int,
+    message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen,
+) -> Chooser:
+    """How tokens are chosen in a session that was found valid."""
+    rule = rule_of(message.rule, sampling)
+    return Chooser(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast))
+
+
+def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
+    rows = []
+    for parent, row in paths.rows:
+        ids, values = row.sent()
+        rows.append(model_pb2.DraftRow(parent=parent, ids=ids, values=values))
+    return model_pb2.Extend(base=base, tokens=paths.tokens, parents=paths.parents, scores=paths.scores, rows=rows)
+
+
+def paths_from(message: model_pb2.Extend) -> Paths:
+    """Rows that make no sense are left out, like nodes that can never be taken."""
+    received = [(row.parent, DraftRow.received(list(row.ids), row.values)) for row in message.rows]
+    rows = [(parent, row) for parent, row in received if row is not None]
+    return Paths(list(message.tokens), list(message.parents), list(message.scores), rows)

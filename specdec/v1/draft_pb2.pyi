@@ -101,12 +101,16 @@ class DraftOpen(google.protobuf.message.Message):
     END_TOKENS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
+    CONTRAST_FIELD_NUMBER: builtins.int
+    VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
     """Most tokens that will be generated, `generated_tokens` included."""
     min_tokens: builtins.int
     """End tokens are not chosen before this many tokens were generated."""
+    vocabulary_size: builtins.int
+    """Token ids that the target can name: there is nothing to guess beyond them. 0: as many as the draft."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -127,6 +131,10 @@ class DraftOpen(google.protobuf.message.Message):
     def policy(self) -> global___DraftPolicy:
         """How to grow the tree at first."""
 
+    @property
+    def contrast(self) -> specdec.v1.model_pb2.Contrast:
+        """Of the CONTRASTIVE rule."""
+
     def __init__(
         self,
         *,
@@ -138,9 +146,11 @@ class DraftOpen(google.protobuf.message.Message):
         end_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         policy: global___DraftPolicy | None = ...,
         min_tokens: builtins.int = ...,
+        contrast: specdec.v1.model_pb2.Contrast | None = ...,
+        vocabulary_size: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___DraftOpen = DraftOpen
 
@@ -183,7 +193,9 @@ class DraftPolicy(google.protobuf.message.Message):
     max_branches: builtins.int
     """Children of one node at most."""
     min_reach: builtins.float
-    """Nodes that the target reaches with less than this probability are not grown. In [0, 1)."""
+    """Nodes that the target reaches with less than this probability are not grown, below the draft's own limit
+    none are. At 1 the draft rests, and catches up when it is told of a lower one.
+    """
     extend_interval_us: builtins.int
     """Least time between two Extend messages, microseconds, unless the verifier has nothing to verify."""
     def __init__(

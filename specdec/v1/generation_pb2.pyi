@@ -33,6 +33,8 @@ class _SpeculationModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     """Speculate where it pays."""
     SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 2
     """Plain decoding."""
+    SPECULATION_MODE_ALWAYS: _SpeculationMode.ValueType  # 3
+    """Speculate whether or not it pays."""
 
 class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper):
     """Whether to speculate."""
@@ -43,6 +45,8 @@ SPECULATION_MODE_AUTO: SpeculationMode.ValueType  # 1
 """Speculate where it pays."""
 SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 2
 """Plain decoding."""
+SPECULATION_MODE_ALWAYS: SpeculationMode.ValueType  # 3
+"""Speculate whether or not it pays."""
 global___SpeculationMode = SpeculationMode
 
 @typing.final
@@ -68,6 +72,7 @@ class GenerateRequest(google.protobuf.message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    CONTRAST_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
@@ -114,13 +119,17 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def speculation(self) -> global___SpeculationPolicy:
-        """How to speculate. It changes the speed, never the tokens."""
+        """How to speculate. Under the COUPLED rule it changes the speed, never the tokens."""
 
     @property
     def generated_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens this request has already generated, to resume a text that broke off. Needs the seed it was
         begun with, and n = 1.
         """
+
+    @property
+    def contrast(self) -> specdec.v1.model_pb2.Contrast:
+        """Of the CONTRASTIVE rule."""
 
     def __init__(
         self,
@@ -142,9 +151,10 @@ class GenerateRequest(google.protobuf.message.Message):
         generated_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         json_schema: builtins.str = ...,
         tenant: builtins.str = ...,
+        contrast: specdec.v1.model_pb2.Contrast | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -452,7 +462,9 @@ class Finish(google.protobuf.message.Message):
     numerics_fingerprint: builtins.str
     """Numerics the tokens were computed with."""
     reproducible: builtins.bool
-    """False when the text moved between pods whose numerics differ."""
+    """Whether the same request gives the same tokens again: false when the text moved between pods whose numerics
+    differ, and under rules whose tokens depend on what the draft did (REJECTION with temperature, CONTRASTIVE).
+    """
     numerics_mode: specdec.v1.model_pb2.NumericsMode.ValueType
     """Whether the tokens may depend on who shared the steps."""
     preemptions: builtins.int

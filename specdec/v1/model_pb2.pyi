@@ -194,6 +194,33 @@ class ModelIdentity(google.protobuf.message.Message):
 global___ModelIdentity = ModelIdentity
 
 @typing.final
+class Contrast(google.protobuf.message.Message):
+    """Of the CONTRASTIVE rule."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ALPHA_FIELD_NUMBER: builtins.int
+    AMATEUR_TEMPERATURE_FIELD_NUMBER: builtins.int
+    alpha: builtins.float
+    """Tokens at least this many times as probable as the most probable one are plausible. In (0, 1]; unset: 0.1."""
+    amateur_temperature: builtins.float
+    """Divides the draft's logits. Above 0; unset: 1."""
+    def __init__(
+        self,
+        *,
+        alpha: builtins.float | None = ...,
+        amateur_temperature: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_alpha", b"_alpha", "_amateur_temperature", b"_amateur_temperature", "alpha", b"alpha", "amateur_temperature", b"amateur_temperature"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_alpha", b"_alpha", "_amateur_temperature", b"_amateur_temperature", "alpha", b"alpha", "amateur_temperature", b"amateur_temperature"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_alpha", b"_alpha"]) -> typing.Literal["alpha"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_amateur_temperature", b"_amateur_temperature"]) -> typing.Literal["amateur_temperature"] | None: ...
+
+global___Contrast = Contrast
+
+@typing.final
 class Sampling(google.protobuf.message.Message):
     """How the next token is chosen from logits. Applied in the order of the fields."""
 
@@ -327,7 +354,9 @@ class DraftRow(google.protobuf.message.Message):
     parent: builtins.int
     """The prefix, numbered as in `Extend.parents`."""
     values: builtins.bytes
-    """Little-endian IEEE float16, one for each id."""
+    """Little-endian IEEE float16, one for each id. REJECTION: weights, proportional to the probabilities that the
+    candidate was drawn with; ids ascend. CONTRASTIVE: log-probabilities of the whole vocabulary.
+    """
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids the values belong to; empty when `values` covers the vocabulary in order."""

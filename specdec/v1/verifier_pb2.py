@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import model_pb2 as specdec_dot_v1_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specdec/v1/verifier.proto\x12\nspecdec.v1\x1a\x16specdec/v1/model.proto\"\xbe\x01\n\rVerifyRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.specdec.v1.VerifyOpenH\x00\x12$\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x12.specdec.v1.ExtendH\x00\x12*\n\x06policy\x18\x03 \x01(\x0b\x32\x18.specdec.v1.VerifyPolicyH\x00\x12(\n\x08\x63onsumed\x18\x04 \x01(\x0b\x32\x14.specdec.v1.ConsumedH\x00\x42\t\n\x07message\"\x97\x01\n\x0eVerifyResponse\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.specdec.v1.VerifyOpenedH\x00\x12$\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x12.specdec.v1.CommitH\x00\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x14.specdec.v1.ProgressH\x00\x42\t\n\x07message\"\x97\x02\n\nVerifyOpen\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x18\n\x10generated_tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12(\n\x04rule\x18\x04 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nend_tokens\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x10\n\x08logprobs\x18\x08 \x01(\r\x12(\n\x06policy\x18\t \x01(\x0b\x32\x18.specdec.v1.VerifyPolicy\x12\x0e\n\x06tenant\x18\n \x01(\t\"N\n\x0cVerifyOpened\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.specdec.v1.ModelIdentity\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"N\n\x0cVerifyPolicy\x12\x11\n\tspeculate\x18\x01 \x01(\x08\x12\x16\n\x0emax_candidates\x18\x02 \x01(\r\x12\x13\n\x0bpatience_us\x18\x03 \x01(\r\"\x1a\n\x08\x43onsumed\x12\x0e\n\x06tokens\x18\x01 \x01(\r\"\xe2\x02\n\x06\x43ommit\x12(\n\tcommitted\x18\x01 \x01(\x0b\x32\x15.specdec.v1.Committed\x12(\n\x07sources\x18\x02 \x03(\x0e\x32\x17.specdec.v1.TokenSource\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12\x0f\n\x07offered\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x12\n\nforward_us\x18\x07 \x01(\r\x12\x0f\n\x07step_us\x18\x08 \x01(\r\x12\x11\n\twaited_us\x18\t \x01(\r\x12\x11\n\tqueued_us\x18\n \x01(\x04\x12\x14\n\x0c\x66ound_tokens\x18\x0b \x01(\r\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\r\"I\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x10\n\x0eGetLoadRequest\"\xc2\x02\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ekv_held_tokens\x18\x04 \x01(\x04\x12\x18\n\x10kv_cached_tokens\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0c\n\x04rows\x18\x07 \x01(\x04\x12\x18\n\x10\x63ommitted_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\t \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x14\n\x0c\x66ound_tokens\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\x0e \x01(\x04\x12\r\n\x05up_us\x18\x0f \x01(\x04\x32\x9a\x01\n\x0fVerifierService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12\x42\n\x07GetLoad\x12\x1a.specdec.v1.GetLoadRequest\x1a\x1b.specdec.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specdec/v1/verifier.proto\x12\nspecdec.v1\x1a\x16specdec/v1/model.proto\"\xbe\x01\n\rVerifyRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.specdec.v1.VerifyOpenH\x00\x12$\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x12.specdec.v1.ExtendH\x00\x12*\n\x06policy\x18\x03 \x01(\x0b\x32\x18.specdec.v1.VerifyPolicyH\x00\x12(\n\x08\x63onsumed\x18\x04 \x01(\x0b\x32\x14.specdec.v1.ConsumedH\x00\x42\t\n\x07message\"\x97\x01\n\x0eVerifyResponse\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.specdec.v1.VerifyOpenedH\x00\x12$\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x12.specdec.v1.CommitH\x00\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x14.specdec.v1.ProgressH\x00\x42\t\n\x07message\"\xbf\x02\n\nVerifyOpen\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x18\n\x10generated_tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12(\n\x04rule\x18\x04 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nend_tokens\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x10\n\x08logprobs\x18\x08 \x01(\r\x12(\n\x06policy\x18\t \x01(\x0b\x32\x18.specdec.v1.VerifyPolicy\x12\x0e\n\x06tenant\x18\n \x01(\t\x12&\n\x08\x63ontrast\x18\x0b \x01(\x0b\x32\x14.specdec.v1.Contrast\"N\n\x0cVerifyOpened\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.specdec.v1.ModelIdentity\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"^\n\x0cVerifyPolicy\x12\x11\n\tspeculate\x18\x01 \x01(\x08\x12\x16\n\x0emax_candidates\x18\x02 \x01(\r\x12\x13\n\x0bpatience_us\x18\x03 \x01(\r\x12\x0e\n\x06\x61lways\x18\x04 \x01(\x08\"\x1a\n\x08\x43onsumed\x12\x0e\n\x06tokens\x18\x01 \x01(\r\"\xf1\x02\n\x06\x43ommit\x12(\n\tcommitted\x18\x01 \x01(\x0b\x32\x15.specdec.v1.Committed\x12(\n\x07sources\x18\x02 \x03(\x0e\x32\x17.specdec.v1.TokenSource\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12\x0f\n\x07offered\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x12\n\nforward_us\x18\x07 \x01(\r\x12\x0f\n\x07step_us\x18\x08 \x01(\r\x12\x11\n\twaited_us\x18\t \x01(\r\x12\x11\n\tqueued_us\x18\n \x01(\x04\x12\x14\n\x0c\x66ound_tokens\x18\x0b \x01(\r\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\r\x12\r\n\x05price\x18\x0e \x01(\x02\"I\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x10\n\x0eGetLoadRequest\"\xdb\x02\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ekv_held_tokens\x18\x04 \x01(\x04\x12\x18\n\x10kv_cached_tokens\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0c\n\x04rows\x18\x07 \x01(\x04\x12\x18\n\x10\x63ommitted_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\t \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x14\n\x0c\x66ound_tokens\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\x0e \x01(\x04\x12\r\n\x05up_us\x18\x0f \x01(\x04\x12\x17\n\x0frefused_extends\x18\x10 \x01(\x04\x32\x9a\x01\n\x0fVerifierService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12\x42\n\x07GetLoad\x12\x1a.specdec.v1.GetLoadRequest\x1a\x1b.specdec.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,21 +37,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYRESPONSE']._serialized_start=259
   _globals['_VERIFYRESPONSE']._serialized_end=410
   _globals['_VERIFYOPEN']._serialized_start=413
-  _globals['_VERIFYOPEN']._serialized_end=692
-  _globals['_VERIFYOPENED']._serialized_start=694
-  _globals['_VERIFYOPENED']._serialized_end=772
-  _globals['_VERIFYPOLICY']._serialized_start=774
-  _globals['_VERIFYPOLICY']._serialized_end=852
-  _globals['_CONSUMED']._serialized_start=854
-  _globals['_CONSUMED']._serialized_end=880
-  _globals['_COMMIT']._serialized_start=883
-  _globals['_COMMIT']._serialized_end=1237
-  _globals['_TOKENLOGPROBS']._serialized_start=1239
-  _globals['_TOKENLOGPROBS']._serialized_end=1312
-  _globals['_GETLOADREQUEST']._serialized_start=1314
-  _globals['_GETLOADREQUEST']._serialized_end=1330
-  _globals['_GETLOADRESPONSE']._serialized_start=1333
-  _globals['_GETLOADRESPONSE']._serialized_end=1655
-  _globals['_VERIFIERSERVICE']._serialized_start=1658
-  _globals['_VERIFIERSERVICE']._serialized_end=1812
+  _globals['_VERIFYOPEN']._serialized_end=732
+  _globals['_VERIFYOPENED']._serialized_start=734
+  _globals['_VERIFYOPENED']._serialized_end=812
+  _globals['_VERIFYPOLICY']._serialized_start=814
+  _globals['_VERIFYPOLICY']._serialized_end=908
+  _globals['_CONSUMED']._serialized_start=910
+  _globals['_CONSUMED']._serialized_end=936
+  _globals['_COMMIT']._serialized_start=939
+  _globals['_COMMIT']._serialized_end=1308
+  _globals['_TOKENLOGPROBS']._serialized_start=1310
+  _globals['_TOKENLOGPROBS']._serialized_end=1383
+  _globals['_GETLOADREQUEST']._serialized_start=1385
+  _globals['_GETLOADREQUEST']._serialized_end=1401
+  _globals['_GETLOADRESPONSE']._serialized_start=1404
+  _globals['_GETLOADRESPONSE']._serialized_end=1751
+  _globals['_VERIFIERSERVICE']._serialized_start=1754
+  _globals['_VERIFIERSERVICE']._serialized_end=1908
 # @@protoc_insertion_point(module_scope)

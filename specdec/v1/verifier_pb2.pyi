@@ -103,6 +103,7 @@ class VerifyOpen(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    CONTRAST_FIELD_NUMBER: builtins.int
     rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -133,6 +134,10 @@ class VerifyOpen(google.protobuf.message.Message):
     def policy(self) -> global___VerifyPolicy:
         """How to speculate at first."""
 
+    @property
+    def contrast(self) -> specdec.v1.model_pb2.Contrast:
+        """Of the CONTRASTIVE rule."""
+
     def __init__(
         self,
         *,
@@ -146,9 +151,10 @@ class VerifyOpen(google.protobuf.message.Message):
         logprobs: builtins.int = ...,
         policy: global___VerifyPolicy | None = ...,
         tenant: builtins.str = ...,
+        contrast: specdec.v1.model_pb2.Contrast | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
 
 global___VerifyOpen = VerifyOpen
 
@@ -186,20 +192,24 @@ class VerifyPolicy(google.protobuf.message.Message):
     SPECULATE_FIELD_NUMBER: builtins.int
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     PATIENCE_US_FIELD_NUMBER: builtins.int
+    ALWAYS_FIELD_NUMBER: builtins.int
     speculate: builtins.bool
     """False: no candidate is used or waited for."""
     max_candidates: builtins.int
     """Candidates verified in one step at most. 0 is the verifier's default."""
     patience_us: builtins.int
     """Longest time a step is put off for candidates that are expected, microseconds. 0 never waits."""
+    always: builtins.bool
+    """Speculate even where the pod finds that it does not pay."""
     def __init__(
         self,
         *,
         speculate: builtins.bool = ...,
         max_candidates: builtins.int = ...,
         patience_us: builtins.int = ...,
+        always: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_candidates", b"max_candidates", "patience_us", b"patience_us", "speculate", b"speculate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["always", b"always", "max_candidates", b"max_candidates", "patience_us", b"patience_us", "speculate", b"speculate"]) -> None: ...
 
 global___VerifyPolicy = VerifyPolicy
 
@@ -240,6 +250,7 @@ class Commit(google.protobuf.message.Message):
     FOUND_TOKENS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
+    PRICE_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
@@ -260,6 +271,8 @@ class Commit(google.protobuf.message.Message):
     """Times this session has lost its memory to another so far."""
     steps: builtins.int
     """Steps this is of. Undrafted sessions of a busy pod are told of several at once."""
+    price: builtins.float
+    """Probability from which it pays to verify a candidate, as the pod is loaded now; at 1 none is verified."""
     @property
     def committed(self) -> specdec.v1.model_pb2.Committed:
         """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
@@ -288,9 +301,10 @@ class Commit(google.protobuf.message.Message):
         found_tokens: builtins.int = ...,
         preemptions: builtins.int = ...,
         steps: builtins.int = ...,
+        price: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "committed", b"committed", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "committed", b"committed", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 
@@ -357,6 +371,7 @@ class GetLoadResponse(google.protobuf.message.Message):
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     BUSY_US_FIELD_NUMBER: builtins.int
     UP_US_FIELD_NUMBER: builtins.int
+    REFUSED_EXTENDS_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Sessions that have memory."""
     waiting: builtins.int
@@ -387,6 +402,8 @@ class GetLoadResponse(google.protobuf.message.Message):
     """Counter: time spent in steps, microseconds."""
     up_us: builtins.int
     """Time since the pod started, microseconds."""
+    refused_extends: builtins.int
+    """Counter: messages of candidates that made no sense, and were dropped."""
     def __init__(
         self,
         *,
@@ -405,7 +422,8 @@ class GetLoadResponse(google.protobuf.message.Message):
         preemptions: builtins.int = ...,
         busy_us: builtins.int = ...,
         up_us: builtins.int = ...,
+        refused_extends: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "drafted_tokens", b"drafted_tokens", "found_tokens", b"found_tokens", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "drafted_tokens", b"drafted_tokens", "found_tokens", b"found_tokens", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
 
 global___GetLoadResponse = GetLoadResponse

@@ -34,6 +34,8 @@ EVERY_OPTION: dict[str, Any] = {
     "max_candidates": 5,
     "max_depth": 6,
     "max_branches": 7,
+    "alpha": 0.25,
+    "amateur_temperature": 0.5,
     "tenant": "t",
     "generated_tokens": [1, 2],
 }
@@ -65,6 +67,7 @@ def test_every_option_has_its_place() -> None:
         ),
         speculation=pb.SpeculationPolicy(mode=pb.SPECULATION_MODE_OFF, max_candidates=5, max_depth=6, max_branches=7),
         rule=model_pb2.ACCEPTANCE_RULE_REJECTION,
+        contrast=model_pb2.Contrast(alpha=0.25, amateur_temperature=0.5),
         generated_tokens=[1, 2],
         tenant="t",
     )
@@ -73,10 +76,10 @@ def test_every_option_has_its_place() -> None:
 def test_every_field_has_its_option() -> None:
     fields = {
         field.name
-        for message in (pb.GenerateRequest, pb.SamplingParameters, pb.SpeculationPolicy)
+        for message in (pb.GenerateRequest, pb.SamplingParameters, pb.SpeculationPolicy, model_pb2.Contrast)
         for field in message.DESCRIPTOR.fields
     }
-    without_option = {"sampling", "json_schema"}  # a message whose fields are options; not built yet
+    without_option = {"sampling", "contrast", "json_schema"}  # a message whose fields are options; not built yet
     renamed = {"text": "prompt", "chat": "messages", "mode": "speculation"}
     assert {renamed.get(name, name) for name in fields - without_option} == EVERY_OPTION.keys() | {
         "prompt",

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from specdec.decoding.choice import AGREEMENT_SCALE, BLOCK, Ask, Chooser, History, choose
+from specdec.decoding.choice import AGREEMENT_SCALE, BLOCK, Ask, Chooser, choose
 from specdec.decoding.noise import gumbel
+from specdec.decoding.processing import History
 from specdec.decoding.race import TILE
 from specdec.decoding.sampling import Sampling
 

@@ -12,11 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.decoding.tree import BaseAheadError, Node, TokenTree, spell
+from specdec.decoding.proposal import DraftRow
+from specdec.decoding.tree import BaseAheadError, Node, Paths, TokenTree, spell
 
 VOCABULARY = 4
 PROMPT = (1, 2)
@@ -35,7 +37,7 @@ class Message:
     scores: tuple[float, ...]
 
     def into(self, tree: TokenTree) -> list[Node]:
-        return tree.insert(self.base, self.tokens, self.parents, self.scores)
+        return tree.insert(self.base, Paths(self.tokens, self.parents, self.scores))
 
 
 def live(tree: TokenTree) -> dict[Path, float]:
@@ -186,7 +188,7 @@ class TestOrder:
     @given(trees(), st.lists(tokens, max_size=5))
     def test_committing_at_once_is_committing_one_by_one(self, tree: TokenTree, text: list[int]) -> None:
         other = plant()
-        other.insert(other.base, *tree.paths())
+        other.insert(other.base, spell(list(tree.root.walk())))
         tree.commit(text)
         for token in text:
             other.commit([token])
@@ -205,7 +207,7 @@ class TestOrder:
 
     def test_survivors_keep_their_identity_and_state(self) -> None:
         tree = plant()
-        first, second = tree.insert(2, [3, 0], [0, 1], [-1.0, -2.0])
+        first, second = tree.insert(2, Paths([3, 0], [0, 1], [-1.0, -2.0]))
         second.state = "kept"
         tree.commit([3])
         assert tree.root is first
@@ -226,33 +228,33 @@ class TestInsert:
     def test_a_duplicate_path_keeps_the_larger_score(self) -> None:
         tree = plant()
         for score in (-2.0, -1.0, -3.0, math.inf, -math.inf, math.nan):
-            tree.insert(2, [3], [0], [score])
+            tree.insert(2, Paths([3], [0], [score]))
         assert live(tree) == {(3,): -1.0}
 
     def test_scores_are_at_most_zero(self) -> None:
         tree = plant()
-        tree.insert(2, [3], [0], [2.0])
-        tree.insert(2, [3], [0], [5.0])
+        tree.insert(2, Paths([3], [0], [2.0]))
+        tree.insert(2, Paths([3], [0], [5.0]))
         assert live(tree) == {(3,): 0.0}
 
     def test_a_base_ahead_of_the_text_is_an_error_and_inserts_nothing(self) -> None:
         tree = plant()
         with pytest.raises(BaseAheadError, match=r"start at 3.* 2 tokens"):
-            tree.insert(3, [0], [0], [-1.0])
+            tree.insert(3, Paths([0], [0], [-1.0]))
         assert tree.size == 0
 
     def test_a_parent_must_precede_its_child(self) -> None:
         with pytest.raises(ValueError, match="parent 2"):
-            plant().insert(2, [0, 1], [0, 2], [-1.0, -1.0])
+            plant().insert(2, Paths([0, 1], [0, 2], [-1.0, -1.0]))
 
     def test_lists_of_different_lengths_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"shorter|longer"):
-            plant().insert(2, [0, 1], [0], [-1.0, -1.0])
+            plant().insert(2, Paths([0, 1], [0], [-1.0, -1.0]))
 
     def test_the_origin_is_the_first_sender(self) -> None:
         tree = plant()
-        (node,) = tree.insert(2, [3], [0], [-1.0], origin=7)
-        tree.insert(2, [3], [0], [-0.5], origin=8)
+        (node,) = tree.insert(2, Paths([3], [0], [-1.0]), origin=7)
+        tree.insert(2, Paths([3], [0], [-0.5]), origin=8)
         assert (node.origin, node.score) == (7, -0.5)
 
 
@@ -260,8 +262,8 @@ class TestDropped:
     """What can never be taken is dropped with all that is below it; its siblings stay."""
 
     def chain(self, tree: TokenTree, path: Sequence[int], *scores: float) -> set[Path]:
-        tree.insert(tree.base, path, range(len(path)), scores or [-1.0] * len(path))
-        tree.insert(tree.base, [0], [0], [-1.0])
+        tree.insert(tree.base, Paths(path, range(len(path)), scores or [-1.0] * len(path)))
+        tree.insert(tree.base, Paths([0], [0], [-1.0]))
         sound(tree)
         return set(live(tree)) - {(0,)}
 
@@ -294,9 +296,9 @@ class TestDropped:
 
     def test_a_commit_makes_room(self) -> None:
         tree = plant(max_nodes=2)
-        tree.insert(2, [0, 1, 2], [0, 0, 0], [-1.0, -1.0, -1.0])
+        tree.insert(2, Paths([0, 1, 2], [0, 0, 0], [-1.0, -1.0, -1.0]))
         tree.commit([0])
-        tree.insert(3, [0, 1, 2], [0, 0, 0], [-1.0, -1.0, -1.0])
+        tree.insert(3, Paths([0, 1, 2], [0, 0, 0], [-1.0, -1.0, -1.0]))
         assert set(live(tree)) == {(0,), (1,)}
 
 
@@ -335,7 +337,7 @@ class TestSpelling:
     def test_paths_make_the_same_tree_again(self, tree: TokenTree, text: list[int]) -> None:
         tree.commit(text)
         copy = plant(tree.committed)
-        made = copy.insert(tree.base, *tree.paths())
+        made = copy.insert(tree.base, spell(list(tree.root.walk())))
         assert live(copy) == live(tree)
         assert len(made) == tree.size  # each node is spelled once
 
@@ -347,7 +349,7 @@ class TestSpelling:
         chosen = data.draw(st.lists(st.sampled_from(nodes), max_size=4) if nodes else st.just([]))
         spelled = spell(chosen)
         copy = plant(tree.committed)
-        made = copy.insert(tree.base, *spelled)
+        made = copy.insert(tree.base, spelled)
         expected = {
             tuple(node.token for node in path[: i + 1]): step.score
             for path in (node.path() for node in chosen)
@@ -355,3 +357,86 @@ class TestSpelling:
         }
         assert live(copy) == expected
         assert len(made) == len(spelled[0]) == len(expected)
+
+
+def row(*ids: int) -> DraftRow:
+    return DraftRow(np.asarray(ids), np.ones(len(ids), np.float16))
+
+
+class TestRows:
+    def test_they_lie_where_they_belong(self) -> None:
+        tree = plant()
+        at_root, at_child = row(3, 4), row(5)
+        first, second = tree.insert(2, Paths([3, 0], [0, 0], [-1.0, -1.0], [(0, at_root), (2, at_child)]))
+        assert (tree.root.row, first.row, second.row) == (at_root, None, at_child)
+
+    def test_the_first_stays(self) -> None:
+        tree = plant()
+        tree.insert(2, Paths([], [], [], [(0, first := row(3))]))
+        tree.insert(2, Paths([], [], [], [(0, row(4))]))
+        assert tree.root.row is first
+
+    def test_those_of_committed_places_are_dropped(self) -> None:
+        tree = plant()
+        tree.commit([3])
+        tree.insert(2, Paths([0], [0], [-1.0], [(0, row(3)), (1, row(4)), (7, row(5))]))
+        assert tree.root.row is None
+
+    def test_a_row_comes_to_the_root_by_an_old_path(self) -> None:
+        tree = plant()
+        tree.commit([3])
+        tree.insert(2, Paths([3], [0], [-1.0], [(1, mine := row(4))]))
+        assert tree.root.row is mine
+
+    def test_they_survive_a_commit(self) -> None:
+        tree = plant()
+        tree.insert(2, Paths([3], [0], [-1.0], [(1, mine := row(4))]))
+        tree.commit([3])
+        assert tree.root.row is mine
+
+    def test_they_are_spelt(self) -> None:
+        tree, copy = plant(), plant()
+        tree.insert(2, Paths([3, 0, 1], [0, 1, 0], [-1.0, -1.0, -2.0], [(0, row(3)), (2, row(1))]))
+        nodes = [tree.root, *tree.root.walk()]
+        copy.insert(2, spell(nodes[1:], nodes))
+        rows = {tuple(n.token for n in node.path()): node.row for node in (copy.root, *copy.root.walk())}
+        assert {path: found is not None for path, found in rows.items()} == {
+            (): True,
+            (3,): False,
+            (3, 0): True,
+            (1,): False,
+        }
+
+
+class TestSampled:
+    """Whether a drawn candidate is there must not depend on which it is."""
+
+    def grown(self) -> TokenTree:
+        return TokenTree([1, 2], vocabulary=9, last_position=9, sampled=True)
+
+    def test_a_candidate_comes_with_its_row_or_not_at_all(self) -> None:
+        tree = self.grown()
+        assert tree.insert(2, Paths([3], [0], [-1.0])) == []
+        assert tree.root.row is None
+        (node,) = tree.insert(2, Paths([3], [0], [-1.0], [(0, mine := row(3, 4))]))
+        assert node.token == 3
+        assert tree.root.row is mine
+
+    def test_the_first_draw_stays(self) -> None:
+        tree = self.grown()
+        tree.insert(2, Paths([3], [0], [-1.0], [(0, mine := row(3, 4))]))
+        assert tree.insert(2, Paths([4], [0], [-0.1], [(0, row(4))])) == []
+        assert list(tree.root.children) == [3]
+        assert tree.root.row is mine
+
+    def test_again_changes_nothing(self) -> None:
+        tree = self.grown()
+        message = Paths([3, 4], [0, 1], [-1.0, -1.0], [(0, row(3, 4)), (1, row(4))])
+        assert len(tree.insert(2, message)) == 2
+        assert tree.insert(2, message._replace(scores=[-0.5, -0.5])) == []
+        assert [node.score for node in tree.root.walk()] == [-1.0, -1.0]
+
+    def test_a_row_alone_is_nothing(self) -> None:
+        tree = self.grown()
+        tree.insert(2, Paths([], [], [], [(0, row(3))]))
+        assert tree.root.row is None

@@ -1,8 +1,8 @@
 """Sampling through a whole speculative run follows the target's own distribution.
 
-A chi-square test of the joint distribution of the first three tokens against the probabilities that
-the model's own forward gives. The false-alarm probability is FALSE_ALARM; the seeds are fixed, so the
-outcome is too.
+Under COUPLED and REJECTION. A chi-square test of the joint distribution of the first three tokens against the
+probabilities that the model's own forward gives. The false-alarm probability is FALSE_ALARM; the seeds are fixed,
+so the outcome is too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import time
 
 import numpy as np
+import pytest
 from scipy import stats
 
 from specdec.v1 import generation_pb2, model_pb2
@@ -40,14 +41,16 @@ def expected(directories: Directories) -> dict[tuple[int, ...], float]:
     return result
 
 
-async def test_sampled_tokens_follow_the_target(directories: Directories) -> None:
+@pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
+async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
     want = expected(directories)
     counts: dict[tuple[int, ...], int] = dict.fromkeys(want, 0)
     sources: list[int] = []
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services:
         for seed in range(REQUESTS):
             sampling = {"temperature": TEMPERATURE, "top_k": KEPT, "seed": seed}
-            request = request_of(PROMPT, sampling=sampling, max_tokens=3, n=SAMPLES, ignore_end_token=True)
+            fields = {"max_tokens": 3, "n": SAMPLES, "ignore_end_token": True, "rule": f"ACCEPTANCE_RULE_{rule}"}
+            request = request_of(PROMPT, sampling=sampling, **fields)
             answer = await services.stub.Complete(generation_pb2.CompleteRequest(request=request))
             for completion in answer.completions:
                 counts[tuple(completion.tokens)] += 1

@@ -242,8 +242,6 @@ async def test_bad_input_names_the_field(services: Stack) -> None:
     [
         ({"model": "gpt-5"}, grpc.StatusCode.NOT_FOUND),
         ({"json_schema": "{}"}, grpc.StatusCode.UNIMPLEMENTED),
-        ({"rule": model_pb2.ACCEPTANCE_RULE_CONTRASTIVE}, grpc.StatusCode.UNIMPLEMENTED),
-        ({"rule": model_pb2.ACCEPTANCE_RULE_REJECTION}, grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
 async def test_what_is_not_here_is_refused_by_name(

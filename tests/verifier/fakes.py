@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import Chooser, History
+from specdec.decoding.choice import Chooser
 from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.processing import History
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
 from specdec.engine.blocks import BLOCK
 from specdec.engine.kv import NOWHERE, Slots
@@ -236,7 +238,7 @@ class Client:
                 tokens.append(token)
                 parents.append(parent)
                 scores.append(-0.05 if parent % 2 else -1.0)  # some look better than what is right
-        self.session.extend(self.session.tree.base, tokens, parents, scores, 0.0)
+        self.session.extend(self.session.tree.base, Paths(tokens, parents, scores), 0.0)
 
     def cancel(self) -> None:
         self._loop.detach(self.session)

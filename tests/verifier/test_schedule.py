@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.tree import Node, TokenTree
+from specdec.decoding.tree import Node, Paths, TokenTree
 from tests.verifier.fakes import FREE, FixedCost
 from verifier_service.cost import StepCost
 from verifier_service.schedule import LEAST_PROMPT_ROWS, STRETCH, candidates, prompt_rows
@@ -40,11 +40,16 @@ limits = st.integers(0, 60)
 Crowd = list[tuple[TokenTree, int]]
 
 
+def chosen_of(crowd: Crowd, cost: StepCost, rows: int, most: int) -> list[list[Node]]:
+    """`candidates` of trees that each offer so many of their nodes at most."""
+    return candidates([islice(tree.by_reach(), limit) for tree, limit in crowd], cost, rows, most).nodes
+
+
 class TestCandidates:
     @given(crowds, any_cost, rows_before, limits)
     def test_every_tree_gets_the_best_of_its_own(self, crowd: Crowd, cost: StepCost, rows: int, most: int) -> None:
         """Which is connected, within its limit, and never a node of another tree."""
-        chosen = candidates(crowd, cost, rows, most)
+        chosen = chosen_of(crowd, cost, rows, most)
         assert len(chosen) == len(crowd)
         assert sum(map(len, chosen)) <= most
         for (tree, limit), nodes in zip(crowd, chosen, strict=True):
@@ -59,27 +64,41 @@ class TestCandidates:
     def test_no_candidate_is_passed_over_for_a_worse_one(
         self, crowd: Crowd, cost: StepCost, rows: int, most: int
     ) -> None:
-        chosen = candidates(crowd, cost, rows, most)
+        chosen = chosen_of(crowd, cost, rows, most)
         taken = [node.reach() for nodes in chosen for node in nodes]
         for (tree, limit), nodes in zip(crowd, chosen, strict=True):
             left = tree.best(limit)[len(nodes) :]
             assert all(node.reach() <= min(taken, default=0.0) + 1e-9 for node in left)
 
+    @given(crowds, any_cost, rows_before, limits)
+    def test_the_price_is_what_a_further_candidate_must_be_worth(
+        self, crowd: Crowd, cost: StepCost, rows: int, most: int
+    ) -> None:
+        offers = [islice(tree.by_reach(), limit) for tree, limit in crowd]
+        chosen, price = candidates(offers, cost, rows, most)
+        left = [
+            math.exp(node.reach())
+            for (tree, limit), nodes in zip(crowd, chosen, strict=True)
+            for node in tree.best(limit)[len(nodes) :]
+        ]
+        if sum(map(len, chosen)) < most:
+            assert all(reach < price * (1 + 1e-9) for reach in left)
+
     @given(crowds, st.floats(0.0, 20.0), st.floats(0.0, 20.0), rows_before, limits)
     def test_dearer_rows_are_fewer(self, crowd: Crowd, one: float, other: float, rows: int, most: int) -> None:
-        cheap, dear = (candidates(crowd, FixedCost(slope), rows, most) for slope in sorted((one, other)))
+        cheap, dear = (chosen_of(crowd, FixedCost(slope), rows, most) for slope in sorted((one, other)))
         for few, many in zip(dear, cheap, strict=True):
             assert many[: len(few)] == few
 
     @given(crowds, rows_before, limits)
     def test_free_rows_are_all_taken(self, crowd: Crowd, rows: int, most: int) -> None:
-        chosen = candidates(crowd, FREE, rows, most)
+        chosen = chosen_of(crowd, FREE, rows, most)
         assert sum(map(len, chosen)) == min(most, sum(min(tree.size, limit) for tree, limit in crowd))
 
     @given(crowds.filter(bool), costs, rows_before)
     def test_it_pays(self, crowd: Crowd, cost: StepCost, rows: int) -> None:
         """Tokens a second: the last one taken has added to them, and the next one would not."""
-        chosen = candidates(crowd, cost, rows, 1000)
+        chosen = chosen_of(crowd, cost, rows, 1000)
         gains = [math.exp(node.reach()) for nodes in chosen for node in nodes]
         expected, count = len(crowd) + sum(gains), rows + len(gains)
         rate = expected / cost.of(count)
@@ -92,13 +111,13 @@ class TestCandidates:
     def test_the_likely_ones_of_one_tree_go_before_the_unlikely_ones_of_another(self) -> None:
         """Two sessions, and rows for two candidates."""
         sure, unsure = (TokenTree([1], vocabulary=9, last_position=99) for _ in range(2))
-        sure.insert(1, [2, 3], [0, 1], [-0.1, -0.1])
-        unsure.insert(1, [2, 3], [0, 0], [-1.0, -1.1])
-        assert list(map(len, candidates([(unsure, 8), (sure, 8)], FREE, 2, 2))) == [0, 2]
-        assert list(map(len, candidates([(unsure, 8), (sure, 1)], FREE, 2, 2))) == [1, 1]
+        sure.insert(1, Paths([2, 3], [0, 1], [-0.1, -0.1]))
+        unsure.insert(1, Paths([2, 3], [0, 0], [-1.0, -1.1]))
+        assert list(map(len, chosen_of([(unsure, 8), (sure, 8)], FREE, 2, 2))) == [0, 2]
+        assert list(map(len, chosen_of([(unsure, 8), (sure, 1)], FREE, 2, 2))) == [1, 1]
 
     def test_nobody_decodes(self) -> None:
-        assert candidates([], FREE, 1, 10) == []
+        assert candidates([], FREE, 1, 10).nodes == []
 
 
 remaining = st.lists(st.integers(1, 200), min_size=1, max_size=8)

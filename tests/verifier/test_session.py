@@ -10,7 +10,7 @@ import pytest
 
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.tree import Node
+from specdec.decoding.tree import Node, Paths
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.kv import PoolFullError
 from specdec.engine.paths import PathPacker
@@ -113,7 +113,7 @@ class TestStep:
 
     def test_the_walk_follows_equal_tokens_and_ends_in_a_bonus(self) -> None:
         session = decoding()
-        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verdict, descent = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
         assert verdict.tokens == [4, 5, 6]
         assert verdict.sources == [DRAFT, DRAFT, BONUS]
@@ -123,7 +123,7 @@ class TestStep:
 
     def test_a_wrong_candidate_is_corrected_and_dropped(self) -> None:
         session = decoding()
-        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verdict, descent = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 8}))
         assert verdict.tokens == [4, 8]
         assert verdict.sources == [DRAFT, CORRECTION]
@@ -133,7 +133,7 @@ class TestStep:
 
     def test_a_side_branch_that_wins_is_copied_to_its_place(self) -> None:
         session = decoding()
-        session.extend(3, [4, 5, 6, 7], [0, 0, 2, 3], [-0.1, -0.5, -0.1, -0.1], 0.0)
+        session.extend(3, Paths([4, 5, 6, 7], [0, 0, 2, 3], [-0.1, -0.5, -0.1, -0.1]), 0.0)
         scratch = list(SCRATCH)
         verdict, descent = step(session, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), scratch)
         assert verdict.tokens[:3] == [5, 6, 7]
@@ -146,7 +146,7 @@ class TestStep:
         session = decoding()
         packer = PathPacker()
         plan = planned(session, packer)
-        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         descent = Descent(session, plan)
         walk([descent], Script({(1, 2, 3): 4}).logits(packer, session))
         verdict = session.settle(descent, 0.0)
@@ -156,10 +156,10 @@ class TestStep:
     def test_a_better_sibling_that_was_not_in_the_step_is_none_of_its_corrections(self) -> None:
         """The candidate chosen came too late to be verified: its parent had no children then."""
         session = decoding()
-        session.extend(3, [4], [0], [-0.1], 0.0)
+        session.extend(3, Paths([4], [0], [-0.1]), 0.0)
         packer = PathPacker()
         plan = planned(session, packer)
-        session.extend(3, [4, 5], [0, 1], [-0.1, -0.1], 0.0)
+        session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         descent = Descent(session, plan)
         walk([descent], Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session))
         assert session.settle(descent, 0.0).sources == [DRAFT, BONUS]
@@ -176,7 +176,7 @@ class TestStep:
         self, fields: dict[str, Any], choices: dict[tuple[int, ...], int], tokens: list[int], finish: int
     ) -> None:
         session = decoding(**fields)
-        session.extend(3, [4, tokens[-1], 6, 7], [0, 1, 2, 3], [-0.1] * 4, 0.0)
+        session.extend(3, Paths([4, tokens[-1], 6, 7], [0, 1, 2, 3], [-0.1] * 4), 0.0)
         verdict, _ = step(session, Script(choices, default=6))
         assert verdict.tokens == tokens
         assert verdict.finish == finish
@@ -196,7 +196,7 @@ class TestStep:
     def test_penalties_see_the_candidates_before(self) -> None:
         """After one token 4 the next is penalised, inside a step as well as in the next one."""
         session = decoding(sampling=Sampling(presence_penalty=0.5, repetition_penalty=4.0))
-        session.extend(3, [4, 4], [0, 1], [-0.1, -0.1], 0.0)
+        session.extend(3, Paths([4, 4], [0, 1], [-0.1, -0.1]), 0.0)
         script = Script({}, default=4)
         verdict, _ = step(session, script)
         assert verdict.tokens[0] == 4
@@ -208,8 +208,8 @@ class TestStep:
     def test_sessions_of_one_step_do_not_meet(self) -> None:
         pool = BlockPool(4)
         one, other = decoding(pool), decoding(pool, prompt=[3, 2, 1])
-        one.extend(3, [4, 5, 7], [0, 1, 0], [-0.1, -0.1, -0.3], 0.0)
-        other.extend(3, [6, 6], [0, 1], [-0.1, -0.1], 0.0)
+        one.extend(3, Paths([4, 5, 7], [0, 1, 0], [-0.1, -0.1, -0.3]), 0.0)
+        other.extend(3, Paths([6, 6], [0, 1], [-0.1, -0.1]), 0.0)
         packer, scratch = PathPacker(), list(SCRATCH)
         descents = [Descent(session, planned(session, packer, scratch)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
@@ -248,7 +248,7 @@ class TestPrompt:
 class TestCandidates:
     def test_no_more_than_allowed(self) -> None:
         session = decoding(max_candidates=2)
-        session.extend(3, [4, 5, 6], [0, 1, 2], [-0.1] * 3, 0.0)
+        session.extend(3, Paths([4, 5, 6], [0, 1, 2], [-0.1] * 3), 0.0)
         verdict, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
         assert verdict.offered == 2
         assert verdict.tokens == [4, 5, 6]
@@ -268,7 +268,7 @@ class TestCandidates:
         """A text that all but fills its blocks: what there is room for is verified, the rest kept."""
         text = [1] * (BLOCK - 2)
         session = decoding(BlockPool(2), prompt=text)
-        session.extend(len(text), [4, 5, 6], [0, 1, 2], [-0.1] * 3, 0.0)
+        session.extend(len(text), Paths([4, 5, 6], [0, 1, 2], [-0.1] * 3), 0.0)
         verdict, _ = step(session, Script({(*text,): 4, (*text, 4): 5}, default=6))
         assert (verdict.offered, verdict.tokens) == (2, [4, 5, 6])
         assert session.computed == BLOCK
@@ -276,13 +276,13 @@ class TestCandidates:
     def test_what_cannot_be_is_an_error(self) -> None:
         session = decoding()
         with pytest.raises(ValueError, match="candidates start at 4"):
-            session.extend(4, [4], [0], [-0.1], 0.0)
+            session.extend(4, Paths([4], [0], [-0.1]), 0.0)
 
     def test_what_a_session_hopes_for_follows_its_tree(self) -> None:
         session = decoding(max_candidates=2)
         session.pace.committed(3, 0.0)
         assert session.prospect(0.0).expected == 1.0
-        session.extend(3, [4, 5, 6], [0, 1, 2], [0.0] * 3, 0.0)
+        session.extend(3, Paths([4, 5, 6], [0, 1, 2], [0.0] * 3), 0.0)
         assert session.prospect(0.0).expected == 3.0  # the tip's and those of two candidates
         step(session, Script({(1, 2, 3): 4}, default=8))
         assert session.prospect(0.0).expected == 1.0
@@ -354,7 +354,7 @@ class TestMemory:
         pool = BlockPool(4)
         session = decoding(pool)
         session.leave()
-        session.extend(3, [4], [0], [-0.1], 0.0)
+        session.extend(3, Paths([4], [0], [-0.1]), 0.0)
         session.settle_in(pool)
         session.computed = 2
         verdict, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}))
@@ -363,7 +363,7 @@ class TestMemory:
 
 def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
     session = decoding()
-    session.extend(3, [4, 5, 6, 7, 8], [0, 1, 1, 0, 4], [-0.1, -0.2, -0.3, -0.4, -0.1], 0.0)
+    session.extend(3, Paths([4, 5, 6, 7, 8], [0, 1, 1, 0, 4], [-0.1, -0.2, -0.3, -0.4, -0.1]), 0.0)
     packer = PathPacker()
     plan = planned(session, packer)
     nodes: list[Node] = session.tree.best(9)

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specdec.decoding.logprobs import log_softmax
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.tree import Paths
 from specdec.engine.blocks import BLOCK
 from specdec.engine.row_class import RowClass
 from tests.verifier.fakes import (
@@ -133,7 +134,7 @@ class TestTokens:
         turns(loop, 1)
         assert first.mail.verdicts[1].accepted == 3
         late = first.session.tree.base - 2
-        first.session.extend(late, first.tokens[-2:], [0, 1], [-0.1, -0.1], 0.0)
+        first.session.extend(late, Paths(first.tokens[-2:], [0, 1], [-0.1, -0.1]), 0.0)
         run(loop, first, second)
         assert sum(verdict.accepted for verdict in second.mail.verdicts) == 3
         check_over(loop, engine, first, second)
@@ -563,7 +564,7 @@ class TestCancel:
         loop = step_loop(engine)
         one = client(loop)
         run(loop, one)
-        one.session.extend(one.session.tree.base, [3], [0], [-0.1], 0.0)
+        one.session.extend(one.session.tree.base, Paths([3], [0], [-0.1]), 0.0)
         one.read()
         check_over(loop, engine, one)
 
@@ -750,7 +751,7 @@ class Crowd(RuleBasedStateMachine):
         each = self.alive[who % len(self.alive)]
         base = max(1, each.session.tree.base - back)
         chain = (each.session.tree.committed + each.want[len(each.tokens) :])[base : base + 4]
-        each.session.extend(base, chain, list(range(len(chain))), [-0.1] * len(chain), 0.0)
+        each.session.extend(base, Paths(chain, list(range(len(chain))), [-0.1] * len(chain)), 0.0)
 
     @precondition(lambda self: self.alive)
     @rule(who=WHO, speculate=st.booleans(), most=st.integers(1, 12))

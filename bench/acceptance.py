@@ -1,0 +1,193 @@
+"""How many candidates are accepted, and how many tokens a step brings, by rule, tree and temperature; and the bounds.
+
+    python -m bench.acceptance
+
+Draft and verifier sessions of the real services take turns in this process: the draft grows its tree to the full
+size, a step verifies all of it, so that nothing depends on time. Held-out prompts of the demo pair.
+
+Acceptance is counted per position at which a candidate was tested. Its bounds, on the same texts: no rule with one
+candidate a position can exceed 1 - TV(p, q); drawing with shared noise reaches at least (1 - TV) / (1 + TV)
+(Daliri, Musco, Suresh 2024).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.prompts import held_out
+from draft_service.calibration import Calibration
+from draft_service.growth_loop import Attached, Extension, GrowthLoop
+from draft_service.session import GrowthPolicy
+from draft_service.session import Session as DraftSession
+from draft_service.session import SessionRequest as DraftRequest
+from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.engine.blocks import BlockPool
+from specdec.engine.load import load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.local import DEMO
+from verifier_service.session import CORRECTION, Descent, Policy, Session, SessionRequest
+from verifier_service.walk import walk
+
+CAPACITY = 4096
+SCRATCH = 256
+NO_LIMIT = 1e-9  # of a node's reach
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    nodes: int
+    depth: int
+    branches: int
+
+
+SHAPES = (
+    Shape("chain of 4", 4, 4, 1),
+    Shape("chain of 8", 8, 8, 1),
+    Shape("tree of 16", 16, 8, 3),
+    Shape("tree of 32", 32, 12, 3),
+)
+
+
+@dataclass
+class Count:
+    tokens: int = 0
+    steps: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / max(1, self.accepted + self.rejected)
+
+    @property
+    def tokens_a_step(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+
+class Pair:
+    """A target and a draft that take turns."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        directories = ModelDirectory(target), ModelDirectory(draft)
+        self.target, self.draft = (load_engine("torch", d, capacity=CAPACITY, threads=1) for d in directories)
+        self.context = directories[0].context
+
+    def run(self, prompt: list[int], chooser: Chooser, shape: Shape, tokens: int, calibration: Calibration) -> Text:
+        growing = DraftRequest(prompt, [], chooser, frozenset(), tokens, self.context)
+        policy = GrowthPolicy(shape.nodes, shape.depth, shape.branches, NO_LIMIT)
+        draft = DraftSession(growing, policy, self.draft.vocabulary, calibration)
+        wanted = SessionRequest(prompt, [], chooser, frozenset(), tokens, 0, self.context)
+        verifier = Session(wanted, Policy(True, shape.nodes, 0.0), shape.nodes, self.target.vocabulary)
+        pushed: list[Extension] = []
+
+        def fail(error: Exception) -> None:
+            raise error
+
+        loop = GrowthLoop(self.draft, rows=shape.nodes, rows_per_session=shape.branches)
+        loop.attach(Attached(draft, pushed.append, fail))
+        verifier.settle_in(BlockPool((CAPACITY - SCRATCH) // 64))
+        count = Count()
+        while True:
+            while draft.frontier(1):
+                loop.turn()
+            for extension in pushed:
+                verifier.extend(*extension, 0.0)
+            pushed.clear()
+            base, finished = verifier.tree.base, self._step(verifier, count)
+            if finished:
+                return Text(verifier.tree.committed, count)
+            draft.commit(base, verifier.tree.committed[base:])
+
+    def _step(self, session: Session, count: Count) -> bool:
+        """One verification of everything; whether the text is over."""
+        nodes = [node for _, node in session.offers()]
+        assert session.table is not None
+        session.table.reserve(max([session.tree.base, *(node.position + 1 for node in nodes)]))
+        packer = self.target.packer()
+        scratch = list(range(CAPACITY - SCRATCH, CAPACITY))
+        planned = session.plan(packer, session.remaining_prompt + 1, nodes, scratch)
+        descent = Descent(session, planned)
+        walk([descent], self.target.forward(packer.pack()))
+        if descent.error is not None:
+            raise descent.error
+        if descent.moves:
+            self.target.copy(*np.asarray(descent.moves).T)
+        verdict = session.settle(descent, 0.0)
+        count.tokens += len(verdict.tokens)
+        count.steps += 1
+        count.accepted += verdict.accepted
+        count.rejected += verdict.sources.count(CORRECTION)
+        return bool(verdict.finish)
+
+    def distance(self, text: list[int], prompt: int, temperature: float) -> NDArray[np.float64]:
+        """TV(p, q) at each generated position of a text."""
+        p, q = (_probabilities(_logits(engine, text, prompt), temperature) for engine in (self.target, self.draft))
+        return np.asarray(0.5 * np.abs(p - q).sum(axis=1))
+
+
+@dataclass(frozen=True)
+class Text:
+    tokens: list[int]
+    count: Count
+
+
+def _logits(engine: object, text: Sequence[int], prompt: int) -> NDArray[np.float32]:
+    packer = engine.packer()  # type: ignore[attr-defined]
+    slots = np.arange(1, len(text))
+    rows = packer.add_rows(list(text[:-1]), 0, slots)
+    packer.add_path(slots, rows)
+    for row in rows[prompt - 1 :]:
+        packer.want(row)
+    logits: NDArray[np.float32] = engine.forward(packer.pack())  # type: ignore[attr-defined]
+    return logits[: len(text) - prompt]
+
+
+def _probabilities(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
+    z = logits.astype(np.float64) / temperature
+    z = np.exp(z - z.max(axis=1, keepdims=True))
+    return np.asarray(z / z.sum(axis=1, keepdims=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=DEMO / "target")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    args = parser.parse_args()
+    pair = Pair(args.target, args.draft)
+    prompts = held_out(args.prompts)
+    print("| T | rule | tree | acceptance | tokens a step | bounds (1-TV)/(1+TV), 1-TV |\n|---|---|---|---|---|---|")
+    for temperature in (0.0, 0.7, 1.0):
+        for rule in (Rule.COUPLED, Rule.REJECTION):
+            for shape in SHAPES:
+                if rule is Rule.REJECTION and (not temperature or shape.branches > 1):
+                    continue  # greedy, it is COUPLED; and it has one candidate a position
+                calibration, total, distances = Calibration(), Count(), []
+                for seed, prompt in enumerate(prompts):
+                    chooser = Chooser(Sampling(temperature=temperature, seed=seed), rule=rule)
+                    text = pair.run(prompt, chooser, shape, args.tokens, calibration)
+                    total = replace(total, **{name: n + getattr(text.count, name) for name, n in vars(total).items()})
+                    if temperature:
+                        distances.append(pair.distance(text.tokens, len(prompt), temperature))
+                bounds = ""
+                if distances:
+                    tv = np.concatenate(distances)
+                    bounds = f"{np.mean((1 - tv) / (1 + tv)):.3f}, {np.mean(1 - tv):.3f}"
+                print(
+                    f"| {temperature:g} | {rule.name} | {shape.name} | {total.acceptance:.3f} | "
+                    f"{total.tokens_a_step:.2f} | {bounds} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The CONTRASTIVE rule (Li et al. 2023, "Contrastive decoding: open-ended text generation as optimization").
+
+    choice = argmax of log p(v) - log q(v)  over v with p(v) >= alpha * max p        lowest id on ties
+
+where p is the target's distribution and q the draft's, the amateur's. It is a function of both models: without q
+nothing can be chosen. q travels as log-probabilities of the whole vocabulary in float16, since it is small exactly
+where the rule looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.processing import Logits
+from specdec.decoding.proposal import DraftRow
+from specdec.decoding.sampling import Contrast
+
+if TYPE_CHECKING:
+    from specdec.decoding.choice import Ask
+
+
+def amateur_row(logits: Logits, contrast: Contrast) -> DraftRow:
+    """The log-probabilities of a draft's float32 logits [V], the largest of which must be finite."""
+    z = logits.astype(np.float64) / contrast.amateur_temperature
+    z -= z.max()
+    log_q = z - math.log(np.exp(z).sum())
+    return DraftRow(None, np.maximum(log_q, np.finfo(np.float16).min).astype(np.float16))
+
+
+def decide(z: Logits, asks: Sequence[Ask]) -> NDArray[np.int64]:
+    """int64 [n]: the tokens of processed logits [n, V]. ValueError where an ask has no proposal."""
+    return np.array([_decide(row, ask) for row, ask in zip(z, asks, strict=True)], dtype=np.int64)
+
+
+def _decide(z: Logits, ask: Ask) -> int:
+    if ask.proposal is None:
+        raise ValueError(f"position {ask.position}: nothing to contrast with")
+    log_q = ask.proposal.row.values
+    known = z[: len(log_q)]  # a token that the draft does not have cannot be compared
+    if not np.isfinite(known.max()):
+        return int(z.argmax())
+    plausible = np.flatnonzero(known >= float(known.max()) + math.log(ask.chooser.contrast.alpha))
+    scores = known[plausible].astype(np.float64) - log_q[plausible].astype(np.float64)
+    return int(plausible[scores.argmax()])

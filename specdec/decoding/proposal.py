@@ -1,0 +1,48 @@
+"""What a draft says of one position: a token, and the distribution that it was drawn from or that the target is to be
+contrasted with, in the form in which it travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class DraftRow:
+    """A draft's distribution over the children of a prefix, quantised.
+
+    Both sides work with these very values: what the draft had before it rounded them is nobody's business.
+    `ids`, ascending, are the tokens that the values belong to; None: all of the vocabulary, in order.
+    """
+
+    ids: NDArray[np.int64] | None
+    values: NDArray[np.float16]
+
+    @classmethod
+    def received(cls, ids: list[int], values: bytes) -> DraftRow | None:
+        """From a message; None if it makes no sense."""
+        if len(values) % 2 or not values:
+            return None
+        numbers = np.frombuffer(values, dtype="<f2")
+        if not np.isfinite(numbers).all():
+            return None
+        if not ids:
+            return cls(None, numbers)
+        tokens = np.asarray(ids, dtype=np.int64)
+        if len(tokens) != len(numbers) or (np.diff(tokens) <= 0).any():
+            return None
+        return cls(tokens, numbers)
+
+    def sent(self) -> tuple[list[int], bytes]:
+        """(ids, values) of a message."""
+        return [] if self.ids is None else self.ids.tolist(), self.values.astype("<f2").tobytes()
+
+
+class Proposal(NamedTuple):
+    """`token` is None where nothing is offered."""
+
+    token: int | None
+    row: DraftRow

@@ -1,0 +1,114 @@
+"""The REJECTION rule: speculative sampling (Leviathan et al. 2023, "Fast inference from transformers via speculative
+decoding", algorithm 1; Chen et al. 2023, "Accelerating large language model decoding with speculative sampling").
+
+A candidate x, drawn from the draft's q, is accepted with probability min(1, p(x) / q(x)); else the token is drawn from
+norm(max(0, p - q)); where there is no candidate, from p. What comes out is distributed as p, whatever q is, provided
+that x was drawn from this very q, so q is truncated and rounded *before* it is drawn from; and that whether x was
+offered does not depend on x.
+
+Each position has three random numbers, one for each purpose. They are functions of (seed, position), so that a
+draft that starts anew draws the same candidates; tokens still depend on what was offered. Without temperature this
+rule and COUPLED are one, and COUPLED is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.noise import DOMAIN_ACCEPT, DOMAIN_DRAFT, DOMAIN_RESIDUAL, uniform
+from specdec.decoding.processing import Logits, adjusted, tempered
+from specdec.decoding.proposal import DraftRow, Proposal
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.truncation import largest, survivors
+
+if TYPE_CHECKING:
+    from specdec.decoding.choice import Ask
+
+Ids = NDArray[np.int64]
+Weights = NDArray[np.float64]
+
+WIDTH = 64
+"""Tokens in a draft's distribution at most: each costs bytes on the wire, what lies beyond them acceptance."""
+
+
+def propose(logits: Logits, ask: Ask) -> Proposal:
+    """Draw a candidate from a draft's float32 logits [V], the largest of which must be finite."""
+    sampling = ask.chooser.sampling
+    z = tempered(adjusted(logits[None], [ask]), [sampling])[0]
+    ids, weights = _plausible(z, sampling)
+    if len(ids) > WIDTH:
+        kept = np.sort(largest(weights, WIDTH))
+        ids, weights = ids[kept], weights[kept]
+    values = weights.astype(np.float16)
+    row = DraftRow(ids[values > 0], values[values > 0])
+    drawn = draw(row.values.astype(np.float64), uniform(sampling.seed, ask.position, DOMAIN_DRAFT))
+    assert row.ids is not None
+    return Proposal(int(row.ids[drawn]), row)
+
+
+def decide(z: Logits, asks: Sequence[Ask]) -> Ids:
+    """int64 [n]: the tokens of processed logits [n, V], before the division by T."""
+    z = tempered(z, [ask.chooser.sampling for ask in asks])
+    return np.array([_decide(row, ask) for row, ask in zip(z, asks, strict=True)], dtype=np.int64)
+
+
+def _decide(z: Logits, ask: Ask) -> int:
+    sampling, position = ask.chooser.sampling, ask.position
+    ids, weights = _plausible(z, sampling)
+    p = weights / weights.sum()
+    if ask.proposal is not None and ask.proposal.token is not None:
+        q = _on(ids, ask.proposal.row)
+        offered = ids == ask.proposal.token
+        q_offered = _probability(ask.proposal.row, ask.proposal.token)
+        # Strictly less, and never by a number of 0: a token that the target rules out is never accepted.
+        if uniform(sampling.seed, position, DOMAIN_ACCEPT) * q_offered < p[offered].sum():
+            return ask.proposal.token
+        residual = np.maximum(p - q, 0.0)
+        p = residual if residual.any() else p
+    return int(ids[draw(p, uniform(sampling.seed, position, DOMAIN_RESIDUAL))])
+
+
+def draw(weights: Weights, number: float) -> int:
+    """The index that a uniform number in (0, 1) stands for: inverse of the cumulated weights."""
+    cumulated = np.cumsum(weights)
+    index = int(np.searchsorted(cumulated, number * cumulated[-1], side="right"))
+    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])  # the product was rounded up
+
+
+def acceptance(row: DraftRow) -> float:
+    """How probable it is taken to be that a draw from this row is accepted: a function of the row alone. A draft
+    that is sure is mostly right; one that is not still has much in common with its target."""
+    q = row.values.astype(np.float64)
+    return float(1.0 - (1.0 - q.max() / q.sum()) * DISAGREEMENT)
+
+
+DISAGREEMENT = 0.4
+"""Of the mass that a draft does not give its favourite, so much is rejected."""
+
+
+def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
+    """Surviving ids, ascending, and their weights, of which the largest is 1."""
+    ids = survivors(z, sampling)
+    return ids, np.exp(z[ids].astype(np.float64) - z[ids].max())
+
+
+def _on(ids: Ids, row: DraftRow) -> Weights:
+    """The row's probabilities of these ids, which are ascending."""
+    assert row.ids is not None
+    values = row.values.astype(np.float64)
+    at = np.searchsorted(ids, row.ids)
+    known = at < len(ids)
+    known[known] = ids[at[known]] == row.ids[known]
+    q = np.zeros(len(ids))
+    q[at[known]] = values[known] / values.sum()
+    return q
+
+
+def _probability(row: DraftRow, token: int) -> float:
+    assert row.ids is not None
+    values = row.values.astype(np.float64)
+    return float(values[row.ids == token].sum() / values.sum())

@@ -1,0 +1,212 @@
+"""Speculative sampling leaves the target's distribution as it is, however the draft is truncated, rounded or late; and
+the test that says so can tell when it is not.
+
+Chi-square tests of joint distributions; each has the false-alarm probability FALSE_ALARM, and fixed seeds, so that
+its outcome is fixed too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+
+from specdec.decoding import rejection
+from specdec.decoding.choice import Ask, Chooser, choose
+from specdec.decoding.proposal import DraftRow, Proposal
+from specdec.decoding.rejection import draw, propose
+from specdec.decoding.sampling import Rule, Sampling
+
+FALSE_ALARM = 1e-6
+RUNS = 6000
+LENGTH = 2
+VOCABULARY = 5
+
+Logits = NDArray[np.float32]
+Path = tuple[int, ...]
+
+
+def model(seed: int, sharpness: float) -> Callable[[Path], Logits]:
+    """Logits after any path."""
+
+    def after(path: Path) -> Logits:
+        generator = np.random.default_rng([seed, *path])
+        return np.asarray(sharpness * generator.standard_normal(VOCABULARY), dtype=np.float32)
+
+    return after
+
+
+TARGET, DRAFT = model(1, 1.2), model(2, 1.2)
+
+
+def probabilities(logits: Logits, sampling: Sampling) -> NDArray[np.float64]:
+    """Softmax at T, with top-k, written out."""
+    z = logits.astype(np.float64) / sampling.temperature
+    if sampling.top_k:
+        z[np.argsort(-z, kind="stable")[sampling.top_k :]] = -np.inf
+    weights = np.exp(z - z.max())
+    return np.asarray(weights / weights.sum())
+
+
+Offer = Callable[[int, Path, Proposal], bool]
+"""Whether a proposal of run `run` after a path is offered."""
+
+
+def run(seed: int, sampling: Sampling, offer: Offer, draft: Callable[[Path], Logits] = DRAFT) -> Path:
+    """LENGTH tokens by draft and verification, one position at a time."""
+    chooser = Chooser(Sampling(temperature=sampling.temperature, top_k=sampling.top_k, seed=seed), rule=Rule.REJECTION)
+    path: Path = ()
+    while len(path) < LENGTH:
+        ask = Ask(chooser, len(path))
+        proposal = propose(draft(path), ask)
+        offered = proposal if offer(seed, path, proposal) else None
+        path += (int(choose(TARGET(path)[None], [ask._replace(proposal=offered)])[0]),)
+    return path
+
+
+def pvalue(counts: Counter[Path], sampling: Sampling) -> float:
+    wanted: dict[Path, float] = {}
+    for path in product(range(VOCABULARY), repeat=LENGTH):
+        p = 1.0
+        for i, token in enumerate(path):
+            p *= probabilities(TARGET(path[:i]), sampling)[token]
+        if p > 0:
+            wanted[path] = p
+    assert set(counts) <= set(wanted), "a token that the target rules out"
+    total = sum(counts.values())
+    return float(stats.chisquare([counts[path] for path in wanted], [total * p for p in wanted.values()]).pvalue)
+
+
+def always(seed: int, path: Path, proposal: Proposal) -> bool:
+    return True
+
+
+def never(seed: int, path: Path, proposal: Proposal) -> bool:
+    return False
+
+
+def late(seed: int, path: Path, proposal: Proposal) -> bool:
+    return seed % 3 != 0
+
+
+def where_the_draft_is_sure(seed: int, path: Path, proposal: Proposal) -> bool:
+    """A function of the whole distribution, not of what was drawn from it."""
+    return rejection.acceptance(proposal.row) > 0.8
+
+
+def after_some_prefixes(seed: int, path: Path, proposal: Proposal) -> bool:
+    return sum(path) % 2 == 0
+
+
+def where_the_draw_is_probable(seed: int, path: Path, proposal: Proposal) -> bool:
+    """What must never be done: it depends on the value drawn."""
+    assert proposal.row.ids is not None
+    return bool(proposal.row.values[proposal.row.ids == proposal.token] >= 0.9)
+
+
+@pytest.mark.parametrize("offer", [always, never, late, where_the_draft_is_sure, after_some_prefixes])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3)], ids=["all", "k3"])
+def test_the_distribution_is_the_targets(offer: Offer, sampling: Sampling) -> None:
+    counts = Counter(run(seed, sampling, offer) for seed in range(RUNS))
+    assert pvalue(counts, sampling) > FALSE_ALARM
+
+
+def test_a_draft_cut_to_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "WIDTH", 2)
+    sampling = Sampling(temperature=1.0)
+    counts = Counter(run(seed, sampling, always) for seed in range(RUNS))
+    assert pvalue(counts, sampling) > FALSE_ALARM
+
+
+def test_a_policy_that_looks_at_the_value_is_found_out() -> None:
+    """The negative control: the same test, and it fails."""
+    sampling = Sampling(temperature=1.0)
+    counts = Counter(run(seed, sampling, where_the_draw_is_probable) for seed in range(RUNS))
+    assert pvalue(counts, sampling) < FALSE_ALARM
+
+
+def test_the_better_draw_of_two_sessions_is_found_out_too() -> None:
+    """Two sessions, one place in a step: given to whose draw is the more probable, even p = q comes out wrong."""
+    sampling = Sampling(temperature=1.0)
+    counts: Counter[Path] = Counter()
+    for seed in range(RUNS):
+        rival = propose(TARGET(()), Ask(Chooser(Sampling(temperature=1.0, seed=seed + RUNS), rule=Rule.REJECTION), 0))
+
+        def best_of_two(_: int, path: Path, proposal: Proposal, rival: Proposal = rival) -> bool:
+            return weight(proposal) > weight(rival)
+
+        counts[run(seed, sampling, best_of_two, TARGET)] += 1
+    assert pvalue(counts, sampling) < FALSE_ALARM
+
+
+def weight(proposal: Proposal) -> float:
+    assert proposal.row.ids is not None
+    values = proposal.row.values
+    return float(values[proposal.row.ids == proposal.token][0] / values.sum())
+
+
+def test_a_guess_that_was_not_sampled() -> None:
+    """Deterministic guesses have a distribution of one token."""
+    sampling = Sampling(temperature=1.0)
+    chooser = [Chooser(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION) for seed in range(RUNS)]
+    row = DraftRow(np.array([2]), np.ones(1, np.float16))
+    counts = Counter(int(choose(TARGET(())[None], [Ask(each, 0, proposal=Proposal(2, row))])[0]) for each in chooser)
+    p = probabilities(TARGET(()), sampling)
+    assert stats.chisquare([counts[v] for v in range(VOCABULARY)], RUNS * p).pvalue > FALSE_ALARM
+
+
+def test_candidates_are_accepted_as_often_as_can_be() -> None:
+    """With probability 1 - TV(p, q): within five standard deviations."""
+    sampling = Sampling(temperature=1.0)
+    p, q = probabilities(TARGET(()), sampling), probabilities(DRAFT(()), sampling)
+    wanted = float(np.minimum(p, q).sum())
+    accepted = 0
+    for seed in range(RUNS):
+        ask = Ask(Chooser(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION), 0)
+        proposal = propose(DRAFT(()), ask)
+        accepted += int(choose(TARGET(())[None], [ask._replace(proposal=proposal)])[0]) == proposal.token
+    assert abs(accepted / RUNS - wanted) < 5 * (wanted * (1 - wanted) / RUNS) ** 0.5 + 1e-3  # float16
+
+
+weights = st.lists(st.sampled_from([0.0, 1e-300, 0.1, 0.3, 1.0, 5.0]), min_size=1, max_size=8).filter(any)
+
+
+@given(weights, st.floats(0.0, 1.0, exclude_min=True, exclude_max=True))
+def test_nothing_impossible_is_drawn(given_weights: list[float], number: float) -> None:
+    array = np.asarray(given_weights)
+    index = draw(array, number)
+    assert array[index] > 0
+    assert array[:index].sum() <= number * array.sum() * (1 + 1e-12)
+
+
+def test_a_row_travels() -> None:
+    proposal = propose(DRAFT(()), Ask(Chooser(Sampling(temperature=1.0), rule=Rule.REJECTION), 0))
+    again = DraftRow.received(*proposal.row.sent())
+    assert again is not None
+    assert again.ids is not None
+    assert proposal.row.ids is not None
+    assert np.array_equal(again.ids, proposal.row.ids)
+    assert np.array_equal(again.values, proposal.row.values)
+
+
+@pytest.mark.parametrize(
+    ("ids", "values"),
+    [
+        ([1], np.ones(2, np.float16).tobytes()),
+        ([2, 1], np.ones(2, np.float16).tobytes()),
+        ([1, 1], np.ones(2, np.float16).tobytes()),
+        ([1], np.array([np.nan], np.float16).tobytes()),
+        ([1], np.array([np.inf], np.float16).tobytes()),
+        ([1], b"abc"),
+        ([], b""),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_none(ids: list[int], values: bytes) -> None:
+    assert DraftRow.received(ids, values) is None

@@ -1,0 +1,146 @@
+"""A draft whose messages come late, twice, out of order, or are nonsense costs speed and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.generation import Peers
+from orchestrator.servicer import GenerationServicer
+from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
+from tests.services.conftest import Directories
+from tests.services.test_equality import SAMPLINGS, chooser, slow_target
+from tests.stack import Stack, request_of, served, stack
+
+PROMPT = [50, 60, 70, 80, 90]
+TOKENS = 60
+ALWAYS = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
+
+
+@dataclass
+class Chaos(draft_pb2_grpc.DraftServiceServicer):
+    """Stands before a draft and tampers with what it says."""
+
+    draft: Any  # stub
+    seed: int
+    name: str = "specdec.v1.DraftService"
+    tampered: int = 0
+    _held: list[draft_pb2.DraftResponse] = field(default_factory=list)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
+
+    async def close(self) -> None:
+        pass
+
+    async def Draft(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]
+        generator = random.Random(self.seed)
+        call = self.draft.Draft()
+
+        async def forward() -> None:
+            async for request in request_iterator:
+                await call.write(request)
+
+        forwarding = asyncio.create_task(forward())
+        try:
+            async for response in call:
+                for changed in self.change(response, generator):
+                    await context.write(changed)
+        finally:
+            forwarding.cancel()
+            call.cancel()
+
+    def change(self, response: draft_pb2.DraftResponse, generator: random.Random) -> list[draft_pb2.DraftResponse]:
+        """What is sent instead."""
+        if not response.HasField("extend"):
+            return [response]
+        self.tampered += 1
+        match generator.randrange(6):
+            case 0:
+                return [response, response]
+            case 1:
+                self._held.append(response)  # for some other time
+                return []
+            case 2:
+                held, self._held = self._held, []
+                generator.shuffle(held)
+                return [*held, response]
+            case 3:
+                return [corrupted(response, generator)]
+            case 4:
+                return [corrupted(response, generator), response]
+            case _:
+                return [response]
+
+
+def corrupted(response: draft_pb2.DraftResponse, generator: random.Random) -> draft_pb2.DraftResponse:
+    extend = model_pb2.Extend()
+    extend.CopyFrom(response.extend)
+    at = generator.randrange(len(extend.tokens)) if extend.tokens else None
+    match generator.randrange(8):
+        case 0:
+            extend.base = generator.choice((0, 1, extend.base + 3, 2**31))
+        case 1 if at is not None:
+            extend.tokens[at] = generator.choice((0, 2, 77, 10_000, 2**32 - 1))
+        case 2 if at is not None:
+            extend.parents[at] = generator.choice((0, at, at + 1, 2**32 - 1))
+        case 3 if at is not None:
+            extend.scores[at] = generator.choice((math.nan, math.inf, -math.inf, 3.0, -1e30))
+        case 4 if at is not None:
+            del extend.scores[at]
+        case 5:
+            extend.rows.add(parent=generator.choice((0, 1, 2**32 - 1)), ids=[3, 2], values=b"abc")
+        case 6 if at is not None:
+            extend.tokens[:] = generator.choices(range(256), k=len(extend.tokens))
+        case _:
+            extend.Clear()
+    return draft_pb2.DraftResponse(extend=extend)
+
+
+def draft_of(services: Stack) -> Any:
+    assert services.peers.draft is not None
+    return draft_pb2_grpc.DraftServiceStub(services.peers.draft)
+
+
+async def check(directories: Directories, seeds: range, samplings: list[dict[str, Any]]) -> None:
+    tampered = accepted = 0
+    async with (
+        stack(directories.target, directories.near, target_delay=slow_target) as services,
+        served(chaos := Chaos(draft_of(services), 0)) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+        served(GenerationServicer(services.model, Peers(services.peers.verifier, channel))) as (front, _),
+        grpc.aio.insecure_channel(front) as to_front,
+    ):
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)
+        for sampling in samplings:
+            want = await services.generate(
+                PROMPT, sampling=sampling, max_tokens=TOKENS, plain=True, ignore_end_token=True
+            )
+            for chaos.seed in seeds:
+                request = request_of(
+                    PROMPT, sampling=sampling, max_tokens=TOKENS, ignore_end_token=True, speculation=ALWAYS
+                )
+                answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
+                (got,) = answer.completions
+                directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), chooser(sampling), "tampered with")
+                accepted += got.finish.speculation.accepted
+        tampered = chaos.tampered
+        assert services.verifier_loop.pool.held == 0
+    assert tampered > 10 * len(seeds)
+    assert accepted > TOKENS * len(seeds) * len(samplings) / 20  # a draft that is wrong now and then is still one
+
+
+async def test_tokens_survive_a_draft_gone_mad(directories: Directories) -> None:
+    await check(directories, range(4), [SAMPLINGS[0], SAMPLINGS[5]])
+
+
+@pytest.mark.verify
+async def test_tokens_survive_a_draft_gone_mad_for_long(directories: Directories) -> None:
+    await check(directories, range(40), SAMPLINGS)

@@ -1,0 +1,201 @@
+"""The other acceptance rules through the whole system. (That REJECTION follows the target's distribution:
+`test_distribution.py`.)"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from specdec.client.errors import from_rpc
+from specdec.decoding.choice import Ask, Chooser, choose
+from specdec.decoding.contrastive import amateur_row
+from specdec.decoding.proposal import Proposal
+from specdec.decoding.sampling import Contrast, Rule, Sampling
+from specdec.v1 import generation_pb2, model_pb2
+from tests.margins import Oracle
+from tests.services.conftest import Directories
+from tests.services.test_equality import slow_target
+from tests.services.test_faults import rest_of
+from tests.stack import Stack, request_of, stack, until
+
+CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
+REJECTION = model_pb2.ACCEPTANCE_RULE_REJECTION
+PROMPT = [50, 60, 70, 80, 90]
+TOKENS = 24
+
+CONTRAST_MARGIN = 0.01
+"""Logits that differ in their last bits may be rounded to different float16 numbers, whose step is up to 2**-6 for
+log-probabilities of -16 and below; two scores that lie closer than this may change places."""
+
+
+class Reference:
+    """Contrastive decoding in this process: both models' own forwards, one token at a time."""
+
+    def __init__(self, target: Oracle, draft: Oracle, contrast: Contrast) -> None:
+        self.target, self.draft = target, draft
+        self.chooser = Chooser(Sampling(), rule=Rule.CONTRASTIVE, contrast=contrast)
+
+    def next(self, text: list[int]) -> tuple[int, float]:
+        """The choice after a text, and by how much it is better than the second best."""
+        z = self.target.logits(text)
+        row = amateur_row(self.draft.logits(text), self.chooser.contrast)
+        token = int(choose(z[None], [Ask(self.chooser, len(text), proposal=Proposal(None, row))])[0])
+        plausible = z >= z.max() + math.log(self.chooser.contrast.alpha)
+        scores = np.sort((z - row.values.astype(np.float64))[plausible])
+        return token, float(scores[-1] - scores[-2]) if len(scores) > 1 else math.inf
+
+    def check(self, prompt: list[int], tokens: list[int]) -> int:
+        """AssertionError unless a text is what the rule says, ties apart; how many ties there were. The text is
+        followed, whichever way a tie went."""
+        ties = 0
+        for at, token in enumerate(tokens):
+            want, margin = self.next(prompt + tokens[:at])
+            if token != want:
+                assert margin < CONTRAST_MARGIN, f"token {at} is {token}, {want} expected; margin {margin:.2e}"
+                ties += 1
+        return ties
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = random.Random(2)
+    return [[generator.randrange(3, 256) for _ in range(generator.choice((3, 9, 40)))] for _ in range(count)]
+
+
+async def compare(directories: Directories, count: int, contrast: Contrast) -> None:
+    reference = Reference(directories.oracle, Oracle(directories.near), contrast)
+    message = model_pb2.Contrast(alpha=contrast.alpha, amateur_temperature=contrast.amateur_temperature)
+    ties = accepted = 0
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        for prompt in prompts(count):
+            answer = await services.generate(
+                prompt, rule=CONTRASTIVE, contrast=message, max_tokens=TOKENS, ignore_end_token=True
+            )
+            assert len(answer.tokens) == TOKENS
+            assert not answer.finish.reproducible
+            ties += reference.check(prompt, list(answer.tokens))
+            accepted += answer.finish.speculation.accepted
+        assert services.verifier_loop.pool.held == 0
+    print(f"{count * TOKENS} tokens compared, {ties} ties, {accepted} of the tokens drafted")
+    assert accepted > 0
+    assert ties <= 0.01 * count * TOKENS
+
+
+@pytest.mark.parametrize("contrast", [Contrast(), Contrast(alpha=0.3, amateur_temperature=0.5)], ids=str)
+async def test_contrastive_tokens_are_those_of_the_reference(directories: Directories, contrast: Contrast) -> None:
+    await compare(directories, 4, contrast)
+
+
+@pytest.mark.verify
+async def test_contrastive_tokens_of_50_prompts(directories: Directories) -> None:
+    await compare(directories, 50, Contrast())
+
+
+async def test_contrast_makes_a_difference(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        greedy = await services.generate(PROMPT, max_tokens=TOKENS, ignore_end_token=True)
+        other = await services.generate(PROMPT, max_tokens=TOKENS, ignore_end_token=True, rule=CONTRASTIVE)
+    assert list(greedy.tokens) != list(other.tokens)
+
+
+@pytest.mark.parametrize("drafted", [True, False], ids=["lost", "none"])
+async def test_contrast_needs_a_draft(directories: Directories, drafted: bool) -> None:
+    """Without one the request ends UNAVAILABLE, after the tokens already sent."""
+    async with stack(
+        directories.target, directories.near if drafted else None, delay=lambda: time.sleep(0.01)
+    ) as services:
+        call = services.stub.Generate(request_of(PROMPT, max_tokens=200, ignore_end_token=True, rule=CONTRASTIVE))
+        if drafted:
+            assert (await call.read()).tokens
+            assert services.draft_server is not None
+            await services.draft_server.stop(None)
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await rest_of(call)
+        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert from_rpc(lost.value).reason == "DRAFT_REQUIRED"
+        await until(lambda: services.verifier_loop.pool.held == 0)
+
+
+async def test_waiting_for_a_draft_holds_up_nobody_else(directories: Directories) -> None:
+    """Sessions that contrast sit out steps while their draft is silent; others go on."""
+    async with stack(directories.target, directories.near, delay=lambda: time.sleep(0.2)) as services:
+        slow = services.stub.Generate(request_of(PROMPT, max_tokens=100, ignore_end_token=True, rule=CONTRASTIVE))
+        assert (await slow.read()).tokens
+        begin = time.monotonic()
+        plain = await services.generate(PROMPT, max_tokens=100, plain=True, ignore_end_token=True)
+        assert len(plain.tokens) == 100
+        assert time.monotonic() - begin < 100 * 0.2 / 2
+        slow.cancel()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sampling": {"temperature": 0.7}}, "sampling.temperature"),
+        ({"sampling": {"top_k": 3}}, "sampling.top_k"),
+        ({"sampling": {"top_p": 0.5}}, "sampling.top_p"),
+        ({"sampling": {"min_p": 0.1}}, "sampling.min_p"),
+        ({"contrast": {"alpha": 0.0}}, "contrast.alpha"),
+        ({"contrast": {"alpha": 1.5}}, "contrast.alpha"),
+        ({"contrast": {"amateur_temperature": -1.0}}, "contrast.amateur_temperature"),
+        ({"plain": True}, "speculation.mode"),
+        ({"rule": REJECTION, "contrast": {"alpha": 0.5}}, "contrast"),
+    ],
+)
+async def test_what_does_not_go_together_is_refused(
+    directories: Directories, fields: dict[str, Any], field: str
+) -> None:
+    async with stack(directories.target, None) as services:
+        with pytest.raises(grpc.aio.AioRpcError, match=field.replace(".", r"\.")) as refused:
+            await services.generate(PROMPT, max_tokens=3, **({"rule": CONTRASTIVE} | fields))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def rejected(services: Stack, **fields: Any) -> generation_pb2.Completion:
+    return await services.generate(PROMPT, rule=REJECTION, max_tokens=60, ignore_end_token=True, **fields)
+
+
+async def test_rejection_without_temperature_is_greedy(directories: Directories) -> None:
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        want = await services.generate(PROMPT, max_tokens=60, plain=True, ignore_end_token=True)
+        got = await rejected(services)
+        directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), Chooser(Sampling()))
+        assert got.finish.reproducible
+
+
+async def test_rejection_accepts_and_rejects(directories: Directories) -> None:
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        got = await rejected(services, sampling={"temperature": 1.0, "seed": 3})
+    s = got.finish.speculation
+    assert 0 < s.accepted < s.drafted
+    assert not got.finish.reproducible
+
+
+async def test_a_draft_equal_to_the_target_is_always_accepted(directories: Directories) -> None:
+    """But for what rounding to float16 costs."""
+    async with stack(directories.target, directories.target, target_delay=slow_target) as services:
+        got = await rejected(services, sampling={"temperature": 1.0, "seed": 3, "top_k": 40})
+    s = got.finish.speculation
+    assert s.accepted > 20
+    assert s.sources.get("correction", 0) <= 1
+
+
+async def test_rejection_goes_on_without_its_draft(directories: Directories) -> None:
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        assert services.draft_server is not None
+        request = request_of(
+            PROMPT, rule=REJECTION, max_tokens=100, ignore_end_token=True, sampling={"temperature": 1.0, "seed": 3}
+        )
+        call = services.stub.Generate(request)
+        responses: list[generation_pb2.GenerateResponse] = [await call.read()]
+        while model_pb2.TOKEN_SOURCE_DRAFT not in responses[-1].sources:
+            responses.append(await call.read())
+        await services.draft_server.stop(None)
+        responses += await rest_of(call)
+    assert sum(len(r.tokens) for r in responses) == 100
+    assert responses[-1].finish.speculation.undrafted_reason == "draft_lost"
