@@ -2,8 +2,8 @@
 
     python -m bench.acceptance
 
-Draft and verifier sessions of the real services take turns in this process: the draft grows its tree to the full
-size, a step verifies all of it, so that nothing depends on time. Held-out prompts of the demo pair.
+Draft and verifier sessions of the real services take turns in this process: the draft grows its tree as far as it is
+worth, a step verifies the best of it, so that nothing depends on time. Held-out prompts of the demo pair.
 
 Acceptance is counted per position at which a candidate was tested. Its bounds, on the same texts: no rule with one
 candidate a position can exceed 1 - TV(p, q); drawing with shared noise reaches at least (1 - TV) / (1 + TV)
@@ -37,7 +37,8 @@ from verifier_service.walk import walk
 
 CAPACITY = 4096
 SCRATCH = 256
-NO_LIMIT = 1e-9  # of a node's reach
+CREDIT = 64
+"""Nodes that a draft may have alive; the verifier takes the best of them."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,16 @@ class Pair:
 
     def run(self, prompt: list[int], chooser: Chooser, shape: Shape, tokens: int, calibration: Calibration) -> Text:
         growing = DraftRequest(prompt, [], chooser, frozenset(), tokens, self.context)
-        policy = GrowthPolicy(shape.nodes, shape.depth, shape.branches, NO_LIMIT)
+        policy = GrowthPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
         draft = DraftSession(growing, policy, self.draft.vocabulary, calibration)
         wanted = SessionRequest(prompt, [], chooser, frozenset(), tokens, 0, self.context)
-        verifier = Session(wanted, Policy(True, shape.nodes, 0.0), shape.nodes, self.target.vocabulary)
+        verifier = Session(wanted, Policy(True, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
         pushed: list[Extension] = []
 
         def fail(error: Exception) -> None:
             raise error
 
-        loop = GrowthLoop(self.draft, rows=shape.nodes, rows_per_session=shape.branches)
+        loop = GrowthLoop(self.draft)
         loop.attach(Attached(draft, pushed.append, fail))
         verifier.settle_in(BlockPool((CAPACITY - SCRATCH) // 64))
         count = Count()

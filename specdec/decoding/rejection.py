@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
 
-WIDTH = 64
+WIDTH = 128
 """Tokens in a draft's distribution at most: each costs bytes on the wire, what lies beyond them acceptance."""
 
 
