@@ -17,6 +17,9 @@ from specdec.decoding.tree import Node, Paths, TokenTree, spell
 from specdec.engine.batch import Packer
 from specdec.engine.kv import Slots
 
+ROWS_A_MESSAGE = 4
+"""Distributions in a message, about: one over a vocabulary of 128,000 tokens takes a quarter of a megabyte."""
+
 Frontier = list[tuple[float, Node]]
 """Unread nodes with their log-reach, best first."""
 
@@ -256,7 +259,8 @@ class Session:
         if not self.waits:
             return False
         nothing_sent = len(self.unsent) == self.tree.size or self.tree.root in self.unsent_rows
-        return nothing_sent or now - self.sent_at >= self.policy.extend_interval
+        heavy = len(self.unsent_rows) >= ROWS_A_MESSAGE
+        return nothing_sent or heavy or now - self.sent_at >= self.policy.extend_interval
 
     @property
     def waits(self) -> bool:

@@ -116,7 +116,13 @@ class StepLoop(Worker):
     client has read; `cost`: measured unless it is known."""
 
     def __init__(
-        self, engine: Engine, *, step_rows: int = 512, run_ahead: int = 256, cost: StepCost | None = None
+        self,
+        engine: Engine,
+        *,
+        step_rows: int = 512,
+        run_ahead: int = 256,
+        cost: StepCost | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__("step-loop")
         self.load = Load()
@@ -130,7 +136,7 @@ class StepLoop(Worker):
         self._waiting: list[Attached] = []  # for memory, in order of precedence
         self._running: list[Attached] = []  # in order of arrival
         self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
-        self._guard = Guard()
+        self._guard = guard or Guard()
         self._price = 0.0  # of a candidate, moving average
         self._last_step = 0.0  # when it ended
         self._idle = True  # whether there has been nothing to do since

@@ -34,6 +34,7 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
+from verifier_service.guard import Guard
 from verifier_service.schedule import LEAST_PROMPT_ROWS
 from verifier_service.session import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Policy
 from verifier_service.step_loop import MARGIN, MOST_CANDIDATES, StepLoop
@@ -71,6 +72,14 @@ def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
     assert loop.pool.held == 0
     assert (loop.load.running, loop.load.waiting) == (0, 0)
     assert loop.turn() is None
+
+
+class Off(Guard):
+    """Speculation does not pay."""
+
+    @property
+    def speculating(self) -> bool:
+        return False
 
 
 class TestTokens:
@@ -117,6 +126,21 @@ class TestTokens:
         run(loop, rest)
         assert rest.tokens == whole.tokens[11:]
         check_over(loop, engine, whole, rest)
+
+    @pytest.mark.parametrize("always", [False, True])
+    def test_the_guard_says_whether_candidates_are_used(self, always: bool) -> None:
+        """And drafts are told; a session that speculates always does not listen."""
+        loop = step_loop(TextEngine(8), guard=Off())
+        one = client(loop, 10, 1, 12)
+        one.session.policy = Policy(True, 8, 10.0, always)
+        turns(loop, 1)
+        one.offer(right=4)
+        while not one.over:
+            one.read()
+            assert loop.turn() == 0.0  # nothing is waited for: what is there will do
+        offered = sum(verdict.offered for verdict in one.mail.verdicts)
+        assert offered == (4 if always else 0)
+        assert {times.price == 1.0 for times in one.mail.times[1:]} == {not always}
 
     def test_candidates_come_at_any_time(self) -> None:
         """Before there is memory, in the prompt, and late: they are kept for as long as they can be taken."""
