@@ -255,5 +255,5 @@ def run(loop: StepLoop, *clients: Client, turns: int = 2000) -> None:
     raise AssertionError(f"not over after {turns} turns")
 
 
-def step_loop(engine: TextEngine, cost: StepCost = FREE, **options: int) -> StepLoop:
+def step_loop(engine: TextEngine, cost: StepCost = FREE, **options: Any) -> StepLoop:
     return StepLoop(engine, cost=cost, **options)
