@@ -26,9 +26,6 @@ from specdec.v1 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
-EXTENDS_A_STEP = 4
-"""Extend messages a session gets in the time of one step."""
-
 CHEAP = 0.02
 """Below this price of a candidate, the draft grows what it likes."""
 
@@ -198,11 +195,11 @@ class Generation:
             self._untold = model_pb2.Committed()
 
     def _pacing(self, price: float) -> draft_pb2.DraftPolicy:
-        """The draft's policy as it should be now. It sends candidates a few times a step, since more often is work
-        for three processes and less is late."""
+        """The draft's policy as it should be now. Besides candidates for a verifier that has none, it sends one message
+        a step: each takes the verifier's interpreter half a millisecond, and what comes too early waits for its step."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._draft_policy)
-        policy.extend_interval_us = int(self._step_us / EXTENDS_A_STEP)
+        policy.extend_interval_us = int(self._step_us)
         if self._sample.rule is not Rule.CONTRASTIVE:  # which needs the draft, whether or not candidates pay
             policy.min_reach = price if price > CHEAP else 0.0
         return policy

@@ -38,7 +38,7 @@ log = structlog.get_logger()
 MOST_CANDIDATES = 256
 """Candidates of all sessions in one step; as many slots are set aside for side branches."""
 
-MESSAGES_A_SECOND = 1000
+MESSAGES_A_SECOND = 400
 """About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
 interpreter that it shares with the steps. Those of a drafted session are told at once, others are joined."""
 
