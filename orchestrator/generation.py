@@ -196,7 +196,7 @@ class Generation:
 
     def _pacing(self, price: float) -> draft_pb2.DraftPolicy:
         """The draft's policy as it should be now. Besides candidates for a verifier that has none, it sends one message
-        a step: each takes the verifier's interpreter half a millisecond, and what comes too early waits for its step."""
+        a step: each takes the verifier's interpreter half a millisecond, and what comes early waits for its step."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._draft_policy)
         policy.extend_interval_us = int(self._step_us)
