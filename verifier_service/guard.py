@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-EPOCH = 0.3
+EPOCH = 0.5
 """Seconds of steps that make a measurement."""
 
 SETTLING = 0.05
 """Seconds after a change that are not measured: drafts have to hear of it."""
 
-BETTER = 1.05
+BETTER = 1.1
 """By so much the other way must be better to be taken."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
