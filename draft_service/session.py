@@ -93,7 +93,8 @@ class Session:
         """Re-root at the new text; what contradicts it is dropped, memory and all.
 
         A commit that overlaps what is known is cut to its news; ValueError if it leaves a gap, contradicts
-        the committed text, or names a token this model does not have.
+        the committed text, names a token this model does not have, or leaves this model behind where the
+        session cannot do without it.
         """
         tree = self.tree
         known = tree.base - base
@@ -115,6 +116,8 @@ class Session:
             self.prefix.append(node.state)
         tree.commit(news)
         self._idle = False
+        if self.request.chooser.rule is Rule.CONTRASTIVE and tree.base >= self.request.context:
+            raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
         if self.history is not None:
             self.history.extend(news)
         alive = {id(n): n for n in tree.root.walk()}

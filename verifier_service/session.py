@@ -170,7 +170,8 @@ class Session:
 
     def extend(self, base: int, paths: Paths, arrived: float) -> None:
         """Candidates came; ValueError if they cannot be."""
-        self.tree.insert(base, paths, origin=DRAFT)
+        rows = [(parent, row) for parent, row in paths.rows if row.fits(self.request.chooser.rule)]
+        self.tree.insert(base, paths._replace(rows=rows), origin=DRAFT)
         self.pace.arrived(base, arrived)
         self._outlook = None
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.sampling import Rule
+
 
 @dataclass(frozen=True, eq=False)
 class DraftRow:
@@ -35,6 +37,12 @@ class DraftRow:
         if len(tokens) != len(numbers) or (np.diff(tokens) <= 0).any():
             return None
         return cls(tokens, numbers)
+
+    def fits(self, rule: Rule) -> bool:
+        """Whether it is what the rule works with: weights of some tokens, or log-probabilities of all."""
+        if rule is Rule.REJECTION:
+            return self.ids is not None and bool((self.values >= 0).all() and (self.values > 0).any())
+        return rule is Rule.CONTRASTIVE and self.ids is None
 
     def sent(self) -> tuple[list[int], bytes]:
         """(ids, values) of a message."""

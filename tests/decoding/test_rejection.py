@@ -210,3 +210,16 @@ def test_a_row_travels() -> None:
 )
 def test_a_row_that_makes_no_sense_is_none(ids: list[int], values: bytes) -> None:
     assert DraftRow.received(ids, values) is None
+
+
+def test_each_rule_has_rows_of_its_own() -> None:
+    some = DraftRow(np.array([2, 5]), np.array([0.5, 0.0], np.float16))
+    every = DraftRow(None, np.array([-1.0, -2.0], np.float16))
+    negative = DraftRow(np.array([2]), np.array([-0.5], np.float16))
+    nothing = DraftRow(np.array([2]), np.array([0.0], np.float16))
+    fitting = {rule: [row.fits(rule) for row in (some, every, negative, nothing)] for rule in Rule}
+    assert fitting == {
+        Rule.COUPLED: [False] * 4,
+        Rule.REJECTION: [True, False, False, False],
+        Rule.CONTRASTIVE: [False, True, False, False],
+    }

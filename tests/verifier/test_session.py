@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from specdec.decoding.choice import Chooser
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.proposal import DraftRow
+from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import Node, Paths
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.kv import PoolFullError
@@ -49,11 +50,11 @@ def made(
     tenant: str = "",
     speculate: bool = True,
     max_candidates: int = 8,
+    rule: Rule = Rule.COUPLED,
 ) -> Session:
     """A session without memory."""
-    request = SessionRequest(
-        prompt, list(generated), Chooser(sampling or Sampling(), end), end, max_tokens, 0, context, tenant
-    )
+    chooser = Chooser(sampling or Sampling(), end, rule=rule)
+    request = SessionRequest(prompt, list(generated), chooser, end, max_tokens, 0, context, tenant)
     return Session(request, Policy(speculate, max_candidates, 0.0), 64, VOCABULARY)
 
 
@@ -373,3 +374,24 @@ def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
     assert sorted(plan.results.values()) == [1, 2, 3, 4, 5]
     own = session.slots.tolist()
     assert [plan.slots[id(node)] == own[node.position] for node in nodes] == [True, True, False, False, False]
+
+
+def test_rows_that_the_rule_cannot_use_are_dropped() -> None:
+    """And with them the draws that came with them: nothing in a step depends on what a draft sends."""
+    session = decoding(sampling=Sampling(temperature=1.0), rule=Rule.REJECTION)
+    misfit = DraftRow(None, np.zeros(VOCABULARY, np.float16))
+    session.extend(3, Paths([4], [0], [-0.1], [(0, misfit)]), 0.0)
+    assert (session.tree.size, session.tree.root.row) == (0, None)
+    session.extend(3, Paths([4], [0], [-0.1], [(0, DraftRow(np.array([4]), np.ones(1, np.float16)))]), 0.0)
+    assert session.tree.size == 1
+
+
+def test_a_session_that_contrasts_sits_out_until_it_has_a_row() -> None:
+    session = made(rule=Rule.CONTRASTIVE)
+    session.settle_in(BlockPool(4))
+    assert (session.remaining_prompt, session.computable) == (2, 2)  # all but the tip
+    session.computed = 2
+    assert session.computable == 0
+    session.extend(3, Paths([4], [0], [-0.1], [(0, DraftRow(None, np.zeros(VOCABULARY, np.float16)))]), 0.0)
+    assert session.computable == 1
+    assert list(session.offers()) == []  # nothing can be chosen below a candidate without a row

@@ -1,0 +1,100 @@
+"""What a draft's session does with verdicts, rules and policies. (That its guesses are right: the equality suites.)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draft_service.calibration import Calibration
+from draft_service.session import GrowthPolicy, Session, SessionRequest
+from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.engine.paths import PathPacker
+
+VOCABULARY = 16
+CONTEXT = 20
+
+
+def made(rule: Rule = Rule.COUPLED, temperature: float = 0.0, **policy: Any) -> Session:
+    """A session with memory and a prompt of three tokens."""
+    chooser = Chooser(Sampling(temperature=temperature), rule=rule)
+    request = SessionRequest([1, 2, 3], [], chooser, frozenset(), 100, CONTEXT)
+    session = Session(request, GrowthPolicy(**policy), VOCABULARY, Calibration())
+    session.own(np.arange(1, 100))
+    return session
+
+
+def step(session: Session) -> None:
+    """Read what there is to read; the model prefers the tokens in order, 7 most."""
+    packer = PathPacker()
+    if session.unread_text:
+        session.plan_text(packer, 100)
+    else:
+        session.plan_nodes(packer, [node for _, node in session.frontier(4)])
+    logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
+    logits[7] = 5.0
+    session.grow(np.tile(logits, (len(packer.wanted), 1)))
+
+
+def test_a_draft_at_rest_reads_and_grows_nothing_and_catches_up() -> None:
+    session = made()
+    step(session)
+    session.follow(replace(session.policy, min_reach=1.0))
+    assert session.frontier(4) == []
+    session.commit(3, [5, 6])
+    assert session.frontier(4) == []
+    session.follow(replace(session.policy, min_reach=0.01))
+    assert session.unread_text
+    assert session.frontier(4)
+    step(session)
+    assert not session.unread_text
+    assert session.spell_unsent(0.0)[0] == 5
+
+
+def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
+    session = made(Rule.REJECTION, temperature=1.0)
+    for _ in range(4):
+        step(session)
+    _, paths = session.spell_unsent(0.0)
+    assert list(paths.parents) == [0, 1, 2, 3]
+    assert [parent for parent, _ in paths.rows] == [0, 1, 2, 3]
+    assert all(row.fits(Rule.REJECTION) for _, row in paths.rows)
+
+
+def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
+    first, second = made(Rule.REJECTION, temperature=1.0), made(Rule.REJECTION, temperature=1.0)
+    for session in (first, second):
+        step(session)
+    assert first.spell_unsent(0.0)[1].tokens == second.spell_unsent(0.0)[1].tokens
+
+
+def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
+    session = made(Rule.CONTRASTIVE, max_nodes=2)
+    step(session)
+    step(session)
+    assert session.tree.size == 2
+    session.commit(3, [9])
+    assert session.tree.root.row is None
+    assert session.frontier(4)
+    step(session)
+    assert session.tree.root.row is not None
+    assert session.due(0.0)
+    assert session.spell_unsent(0.0)[1].rows[0][0] == 0
+
+
+def test_a_text_beyond_the_drafts_context() -> None:
+    """Costs speed; but where no token can be chosen without a draft, it has to say so."""
+    made().commit(3, [5] * CONTEXT)
+    with pytest.raises(ValueError, match=f"the draft's context is {CONTEXT}"):
+        made(Rule.CONTRASTIVE).commit(3, [5] * CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("base", "tokens", "what"), [(4, [1], "has 3 tokens"), (1, [9], "contradicts"), (3, [VOCABULARY], "vocabulary")]
+)
+def test_a_commit_that_cannot_be(base: int, tokens: list[int], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        made().commit(base, tokens)
