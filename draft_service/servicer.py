@@ -112,7 +112,10 @@ class DraftServicer(
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         if violations:
             raise InvalidRequestError(violations)
-        end_tokens = frozenset(message.end_tokens)
+        # What the target cannot name would be dropped there, for being what it is; ends that the draft cannot name
+        # will never be guessed.
+        nameable = min(vocabulary, message.vocabulary_size or vocabulary)
+        end_tokens = frozenset(token for token in message.end_tokens if token < nameable)
         wanted = SessionRequest(
             prompt,
             generated,
@@ -121,8 +124,6 @@ class DraftServicer(
             message.max_tokens,
             context,
         )
-        # A candidate that the target cannot name would be dropped there, for being what it is.
-        nameable = min(vocabulary, message.vocabulary_size or vocabulary)
         policy = self._policy(message.policy, self._limits.max_nodes)
         return Session(wanted, policy, nameable, self._calibration(wanted.chooser))
 

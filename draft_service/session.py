@@ -31,7 +31,7 @@ class GrowthPolicy:
     max_nodes: int = 48
     max_depth: int = 16
     max_branches: int = 3
-    min_reach: float = 0.01  # probability; at 1 there is nothing to do
+    min_reach: float = 0.01  # probability; at 1 there is nothing to do but to keep up
     extend_interval: float = 0.0  # seconds
 
     @property
@@ -87,6 +87,11 @@ class Session:
         self.slots = slots
         self._free = slots.tolist()
 
+    @property
+    def _needed(self) -> bool:
+        """Whether no token can be chosen without what this session says."""
+        return self.request.chooser.rule is Rule.CONTRASTIVE
+
     # --- what the verifier said --------------------------------------------------------------------
 
     def commit(self, base: int, tokens: list[int]) -> None:
@@ -116,10 +121,12 @@ class Session:
             self.prefix.append(node.state)
         tree.commit(news)
         self._idle = False
-        if self.request.chooser.rule is Rule.CONTRASTIVE and tree.base >= self.request.context:
+        if self._needed and tree.base >= self.request.context:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
         if self.history is not None:
             self.history.extend(news)
+        if self._needed and tree.root.row is not None and tree.root not in self.unsent_rows:
+            self.unsent_rows.append(tree.root)  # it may have been dropped where there was no room for its node
         alive = {id(n): n for n in tree.root.walk()}
         self.unsent = [n for n in self.unsent if id(n) in alive]
         self.unsent_rows = [n for n in self.unsent_rows if n is tree.root or id(n) in alive]
@@ -148,10 +155,12 @@ class Session:
         """The `count` unread nodes of highest reach that are worth reading; the root, while there is
         unread text."""
         policy, tree = self.policy, self.tree
-        if self._idle or policy.min_reach >= 1 or tree.base >= self.end:
+        if self._idle or tree.base >= self.end:
             return []  # nothing left to do; or the text is over, or past what this model can hold
         if self.unread_text:
             return [(0.0, tree.root)]
+        if policy.min_reach >= 1:
+            return []
         found: Frontier = []
         if tree.size >= policy.max_nodes:
             self._idle = True
@@ -224,6 +233,8 @@ class Session:
                     self._sample(node, row, ask)
                 else:
                     self._branch(node, row, ask)
+            elif self._needed:
+                raise FloatingPointError("the draft's logits are not finite")
         self._planned = []
 
     def _sample(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:

@@ -29,6 +29,9 @@ log = structlog.get_logger()
 CHEAP = 0.02
 """Below this price of a candidate, the draft grows what it likes."""
 
+KEEP_UP_EVERY = 64
+"""Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
+
 CONSUMED_EVERY = 64
 """Tokens between two reports to the verifier of how far the client has read."""
 
@@ -190,7 +193,7 @@ class Generation:
         if not self._untold.tokens:
             self._untold.base = commit.committed.base
         self._untold.tokens.extend(commit.committed.tokens)
-        if self._draft_policy.min_reach < 1:
+        if self._draft_policy.min_reach < 1 or len(self._untold.tokens) >= KEEP_UP_EVERY:
             self._for_draft.put_nowait(draft_pb2.DraftRequest(committed=self._untold))
             self._untold = model_pb2.Committed()
 

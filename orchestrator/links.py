@@ -110,8 +110,13 @@ class VerifierLink:
         """A stream that is over is noticed, and explained, by reading it."""
         assert self._call is not None  # nothing is said before `open`
         async with self._writing:
-            with contextlib.suppress(*STREAM_IS_OVER):
+            try:
                 await self._call.write(message)
+            except STREAM_IS_OVER:
+                pass
+            except asyncio.CancelledError:
+                if self._given_up is None:
+                    raise
 
     async def _read(self, seconds: float) -> verifier_pb2.VerifyResponse | None:
         assert self._call is not None

@@ -95,6 +95,7 @@ class Session:
     def __init__(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> None:
         self.request = request
         self.policy = policy
+        self._vocabulary = vocabulary
         text = request.prompt + request.generated
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
@@ -170,7 +171,8 @@ class Session:
 
     def extend(self, base: int, paths: Paths, arrived: float) -> None:
         """Candidates came; ValueError if they cannot be."""
-        rows = [(parent, row) for parent, row in paths.rows if row.fits(self.request.chooser.rule)]
+        rule = self.request.chooser.rule
+        rows = [(parent, row) for parent, row in paths.rows if row.fits(rule, self._vocabulary)]
         self.tree.insert(base, paths._replace(rows=rows), origin=DRAFT)
         self.pace.arrived(base, arrived)
         self._outlook = None

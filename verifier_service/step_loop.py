@@ -273,8 +273,11 @@ class StepLoop(Worker):
         return True
 
     def _speculates(self, attached: Attached) -> bool:
-        policy = attached.session.policy
-        return policy.speculate and (policy.always or self._guard.speculating)
+        """Whether it may have candidates. Tokens that are contrasted need the draft anyway: the guard has no say."""
+        return attached.session.policy.speculate and (self._unguarded(attached) or self._guard.speculating)
+
+    def _unguarded(self, attached: Attached) -> bool:
+        return attached.session.policy.always or attached.session.contrasts
 
     def _stalled(self, attached: Attached) -> bool:
         """Whether it is far ahead of its reader; `consumed` will wake the loop."""
@@ -353,7 +356,8 @@ class StepLoop(Worker):
         messages = []
         for attached, verdict in verdicts:
             attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
-            at_once = verdict.finish or self._speculates(attached) or self._stalled(attached)
+            waits = not attached.session.computable  # for its draft, which must hear of this
+            at_once = verdict.finish or waits or self._speculates(attached) or self._stalled(attached)
             if at_once or now - attached.told >= spacing:  # who is stalled waits for what its reader hears of
                 messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
@@ -386,7 +390,7 @@ class StepLoop(Worker):
 
     def _watch(self, now: float, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Let the guard know what a step of sessions that could speculate has brought."""
-        if any(a.session.policy.speculate and not a.session.policy.always for a, _ in verdicts):
+        if any(a.session.policy.speculate for a, _ in verdicts) and not any(self._unguarded(a) for a, _ in verdicts):
             sessions = len(verdicts)
             tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
             plain_rate = sessions / self._cost.of(sessions)

@@ -38,11 +38,16 @@ class DraftRow:
             return None
         return cls(tokens, numbers)
 
-    def fits(self, rule: Rule) -> bool:
-        """Whether it is what the rule works with: weights of some tokens, or log-probabilities of all."""
+    def fits(self, rule: Rule, vocabulary: int) -> bool:
+        """Whether it is what the rule works with: weights of some tokens, or log-probabilities of all (but for the
+        padding at the end of a vocabulary)."""
         if rule is Rule.REJECTION:
             return self.ids is not None and bool((self.values >= 0).all() and (self.values > 0).any())
-        return rule is Rule.CONTRASTIVE and self.ids is None
+        return rule is Rule.CONTRASTIVE and self.ids is None and len(self.values) > 0.9 * vocabulary
+
+    def can_draw(self, token: int) -> bool:
+        """Whether a token has any weight; of a row with ids."""
+        return self.ids is not None and bool((self.values[self.ids == token] > 0).any())
 
     def sent(self) -> tuple[list[int], bytes]:
         """(ids, values) of a message."""

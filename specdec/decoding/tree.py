@@ -149,7 +149,7 @@ class TokenTree:
             return known
         if not self._sampled:
             return self.add(place, token, score, origin)
-        if place.children or row is None:
+        if place.children or row is None or not row.can_draw(token):
             return None
         child = self.add(place, token, score, origin)
         if child is not None:

@@ -217,7 +217,7 @@ def test_each_rule_has_rows_of_its_own() -> None:
     every = DraftRow(None, np.array([-1.0, -2.0], np.float16))
     negative = DraftRow(np.array([2]), np.array([-0.5], np.float16))
     nothing = DraftRow(np.array([2]), np.array([0.0], np.float16))
-    fitting = {rule: [row.fits(rule) for row in (some, every, negative, nothing)] for rule in Rule}
+    fitting = {rule: [row.fits(rule, 2) for row in (some, every, negative, nothing)] for rule in Rule}
     assert fitting == {
         Rule.COUPLED: [False] * 4,
         Rule.REJECTION: [True, False, False, False],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from orchestrator.generation import Peers
 from orchestrator.servicer import GenerationServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
-from tests.services.test_equality import SAMPLINGS, chooser, slow_target
+from tests.services.test_equality import SAMPLINGS, chooser
 from tests.stack import Stack, request_of, served, stack
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -112,7 +113,7 @@ def draft_of(services: Stack) -> Any:
 async def check(directories: Directories, seeds: range, samplings: list[dict[str, Any]]) -> None:
     tampered = accepted = 0
     async with (
-        stack(directories.target, directories.near, target_delay=slow_target) as services,
+        stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services,
         served(chaos := Chaos(draft_of(services), 0)) as (address, _),
         grpc.aio.insecure_channel(address) as channel,
         served(GenerationServicer(services.model, Peers(services.peers.verifier, channel))) as (front, _),

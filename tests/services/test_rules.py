@@ -20,7 +20,6 @@ from specdec.decoding.sampling import Contrast, Rule, Sampling
 from specdec.v1 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.services.conftest import Directories
-from tests.services.test_equality import slow_target
 from tests.services.test_faults import rest_of
 from tests.stack import Stack, request_of, stack, until
 
@@ -28,6 +27,12 @@ CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
 REJECTION = model_pb2.ACCEPTANCE_RULE_REJECTION
 PROMPT = [50, 60, 70, 80, 90]
 TOKENS = 24
+
+
+def slow_target() -> None:
+    """So slow that there is something to verify, whatever else the machine is doing."""
+    time.sleep(0.02)
+
 
 CONTRAST_MARGIN = 0.01
 """Logits that differ in their last bits may be rounded to different float16 numbers, whose step is up to 2**-6 for
