@@ -74,7 +74,6 @@ class TorchEngine:
     ) -> None:
         threads = threads or torch.get_num_threads()
         torch.set_num_threads(threads)
-        keep_freed_memory()
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
         packed = device == "cpu" and can_pack(DTYPES[dtype]) and not compiled
@@ -89,6 +88,7 @@ class TorchEngine:
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
         keys = [torch.zeros(capacity, heads, width, **place) for heads, width, _ in shapes]
         values = [torch.zeros(capacity, heads, width, **place) for heads, _, width in shapes]
+        keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
         self._pools = EagerPools(keys, values)
         self._memory = PathMemory(keys, values) if self._by_path else None
         self._rows: RowClass | None = None
