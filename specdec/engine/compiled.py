@@ -62,34 +62,28 @@ class _Operator:
 
 
 class CompiledModel:
-    """Called like the model. One graph serves every number of rows from LEAST_ROWS."""
+    """One graph serves every number of rows from LEAST_ROWS."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._operator = _Operator(next(_numbers))
         self._compiled: Callable[..., Any] = torch.compile(model, dynamic=True)
 
-    def __call__(
-        self,
-        *,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        logits_to_keep: Tensor,
-        use_cache: bool,
-        packed: PackedAttention,
-    ) -> Any:
-        for tensor, dimension in ((input_ids, 1), (position_ids, 1), (logits_to_keep, 0)):
+    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
+        input_ids, position_ids = tokens[None], positions[None]
+        for tensor, dimension in ((input_ids, 1), (position_ids, 1), (wanted, 0)):
             torch._dynamo.mark_dynamic(tensor, dimension)
         _running[self._operator.number] = packed
         try:
-            return self._compiled(
+            logits: Tensor = self._compiled(
                 input_ids=input_ids,
                 position_ids=position_ids,
-                logits_to_keep=logits_to_keep,
-                use_cache=use_cache,
+                logits_to_keep=wanted,
+                use_cache=False,
                 packed=self._operator,
-            )
+            ).logits
         finally:
             del _running[self._operator.number]
+        return logits[0]
 
 
 def frozen() -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.lane_attention import Group, LaneAttention
 from specdec.engine.linear import Float32Head
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
-from specdec.engine.torch_engine import cache_shapes, load, window_of
+from specdec.engine.pretrained import attention_of, load, window_of
 
 OPSET = 23
 INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
@@ -89,8 +89,8 @@ def export(directory: ModelDirectory, target: Path) -> None:
         raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
     model = load(directory, torch.float32, "cpu")
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
-    shapes = cache_shapes(model)
-    layers = len(shapes)
+    attends = attention_of(model)
+    layers = len(attends)
     dim = torch.export.Dim
     t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
     # Every dimension at least 2, and all different: a 1 or an equality would be taken for a constant.
@@ -104,8 +104,8 @@ def export(directory: ModelDirectory, target: Path) -> None:
         torch.ones(3, 4, 64, dtype=torch.bool),
         torch.zeros(6, dtype=torch.int64),
         torch.arange(2),
-        [torch.zeros(128, heads, width) for heads, width, _ in shapes]
-        + [torch.zeros(128, heads, width) for heads, _, width in shapes],
+        [torch.zeros(128, each.kv_heads, each.width) for each in attends]
+        + [torch.zeros(128, each.kv_heads, each.value_width) for each in attends],
     )
     shapes_of_inputs = (
         {0: t},
@@ -136,7 +136,7 @@ def export(directory: ModelDirectory, target: Path) -> None:
                 external_data=True,
             )
         description = {
-            "pools": [[heads, k_width, v_width] for heads, k_width, v_width in shapes],
+            "pools": [[each.kv_heads, each.width, each.value_width] for each in attends],
             "window": window_of(model),
             "model": directory.name,
             "model_fingerprint": directory.model_fingerprint,

@@ -7,6 +7,8 @@ about four fifths of the time, in float32 and bfloat16 (`docs/decisions/2026-11-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
@@ -47,6 +49,48 @@ class Float32Head(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.linear(hidden.float())
         return logits
+
+
+class Joined(torch.nn.Module):
+    """Linear layers that share their input, as one product."""
+
+    def __init__(self, layers: list[torch.nn.Linear]) -> None:
+        super().__init__()
+        first = layers[0]
+        outputs = sum(layer.out_features for layer in layers)
+        self.linear = torch.nn.Linear(first.in_features, outputs, first.bias is not None, device="meta")
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if first.bias is not None:
+            bias = torch.cat([layer.bias.detach() for layer in layers])
+            self.linear.bias = torch.nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result
+
+
+class Part(torch.nn.Module):
+    """One of the layers that were joined: the same function as before, at the price of all of them."""
+
+    def __init__(self, joined: Joined, outputs: slice) -> None:
+        super().__init__()
+        self.joined = joined
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.joined(x)[..., self.outputs]
+        return result
+
+
+def join(module: torch.nn.Module, names: Sequence[str]) -> None:
+    """Make parts of one product of a module's linear layers of these names, in this order."""
+    layers = [getattr(module, name) for name in names]
+    joined = Joined(layers)
+    start = 0
+    for name, layer in zip(names, layers, strict=True):
+        setattr(module, name, Part(joined, slice(start, start + layer.out_features)))
+        start += layer.out_features
 
 
 def can_pack(dtype: torch.dtype) -> bool:

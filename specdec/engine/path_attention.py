@@ -10,36 +10,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numba
 import numpy as np
-import torch
-from llvmlite import binding as llvm
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.engine.arithmetic import REORDERED, Array, array_of, exp, narrowed, widened
 from specdec.engine.paths import PathBatch
 
-NUMBA = f"{numba.__version__}-{llvm.get_host_cpu_name()}"
-"""What compiles the loop, and for which processor: its order of sums may differ elsewhere."""
-
-REORDERED = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered, once and for all, when the loop is compiled; infinities and NaNs keep their meaning."""
+SHARED_FROM = 8192
+"""Keys, over all rows, from which it pays to share the rows among threads: handing them over takes some 50 us."""
 
 
 @dataclass
 class PathMemory:
-    """Keys and values of all layers, [slots, heads, width] each; bfloat16 is seen by NumPy as its bits."""
+    """Keys and values of all layers, [slots, heads, width] each, and the threads that read them."""
 
     keys: list[Tensor]
     values: list[Tensor]
+    threads: int = 1
 
     def __post_init__(self) -> None:
-        self.arrays = [(_array(k), _array(v)) for k, v in zip(self.keys, self.values, strict=True)]
+        self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
+        self.helpers = ThreadPoolExecutor(self.threads - 1, "attention") if self.threads > 1 else None
 
 
 class PathAttention:
@@ -47,9 +44,9 @@ class PathAttention:
 
     def __init__(self, memory: PathMemory, batch: PathBatch) -> None:
         batch.check(len(memory.keys[0]))
+        self.batch = batch
         self._memory = memory
-        self._batch = batch
-        self._scores = np.empty((0, 0), np.float32)
+        self._shares = _shares(batch.positions, memory.threads)
 
     def attend(
         self,
@@ -62,117 +59,98 @@ class PathAttention:
         softcap: float | None,
         window: int | None,
     ) -> Tensor:
+        keys, values = self.memory_of(layer)
+        _store(array_of(key.contiguous()), array_of(value.contiguous()), keys, values, self.batch.slots)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        self.read(layer, query.float().contiguous().numpy(), array_of(out), scale=scale, softcap=softcap, window=window)
+        return out
+
+    def memory_of(self, layer: int) -> tuple[Array, Array]:
+        """Keys and values of a layer, as stored, [slots, kv_heads, width]."""
+        return self._memory.arrays[layer]
+
+    def read(
+        self, layer: int, query: Array, out: Array, *, scale: float, softcap: float | None, window: int | None
+    ) -> None:
+        """Write to `out` [t, heads, value_width], as stored, what the rows of `query` [t, heads, width], float32, see;
+        the batch's own keys and values are in place."""
         keys, values = self._memory.arrays[layer]
-        batch = self._batch
-        if len(self._scores) < query.shape[1]:  # layers may differ in heads
-            self._scores = np.empty((query.shape[1], batch.positions.max() + 1), np.float32)
-        out = torch.empty((*query.shape[:2], value.shape[2]), dtype=torch.float32)
-        kernel(query.shape[2], value.shape[2])(
-            query.float().contiguous().numpy(),
-            _array(key.contiguous()),
-            _array(value.contiguous()),
+        batch = self.batch
+        run = functools.partial(
+            kernel(query.shape[2], values.shape[2]),
+            query,
             keys,
             values,
-            batch.slots,
             batch.keys,
             batch.first,
             batch.positions,
             window or np.iinfo(np.int64).max,
             np.float32(scale),
             np.float32(softcap or 0.0),
-            self._scores,
-            out.numpy(),
+            out,
         )
-        return out.to(query.dtype)
+        first, *others = self._shares
+        helpers = self._memory.helpers
+        helped = [helpers.submit(run, *share) for share in others] if helpers is not None else []
+        run(*first)
+        for done in helped:
+            done.result()
 
 
-def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory: float32, or bfloat16 as uint16."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def _shares(positions: NDArray[np.int64], threads: int) -> list[tuple[int, int]]:
+    """Rows (from, to) for each thread, of about as many keys each; all for one where there are few."""
+    seen = np.cumsum(positions + 1)
+    if threads == 1 or seen[-1] < SHARED_FROM:
+        return [(0, len(positions))]
+    cuts = np.searchsorted(seen, seen[-1] * np.arange(1, threads) / threads).tolist()
+    return list(zip([0, *cuts], [*cuts, len(positions)], strict=True))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _widened(_context: Any, stored: Any) -> Any:
-    """float32 of a stored number: itself, or the bits of a bfloat16 and sixteen zeros."""
-
-    def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (number,) = arguments
-        if signature.args[0] == types.float32:
-            return number
-        bits = builder.shl(builder.zext(number, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(bits, ir.FloatType())
-
-    return types.float32(stored), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _from_bits(_context: Any, bits: Any) -> Any:
-    """The float32 with these bits (int32)."""
-
-    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@numba.njit(inline="always", fastmath=REORDERED)  # type: ignore[untyped-decorator]
-def _exp(x: Any) -> Any:
-    """e**x for x <= 0 to two units in the last place, in a form that loops over it are vectorised (after
-    Cephes' expf: a power of two times a polynomial)."""
-    x = max(x, np.float32(-87.0))
-    whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    rest = x - whole * np.float32(0.693359375) - whole * np.float32(-2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * rest + np.float32(1.3981999507e-3)
-    p = p * rest + np.float32(8.3334519073e-3)
-    p = p * rest + np.float32(4.1665795894e-2)
-    p = p * rest + np.float32(1.6666665459e-1)
-    p = p * rest + np.float32(5.0000001201e-1)
-    p = p * rest * rest + rest + np.float32(1.0)
-    return p * _from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -> None:
+    """Write the new rows [t, kv_heads, width] to their slots."""
+    for r in range(len(slots)):
+        keys[slots[r]] = new_keys[r]
+        values[slots[r]] = new_values[r]
 
 
 @functools.cache
 def kernel(width: int, value_width: int) -> Callable[..., None]:
     """The loop for heads of these widths, which are constants in it so that its inner loops unroll."""
 
-    @numba.njit(nogil=True, fastmath=REORDERED)  # type: ignore[untyped-decorator]
+    @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
     def attend(
         query: Any,  # float32 [t, heads, width]
-        new_keys: Any,  # as stored [t, kv_heads, width]
-        new_values: Any,
         keys: Any,  # as stored [slots, kv_heads, width]
         values: Any,
-        slots: Any,  # [t] where the new ones go
         path: Any,  # slots of all paths
         first: Any,  # [t] where a row's path begins
         positions: Any,  # [t]
         window: Any,  # how many tokens back a row sees, itself included
         scale: Any,
         softcap: Any,  # 0: none
-        scores: Any,  # float32 [heads, keys], room for a row's
-        out: Any,  # float32 [t, heads, value_width]
+        out: Any,  # as stored [t, heads, value_width]
+        from_row: Any,
+        to_row: Any,
     ) -> None:
-        rows, heads, _ = query.shape
-        shared = heads // keys.shape[1]  # query heads of one key head
-        for r in range(rows):
-            for kv_head in range(keys.shape[1]):
-                for d in range(width):
-                    keys[slots[r], kv_head, d] = new_keys[r, kv_head, d]
-                for d in range(value_width):
-                    values[slots[r], kv_head, d] = new_values[r, kv_head, d]
-        for r in range(rows):
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        shared = heads // kv_heads  # query heads of one key head
+        scores = np.empty((heads, positions[from_row:to_row].max() + 1 if to_row > from_row else 0), np.float32)
+        sums = np.empty((heads, value_width), np.float32)
+        for r in range(from_row, to_row):
             end = positions[r] + 1
             begin = max(0, end - window)
             own = path[first[r] : first[r] + end]
             for j in range(begin, end):
-                slot = own[j]
-                for head in range(heads):
-                    q, k = query[r, head], keys[slot, head // shared]
-                    score = np.float32(0.0)
-                    for d in range(width):
-                        score += q[d] * _widened(k[d])
-                    scores[head, j] = score
+                slot = np.uintp(own[j])
+                for kv_head in range(kv_heads):
+                    k = keys[slot, kv_head]
+                    for head in range(kv_head * shared, (kv_head + 1) * shared):
+                        q = query[r, head]
+                        score = np.float32(0.0)
+                        for d in range(width):
+                            score += q[d] * widened(k[d])
+                        scores[head, j] = score
             for head in range(heads):
                 weights = scores[head]
                 best = np.float32(-np.inf)
@@ -184,19 +162,24 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
                     best = max(best, score)
                 total = np.float32(0.0)
                 for j in range(begin, end):
-                    weight = _exp(weights[j] - best)
+                    weight = exp(weights[j] - best)
                     weights[j] = weight
                     total += weight
                 for j in range(begin, end):
                     weights[j] /= total
                 for d in range(value_width):
-                    out[r, head, d] = np.float32(0.0)
+                    sums[head, d] = np.float32(0.0)
             for j in range(begin, end):
-                slot = own[j]
-                for head in range(heads):
-                    weight, v, o = scores[head, j], values[slot, head // shared], out[r, head]
-                    for d in range(value_width):
-                        o[d] += weight * _widened(v[d])
+                slot = np.uintp(own[j])
+                for kv_head in range(kv_heads):
+                    v = values[slot, kv_head]
+                    for head in range(kv_head * shared, (kv_head + 1) * shared):
+                        weight, o = scores[head, j], sums[head]
+                        for d in range(value_width):
+                            o[d] += weight * widened(v[d])
+            for head in range(heads):
+                for d in range(value_width):
+                    out[r, head, d] = narrowed(sums[head, d], out[r, head, d])
 
     compiled: Callable[..., None] = attend
     return compiled

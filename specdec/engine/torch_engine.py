@@ -12,12 +12,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
-from specdec.engine import attention
+from specdec.engine import attention, decoder
+from specdec.engine.arithmetic import NUMBA
 from specdec.engine.attention import PackedAttention
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.compiled import LEAST_ROWS as LEAST_COMPILED_ROWS
@@ -29,13 +26,16 @@ from specdec.engine.lane_attention import Group, LaneAttention
 from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
 from specdec.engine.linear import Float32Head, can_pack, lay_out
 from specdec.engine.memory import keep_freed_memory, slots_for
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.path_attention import NUMBA, PathAttention, PathMemory
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
+from specdec.engine.pretrained import attention_of, load, window_of
 from specdec.engine.row_class import RowClass
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PROBE = "specdec-probe"
+Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""A forward pass: tokens [t], positions [t], wanted rows [n] and the batch's attention to logits [n, vocabulary]."""
+
 DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest relative difference from the model's own forward that the check at start lets pass."""
 
@@ -58,7 +58,8 @@ class TorchEngine:
 
     `capacity` is in slots; None takes what memory there is room for. `exact` asks for rows that do not depend on
     their batch; the attribute says whether the check at start found it to be so. On a CPU attention goes by paths,
-    elsewhere by lanes. `compiled` has torch fuse the layers (`compiled.py`).
+    elsewhere, or if so asked, by lanes. Layers of the Llama kind are run by `decoder.py`, others by the model's own
+    code; `compiled` has torch fuse that (`compiled.py`).
     """
 
     def __init__(
@@ -71,28 +72,32 @@ class TorchEngine:
         exact: bool = True,
         threads: int | None = None,
         compiled: bool = False,
+        lanes: bool = False,
     ) -> None:
         threads = threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
-        packed = device == "cpu" and can_pack(DTYPES[dtype]) and not compiled
+        self._by_path = device == "cpu" and not lanes
+        self._joined = self._by_path and not compiled and decoder.fits(self.model)
+        if self._joined:
+            decoder.join_products(self.model)
+        packed = device == "cpu" and not compiled and can_pack(DTYPES[dtype])
         lay_out(self.model, packed=packed)
         self.vocabulary = directory.vocabulary
         self.window = window_of(self.model)
-        self._by_path = device == "cpu"
         self._device = torch.device(device)
-        shapes = cache_shapes(self.model)
-        slot_bytes = DTYPES[dtype].itemsize * sum(heads * (key + value) for heads, key, value in shapes)
+        self._layers = layers = attention_of(self.model)
+        slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
         self.capacity = capacity = capacity or slots_for(slot_bytes, device)
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
-        keys = [torch.zeros(capacity, heads, width, **place) for heads, width, _ in shapes]
-        values = [torch.zeros(capacity, heads, width, **place) for heads, _, width in shapes]
+        keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
+        values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
         keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
         self._pools = EagerPools(keys, values)
-        self._memory = PathMemory(keys, values) if self._by_path else None
+        self._memory = PathMemory(keys, values, threads) if self._by_path else None
         self._rows: RowClass | None = None
-        self._run: Callable[..., Any] = self.model
+        self._run = self._assembled()
         self._compiled = False
         check_against_own_forward(self)
         if compiled:
@@ -108,6 +113,7 @@ class TorchEngine:
                 dtype,
                 f"threads-{threads}",
                 "compiled" if compiled else "packed" if packed else "plain",
+                "joined" if self._joined else "layers",
                 f"paths-numba-{NUMBA}" if self._by_path else "lanes",
                 f"exact-{self._rows}" if self.exact else "fast",
             )
@@ -121,20 +127,24 @@ class TorchEngine:
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         # In inference mode torch's compiler would not freeze the weights, and be slower than no compiler.
         with torch.no_grad() if self._compiled else torch.inference_mode():
-            logits: Tensor = self._run(
-                input_ids=self._tensor(batch.tokens)[None],
-                position_ids=self._tensor(batch.positions)[None],
-                logits_to_keep=self._tensor(batch.wanted),
-                use_cache=False,
-                packed=self._attention(batch),
-            ).logits
-            return np.asarray(logits[0].cpu().numpy())
+            tensors = (self._tensor(batch.tokens), self._tensor(batch.positions), self._tensor(batch.wanted))
+            return np.asarray(self._run(*tensors, self._attention(batch)).cpu().numpy())
 
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
         source_rows, target_rows = self._tensor(source), self._tensor(target)
         for pool in (*self._pools.keys, *self._pools.values):
             pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
+
+    def _assembled(self) -> Run:
+        """The layers as they are now."""
+        return decoder.Decoder(self.model, self._layers) if self._joined else self._own_layers
+
+    def _own_layers(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=tokens[None], position_ids=positions[None], logits_to_keep=wanted, use_cache=False, packed=packed
+        ).logits
+        return logits[0]
 
     def _compile(self) -> None:
         self._rows = RowClass(tuple(count for count in CANDIDATES if count >= LEAST_COMPILED_ROWS))
@@ -159,10 +169,12 @@ class TorchEngine:
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         self._rows = find(linears, str(self._device))
         tile(self.model, self._rows)
+        self._run = self._assembled()
         self.exact = rows_are_independent(self)
         if not self.exact:
             self._rows = None
             untile(self.model)
+            self._run = self._assembled()
 
     def _attention(self, batch: PackedBatch) -> PackedAttention:
         if isinstance(batch, PathBatch):
@@ -199,120 +211,6 @@ def _device_kind(device: str) -> str:
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
-
-
-def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model with our attention, or an error that says why not."""
-    _check_configuration(directory)
-    transformers_logging.disable_progress_bar()
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory.path,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # transformers raises whatever it meets
-        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
-    if report["missing_keys"]:  # transformers would go on with random numbers
-        missing = sorted(report["missing_keys"])
-        raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
-    return model.to(device).eval()
-
-
-def _check_configuration(directory: ModelDirectory) -> None:
-    """Refuse by name what the weights need not be loaded for."""
-    for rope_type in _rope_types(directory.config):
-        if rope_type in ("dynamic", "longrope"):
-            raise UnsupportedModelError(
-                f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, "
-                "so that a session's tokens would depend on its neighbours"
-            )
-    if directory.config.get("attention_chunk_size"):
-        raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
-    try:
-        config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    except Exception as error:  # transformers raises whatever it meets
-        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
-    if kind is None:
-        raise UnsupportedModelError(f"{directory.name}: {type(config).__name__} belongs to no causal language model")
-    if not getattr(kind, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{directory.name}: {kind.__name__} does not take its attention from transformers' attention "
-            "interface, so that it cannot run in a packed batch"
-        )
-
-
-def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Of all layers; newer configurations nest the parameters by kind of layer."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return [str(p.get("rope_type", p.get("type", "default"))) for p in nested or [parameters]]
-
-
-def window_of(model: PreTrainedModel) -> int | None:
-    """The sliding window in tokens, if any layer has one."""
-    config = model.config.get_text_config()
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
-    window = getattr(config, "sliding_window", None)
-    return int(window) if window else None
-
-
-def cache_shapes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
-    """(heads, key width, value width) of every layer's cache.
-
-    Found by running one token with an attention that only looks: it also sees what a layer asks of its
-    attention, and refuses what the packed one would leave out.
-    """
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    found: dict[int, tuple[int, int, int]] = {}
-    windows: set[int] = set()
-
-    def look(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
-    ) -> tuple[Tensor, None]:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        found[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        if asked.get("sliding_window"):
-            windows.add(layer)
-        terms = [term for term, value in asked.items() if isinstance(value, Tensor) and term != "position_ids"]
-        if terms:
-            raise UnsupportedModelError(f"{name}: its attention has a term the packed one does not know, {terms[0]}")
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    AttentionInterface.register(PROBE, look)
-    AttentionMaskInterface.register(PROBE, attention.no_mask)
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    try:
-        model.set_attn_implementation(PROBE)
-        with torch.inference_mode():
-            model(input_ids=zero, position_ids=zero, use_cache=False)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # whatever a foreign architecture does with a packed batch
-        raise UnsupportedModelError(f"{name} cannot run in a packed batch: {type(error).__name__}: {error}") from error
-    finally:
-        model.set_attn_implementation(attention.NAME)
-    layers = config.num_hidden_layers
-    if sorted(found) != list(range(layers)):
-        raise UnsupportedModelError(
-            f"{name}: {layers} layers, but attention ran in {len(found)} of them; "
-            "models with state-space or other layers that keep a state of their own are not supported"
-        )
-    kinds = (
-        getattr(config, "layer_types", None) or ["sliding_attention" if window_of(model) else "full_attention"] * layers
-    )
-    for layer, kind in enumerate(kinds):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(f"{name}: layer {layer} is of kind {kind}, which is not supported")
-        if kind == "sliding_attention" and window_of(model) and layer not in windows:
-            raise UnsupportedModelError(f"{name}: layer {layer} has a sliding window, but does not tell its attention")
-    return [found[layer] for layer in range(layers)]
 
 
 @torch.inference_mode()

@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.export import export, exported
 from specdec.engine.kv import KVPool, Slots
-from specdec.engine.lanes import LanePacker
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx_engine import OnnxEngine
 from specdec.engine.torch_engine import TorchEngine
@@ -107,16 +106,10 @@ def torch_engine(model: Path) -> TorchEngine:
     return TorchEngine(ModelDirectory(model), capacity=CAPACITY)
 
 
-class OnLanes(TorchEngine):
-    """As on devices other than the CPU: attention by tensor operations, which masks; and not exact."""
-
-    def packer(self) -> LanePacker:
-        return LanePacker(window=self.window, least_rows=1)
-
-
 @pytest.fixture(scope="session")
 def lanes_engine(model: Path) -> TorchEngine:
-    return OnLanes(ModelDirectory(model), capacity=CAPACITY, exact=False)
+    """As on devices other than the CPU: attention by tensor operations, which masks; and not exact."""
+    return TorchEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, lanes=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,136 @@
+"""A decoder of the Llama kind in few operators, as CPUs run it.
+
+transformers' layers are some forty small operators each, which for the few rows of a decoding step take as long as
+the matrix products. Here a layer is four products and five compiled loops. The weights stay the model's: what is one
+product here is there a part of it (`linear.Part`), so that the model's own forward still runs, and is what the engine
+is compared with when it starts. Models of any other kind keep their own layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.engine.arithmetic import Array, array_of
+from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
+from specdec.engine.linear import join
+from specdec.engine.path_attention import PathAttention
+from specdec.engine.pretrained import LayerAttention
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type`s whose layers are: RMS norm, rotary attention, RMS norm, gated SiLU; nothing scaled, nothing capped."""
+
+
+def fits(model: PreTrainedModel) -> bool:
+    """Whether a model is of the kind, as far as its configuration tells."""
+    config = model.config
+    return config.model_type in KINDS and config.hidden_act in ("silu", "swish")
+
+
+def join_products(model: PreTrainedModel) -> None:
+    """Make one product of those of a layer that share their input."""
+    for layer in model.model.layers:
+        join(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
+        join(layer.mlp, ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attends: LayerAttention
+    attention_norm: Array  # [hidden]
+    project: Any  # [t, hidden] -> [t, (heads + 2 * kv_heads) * width]
+    head_norms: Array  # [2, width] or [0, width]
+    project_back: Any
+    mlp_norm: Array
+    gate_and_up: Any  # [t, hidden] -> [t, 2 * inner]
+    down: Any
+
+
+class Decoder:
+    """Runs a model's joined layers. Made anew when they have been replaced."""
+
+    def __init__(self, model: PreTrainedModel, attends: list[LayerAttention]) -> None:
+        config = model.config
+        inside: Any = model.model
+        self._dtype = model.dtype
+        self._hidden = config.hidden_size
+        self._heads = config.num_attention_heads
+        self._epsilon = np.float32(config.rms_norm_eps)
+        self._embed = inside.embed_tokens
+        self._rotary = inside.rotary_emb
+        self._norm = _weight(inside.norm)
+        self._head = model.get_output_embeddings()
+        self._cos = self._sin = np.empty((0, 0), np.float32)
+        self._layers = [self._layer(*each) for each in zip(inside.layers, attends, strict=True)]
+
+    def _layer(self, layer: Any, attends: LayerAttention) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = [_weight(attention.q_norm), _weight(attention.k_norm)] if hasattr(attention, "q_norm") else []
+        stored = _weight(layer.input_layernorm)
+        return _Layer(
+            attends=attends,
+            attention_norm=stored,
+            project=attention.q_proj.joined.linear.forward,
+            head_norms=np.stack(norms) if norms else np.empty((0, attends.width), stored.dtype),
+            project_back=attention.o_proj.forward,
+            mlp_norm=_weight(layer.post_attention_layernorm),
+            gate_and_up=mlp.gate_proj.joined.linear.forward,
+            down=mlp.down_proj.forward,
+        )
+
+    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: PathAttention) -> Tensor:
+        """Logits [n, vocabulary], float32, of the wanted rows."""
+        batch = attention.batch
+        rows = len(tokens)
+        self._know_angles(int(batch.positions.max()))
+        residual = torch.zeros(rows, self._hidden, dtype=self._dtype)
+        normal = torch.empty_like(residual)
+        stream, normalised = array_of(residual), array_of(normal)
+        update = self._embed(tokens)
+        for index, layer in enumerate(self._layers):
+            add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised)
+            projected = layer.project(normal)
+            keys, values = attention.memory_of(index)
+            query = np.empty((rows, self._heads, layer.attends.width), np.float32)
+            rotate(
+                array_of(projected),
+                layer.head_norms,
+                self._epsilon,
+                self._cos,
+                self._sin,
+                batch.positions,
+                batch.slots,
+                query,
+                keys,
+                values,
+            )
+            seen = torch.empty(rows, self._heads, layer.attends.value_width, dtype=self._dtype)
+            attention.read(
+                index, query, array_of(seen), scale=layer.attends.scale, softcap=None, window=layer.attends.window
+            )
+            update = layer.project_back(seen.view(rows, -1))
+            add_and_normalise(stream, array_of(update), layer.mlp_norm, self._epsilon, normalised)
+            gates = layer.gate_and_up(normal)
+            inner = torch.empty(rows, gates.shape[1] // 2, dtype=self._dtype)
+            gate(array_of(gates), array_of(inner))
+            update = layer.down(inner)
+        add_and_normalise(stream, array_of(update), self._norm, self._epsilon, normalised)
+        logits: Tensor = self._head(normal[wanted])
+        return logits
+
+    def _know_angles(self, last: int) -> None:
+        """Cosines and sines of all positions up to the last, at least."""
+        if last < len(self._cos):
+            return
+        positions = torch.arange(2 * last + 1024)[None]
+        cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), positions)
+        self._cos, self._sin = cos[0].numpy(), sin[0].numpy()
+
+
+def _weight(norm: Any) -> Array:
+    return array_of(norm.weight.detach())

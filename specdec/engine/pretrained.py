@@ -1,0 +1,142 @@
+"""A causal language model of transformers, loaded with our attention and looked through: what it asks of its
+attention, and whether it can run in a packed batch at all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from specdec.engine import attention
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+
+PROBE = "specdec-probe"
+
+
+class LayerAttention(NamedTuple):
+    """What one layer keeps, and asks of its attention."""
+
+    kv_heads: int
+    width: int  # of a key
+    value_width: int
+    scale: float
+    window: int | None  # how many tokens back it sees, itself included
+
+
+def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The model with our attention, or an error that says why not."""
+    _check_configuration(directory)
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory.path,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises whatever it meets
+        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
+    if report["missing_keys"]:  # transformers would go on with random numbers
+        missing = sorted(report["missing_keys"])
+        raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
+    return model.to(device).eval()
+
+
+def _check_configuration(directory: ModelDirectory) -> None:
+    """Refuse by name what the weights need not be loaded for."""
+    for rope_type in _rope_types(directory.config):
+        if rope_type in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, "
+                "so that a session's tokens would depend on its neighbours"
+            )
+    if directory.config.get("attention_chunk_size"):
+        raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
+    try:
+        config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    except Exception as error:  # transformers raises whatever it meets
+        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
+    if kind is None:
+        raise UnsupportedModelError(f"{directory.name}: {type(config).__name__} belongs to no causal language model")
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{directory.name}: {kind.__name__} does not take its attention from transformers' attention "
+            "interface, so that it cannot run in a packed batch"
+        )
+
+
+def _rope_types(config: dict[str, Any]) -> list[str]:
+    """Of all layers; newer configurations nest the parameters by kind of layer."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return [str(p.get("rope_type", p.get("type", "default"))) for p in nested or [parameters]]
+
+
+def window_of(model: PreTrainedModel) -> int | None:
+    """The sliding window in tokens, if any layer has one."""
+    config = model.config.get_text_config()
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return int(window) if window else None
+
+
+def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
+    """Of every layer.
+
+    Found by running one token with an attention that only looks: it also sees what a layer asks of its
+    attention, and refuses what the packed one would leave out.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    found: dict[int, LayerAttention] = {}
+
+    def look(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+    ) -> tuple[Tensor, None]:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        scale = asked.get("scaling") or query.shape[3] ** -0.5
+        window = asked.get("sliding_window") or None
+        found[layer] = LayerAttention(key.shape[1], key.shape[3], value.shape[3], scale, window)
+        terms = [term for term, value in asked.items() if isinstance(value, Tensor) and term != "position_ids"]
+        if terms:
+            raise UnsupportedModelError(f"{name}: its attention has a term the packed one does not know, {terms[0]}")
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(PROBE, look)
+    AttentionMaskInterface.register(PROBE, attention.no_mask)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        model.set_attn_implementation(PROBE)
+        with torch.inference_mode():
+            model(input_ids=zero, position_ids=zero, use_cache=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever a foreign architecture does with a packed batch
+        raise UnsupportedModelError(f"{name} cannot run in a packed batch: {type(error).__name__}: {error}") from error
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    layers = config.num_hidden_layers
+    if sorted(found) != list(range(layers)):
+        raise UnsupportedModelError(
+            f"{name}: {layers} layers, but attention ran in {len(found)} of them; "
+            "models with state-space or other layers that keep a state of their own are not supported"
+        )
+    kinds = (
+        getattr(config, "layer_types", None) or ["sliding_attention" if window_of(model) else "full_attention"] * layers
+    )
+    for layer, kind in enumerate(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"{name}: layer {layer} is of kind {kind}, which is not supported")
+        if kind == "sliding_attention" and window_of(model) and not found[layer].window:
+            raise UnsupportedModelError(f"{name}: layer {layer} has a sliding window, but does not tell its attention")
+    return [found[layer] for layer in range(layers)]

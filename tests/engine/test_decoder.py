@@ -1,0 +1,160 @@
+"""The joined layers: their loops against torch, and that models of the kind run on them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from specdec.engine.arithmetic import array_of, narrowed
+from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
+from specdec.engine.linear import Joined, Part, join
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.torch_engine import TorchEngine
+from tests.models import make
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+"""Relative, of one rounding to the type."""
+
+EPSILON = np.float32(1e-6)
+
+
+def random(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_models_of_the_kind_run_on_it(tmp_path: Path, name: str) -> None:
+    """What it computes, the engine's tests compare with the model's own forward."""
+    engine = TorchEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024)
+    assert "/joined/" in engine.numerics
+    assert any(isinstance(module, Part) for module in engine.model.modules())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma2"])
+def test_others_do_not(tmp_path: Path, name: str) -> None:
+    assert "/layers/" in TorchEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024).numerics
+
+
+@pytest.mark.parametrize("overrides", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}])
+def test_variants_agree_with_their_own_forward(tmp_path: Path, overrides: dict[str, bool]) -> None:
+    """Loading compares, and would refuse; a longer text than there."""
+    engine = TorchEngine(ModelDirectory(make("llama", tmp_path / "m", **overrides)), capacity=1024)
+    text = list(range(1, 41))
+    packer = engine.packer()
+    rows = packer.add_rows(text, 0, np.arange(1, 41))
+    packer.add_path(np.arange(1, 41), list(rows))
+    packer.want(rows[-1])
+    got = engine.forward(packer.pack())[0]
+    with torch.inference_mode():
+        engine.model.set_attn_implementation("eager")
+        want = engine.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].numpy()
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_parts_are_what_they_were() -> None:
+    module = torch.nn.Module()
+    module.a, module.b = torch.nn.Linear(8, 3), torch.nn.Linear(8, 5)
+    x = random(4, 8)
+    before = module.a(x), module.b(x)
+    join(module, ("a", "b"))
+    assert isinstance(module.a.joined, Joined)
+    assert module.a.joined is module.b.joined
+    for got, want in zip((module.a(x), module.b(x)), before, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestLoops:
+    def test_add_and_normalise(self, dtype: torch.dtype) -> None:
+        residual, update, weight = (random(5, 48, seed=i).to(dtype) for i in range(3))
+        weight = weight[0].clone()
+        out = torch.empty_like(residual)
+        added = residual + update
+        add_and_normalise(array_of(residual), array_of(update), array_of(weight), EPSILON, array_of(out))
+        assert torch.equal(residual, added)
+        want = torch.nn.functional.rms_norm(added.float(), (48,), weight.float(), float(EPSILON))
+        torch.testing.assert_close(out.float(), want, rtol=ROUNDING[dtype], atol=1e-6)
+
+    def test_gate(self, dtype: torch.dtype) -> None:
+        projected = (8 * random(3, 2 * 40)).to(dtype)
+        projected[0, :4] = torch.tensor([0.0, -200.0, 200.0, -1e-3])
+        out = torch.empty(3, 40, dtype=dtype)
+        gate(array_of(projected), array_of(out))
+        gates, ups = projected.float().chunk(2, dim=1)
+        torch.testing.assert_close(out.float(), torch.nn.functional.silu(gates) * ups, rtol=ROUNDING[dtype], atol=1e-6)
+
+    @pytest.mark.parametrize("normalised", [False, True])
+    def test_rotate(self, dtype: torch.dtype, normalised: bool) -> None:
+        heads, kv_heads, width, rows = 4, 2, 16, 3
+        projected = random(rows, (heads + 2 * kv_heads) * width).to(dtype)
+        norms = random(2, width, seed=1).to(dtype) if normalised else torch.empty(0, width, dtype=dtype)
+        angles = random(50, width // 2, seed=2).repeat(1, 2)
+        positions, slots = np.array([7, 0, 49]), np.array([3, 9, 4])
+        query = np.empty((rows, heads, width), np.float32)
+        keys, values = torch.zeros(10, kv_heads, width, dtype=dtype), torch.zeros(10, kv_heads, width, dtype=dtype)
+        rotate(
+            array_of(projected), array_of(norms), EPSILON, angles.cos().numpy(), angles.sin().numpy(),
+            positions, slots, query, array_of(keys), array_of(values),
+        )  # fmt: skip
+
+        split = projected.view(rows, -1, width)
+        q, k, v = (part.float() for part in torch.split(split, [heads, kv_heads, kv_heads], dim=1))
+        if normalised:
+            q = torch.nn.functional.rms_norm(q, (width,), norms[0].float(), float(EPSILON))
+            k = torch.nn.functional.rms_norm(k, (width,), norms[1].float(), float(EPSILON))
+        angle = angles[positions][:, None]
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            low, high = x.chunk(2, dim=-1)
+            return x * angle.cos() + torch.cat([-high, low], dim=-1) * angle.sin()
+
+        torch.testing.assert_close(torch.from_numpy(query), turned(q), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(keys[slots].float(), turned(k), rtol=ROUNDING[dtype], atol=1e-5)
+        assert torch.equal(values[slots].float(), v)
+        untouched = np.setdiff1d(np.arange(10), slots)
+        assert not keys[untouched].any()
+        assert not values[untouched].any()
+
+    @pytest.mark.parametrize("broken", [math.nan, math.inf])
+    def test_what_is_no_number_stays_none(self, dtype: torch.dtype, broken: float) -> None:
+        """And the other rows' numbers stay what they are."""
+        residual, out = random(3, 48).to(dtype), torch.empty(3, 48, dtype=dtype)
+        residual[1, 5] = broken
+        update = torch.zeros_like(residual)
+        add_and_normalise(
+            array_of(residual), array_of(update), array_of(torch.ones(48, dtype=dtype)), EPSILON, array_of(out)
+        )
+        assert not out[1].isfinite().all()
+        assert out[[0, 2]].isfinite().all()
+        projected = random(3, 80).to(dtype)
+        projected[1, 50] = broken
+        gated = torch.empty(3, 40, dtype=dtype)
+        gate(array_of(projected), array_of(gated))
+        assert not gated[1].isfinite().all()
+        assert gated[[0, 2]].isfinite().all()
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _store(numbers: Any, out: Any) -> None:
+    for i in range(len(numbers)):
+        out[i] = narrowed(numbers[i], out[i])
+
+
+def test_rounding_is_torchs() -> None:
+    """To the nearest bfloat16, of two the even one; NaNs stay NaNs, whatever their bits."""
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
+    ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000
+    numbers: NDArray[np.float32] = np.concatenate([bits, ties]).view(np.float32)
+    want = torch.from_numpy(numbers).to(torch.bfloat16)
+    got = torch.empty_like(want)
+    _store(numbers, array_of(got))
+    same = (array_of(got) == array_of(want)) | (got.isnan() & want.isnan()).numpy()
+    assert same.all()
