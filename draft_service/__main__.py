@@ -22,6 +22,7 @@ def main(
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     engine: Annotated[Kind, typer.Option(help="onnx exports a Hugging Face directory on first use.")] = "onnx",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="bfloat16: with --engine torch.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
     kv_tokens: Annotated[int, typer.Option(min=512, help="Tokens of key/value memory.")] = 16384,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
@@ -34,7 +35,7 @@ def main(
 
     def start() -> DraftServicer:
         directory = ModelDirectory(model)
-        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=threads)
+        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=threads, dtype=dtype)
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
         identity = identity_of(directory, loaded, kv_tokens - 1 - limits.max_nodes)

@@ -1,7 +1,7 @@
 """All three services as processes on this machine: what `specdec up` and the demo run.
 
-A small target leaves one core to the draft and the event loops: with a thread on every core, each would wait at
-every layer for the one that is busy with something else. A larger one's layers outlast that, and it has them all.
+A small target leaves one core to its draft: with a thread on every core, each would wait at every layer for the one
+that is busy drafting. A larger one's layers outlast that, and it has them all; so has one without a draft.
 Children end when their stdin closes, so that none is left behind however the parent dies.
 """
 
@@ -78,9 +78,9 @@ class Stack:
         target_path, draft_path = _models(target, draft)
         cores = os.cpu_count() or 1
         large = sum(file.stat().st_size for file in target_path.glob("*.safetensors")) > LARGE_BYTES
-        verifier_threads = cores if large else max(1, cores - 1)
-        children: dict[str, Child] = {}
         drafted = draft_path is not None
+        verifier_threads = cores if large or not drafted else max(1, cores - 1)
+        children: dict[str, Child] = {}
         try:
             verifier = children["verifier"] = _spawn(
                 "verifier",

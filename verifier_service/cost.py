@@ -11,7 +11,9 @@ import numpy as np
 from specdec.engine.engine import Engine
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REPEATS = 3
+REPEATS = 5
+"""Rounds over all of them, so that a slow spell of the machine falls on all alike: it is their ratios that matter."""
+
 WARM_UP_KEYS = 32
 """Tokens that each row sees at warm-up."""
 
@@ -37,7 +39,8 @@ class StepCost:
     def measure(cls, engine: Engine, slots: int) -> StepCost:
         """Run the engine over its first `slots` slots, which must be nobody's yet."""
         rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
-        return cls(rows, [min(_timed(engine, n) for _ in range(REPEATS)) for n in rows])
+        rounds = [[_timed(engine, n) for n in rows] for _ in range(REPEATS)]
+        return cls(rows, np.min(rounds, axis=0).tolist())
 
     def of(self, rows: int) -> float:
         """T_v(rows); beyond what was measured, as if the last stretch went on."""

@@ -98,6 +98,6 @@ def test_it_is_measured_within_the_memory(blocks: int) -> None:
     engine = TextEngine(blocks, scratch=0)
     cost = StepCost.measure(engine, blocks * 64)
     sizes = [n for n in MEASURED_ROWS if n + WARM_UP_KEYS < blocks * 64]
-    assert engine.steps == [n for n in sizes for _ in range(REPEATS)]
+    assert engine.steps == [*sizes] * REPEATS
     assert len(sizes) >= 2  # or there would be no slope
     assert 0 < cost.of(1) <= cost.of(64) < math.inf
