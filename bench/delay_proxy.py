@@ -113,7 +113,8 @@ class End(asyncio.Protocol):
 
     def write_eof(self) -> None:
         if self._transport is not None:
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):  # a peer that has broken it: `connection_lost` will say so
+                self._transport.write_eof()
         self._said_all = True
         self._close_if_over()
 
