@@ -23,7 +23,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench.delay_proxy import DelayProcess
 from bench.prompts import held_out
@@ -238,29 +237,27 @@ def report(
             f"{1e3 * statistics.median(run.first for run in synchronous):.1f}",
         ]
         print(f"| {' | '.join(cells)} |")
-    texts = [[run.tokens[stream] for run in runs[key]] for key in runs for stream in range(args.streams)]
-    per_stream = [texts[stream :: args.streams] for stream in range(args.streams)]
-    equal = all(each == same[0] for same in per_stream for each in same)
+    said = [[run.tokens for run in each] for each in runs.values()]
+    equal = all(each == said[0] for each in said)
     print(f"\ntokens of both systems under all delays: {'equal' if equal else 'NOT EQUAL'}")
 
 
 def main() -> None:
     args = arguments()
-    step: list[str] = ["--step-ms", str(args.target_step_ms)]
-    memory = ["--kv-tokens", str(KV_TOKENS)]
+    memory = ("--kv-tokens", str(KV_TOKENS))
     with contextlib.ExitStack() as exits:
         proxy = exits.enter_context(DelayProcess.start())
 
         def start(*variant: str, verifier_options: tuple[str, ...] = ()) -> str:
             programs = {role: ("bench.pod", role, *variant) for role in ("verifier", "draft")}
-            stack: Any = Stack.start(
+            stack = Stack.start(
                 dtype=args.dtype,
                 programs=PROGRAMS | programs,
                 route=proxy.to,
-                verifier_options=(*memory, *step, *verifier_options),
+                verifier_options=(*memory, "--step-ms", str(args.target_step_ms), *verifier_options),
                 draft_options=(*memory, "--step-ms", str(args.draft_step_ms)),
             )
-            return str(exits.enter_context(stack).address)
+            return exits.enter_context(stack).address
 
         most = ("--max-candidates", str(max(args.nodes)))
         addresses = {"ordinary": start(), "synchronous": start("--synchronous", verifier_options=most)}
