@@ -72,14 +72,16 @@ class Run:
 class System:
     """A running stack, asked."""
 
-    def __init__(self, name: str, client: AsyncClient, options: GenerateOptions) -> None:
+    def __init__(self, name: str, client: AsyncClient, temperature: float) -> None:
         self.name = name
         self._client = client
-        self._options = options
+        self._temperature = temperature
 
     async def run(self, prompts: Sequence[list[int]], tokens: int, shape: Shape | None = None) -> Run:
         """All prompts at once; `shape` is the synchronous system's."""
-        options: GenerateOptions = {**self._options, **(shape.options if shape else {})}
+        common: GenerateOptions = {"max_tokens": tokens, "temperature": self._temperature, "ignore_end_token": True}
+        if shape is not None:
+            common |= shape.options
         begin = time.perf_counter()
         said: list[list[int]] = [[] for _ in prompts]
         arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]  # (when, tokens) of each piece
@@ -87,10 +89,8 @@ class System:
         speculation: list[Speculation] = []
 
         async def one(stream: int) -> None:
-            asked = self._client.generate(
-                tokens=prompts[stream], max_tokens=tokens, seed=stream, ignore_end_token=True, **options
-            )
-            async with asked as chunks:
+            options: GenerateOptions = {**common, "tokens": prompts[stream], "seed": stream}
+            async with self._client.generate(**options) as chunks:
                 async for chunk in chunks:
                     said[stream] += chunk.tokens
                     arrivals[stream].append((time.perf_counter(), len(chunk.tokens)))
@@ -147,9 +147,8 @@ async def echoing() -> AsyncIterator[str]:
 
 async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict[str, str]) -> None:
     async with contextlib.AsyncExitStack() as exits:
-        options: GenerateOptions = {"temperature": args.temperature}
         systems = {
-            name: System(name, await exits.enter_async_context(AsyncClient(address)), options)
+            name: System(name, await exits.enter_async_context(AsyncClient(address)), args.temperature)
             for name, address in addresses.items()
         }
         ordinary, synchronous = systems["ordinary"], systems["synchronous"]
@@ -186,12 +185,12 @@ async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict
         # 3. Rounds.
         runs: dict[tuple[str, float], list[Run]] = defaultdict(list)
         for number in range(args.rounds):
-            prompts_now = load()
+            asked = load()
             for steps in args.round_trips:
                 distance.set(steps)
                 for system in list(systems.values())[:: -1 if number % 2 else 1]:
-                    shape = best[steps] if system is synchronous else None
-                    runs[system.name, steps].append(await system.run(prompts_now, args.tokens, shape))
+                    its_shape = best[steps] if system is synchronous else None
+                    runs[system.name, steps].append(await system.run(asked, args.tokens, its_shape))
         report(args, runs, best, trips)
 
 
