@@ -208,6 +208,10 @@ def report(
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
     least = min(args.round_trips)
+    print(f"{args.dtype}, T = {args.temperature:g}, {args.streams} streams, {args.rounds} rounds, {args.tokens} tokens")
+    if args.target_step_ms or args.draft_step_ms:
+        print(f"simulated: steps of at least {args.target_step_ms:g} ms (target), {args.draft_step_ms:g} ms (draft)")
+    print()
     print(
         "| round trip, target steps (ms) | tokens/s | of no delay | synchronous, best of K | of no delay | ahead by |"
     )
