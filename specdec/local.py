@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,9 @@ STOP_SECONDS = 10.0
 
 LARGE_BYTES = 64 << 20
 """Weights of a target that is large for a CPU (docs/decisions/2026-11-21-cores-and-messages.md)."""
+
+PROGRAMS = {"verifier": ("verifier_service",), "draft": ("draft_service",), "orchestrator": ("orchestrator",)}
+"""What follows `python -m` for each role."""
 
 
 class LocalError(Exception):
@@ -73,8 +76,14 @@ class Stack:
         verifier_options: tuple[str, ...] = (),
         draft_options: tuple[str, ...] = (),
         orchestrator_options: tuple[str, ...] = (),
+        programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
+        route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
-        """Start them, wait until they are ready, and end them on leaving. `draft` may be "none"."""
+        """Start them, wait until they are ready, and end them on leaving. `draft` may be "none".
+
+        `programs` says what to run in each role, `route` at which address the orchestrator finds a service that
+        listens at another: where benchmarks put variants of a service, and something between them.
+        """
         target_path, draft_path = _models(target, draft)
         cores = os.cpu_count() or 1
         large = sum(file.stat().st_size for file in target_path.glob("*.safetensors")) > LARGE_BYTES
@@ -84,7 +93,7 @@ class Stack:
         try:
             verifier = children["verifier"] = _spawn(
                 "verifier",
-                "verifier_service",
+                programs["verifier"],
                 ("--model", str(target_path), "--dtype", dtype, "--threads", str(verifier_threads), *verifier_options),
                 drafted,
                 log_level,
@@ -92,19 +101,19 @@ class Stack:
             if draft_path is not None:
                 children["draft"] = _spawn(
                     "draft",
-                    "draft_service",
+                    programs["draft"],
                     ("--model", str(draft_path), "--threads", "1", *draft_options),
                     drafted,
                     log_level,
                 )
             options = ["--model", str(target_path), "--port", str(port)]
             addresses = {"verifier": verifier.await_address(stopped)}
-            options += ["--verifier", addresses["verifier"]]
+            options += ["--verifier", route(addresses["verifier"])]
             if draft_path is not None:
                 addresses["draft"] = children["draft"].await_address(stopped)
-                options += ["--draft", addresses["draft"]]
+                options += ["--draft", route(addresses["draft"])]
             children["orchestrator"] = _spawn(
-                "orchestrator", "orchestrator", (*options, *orchestrator_options), drafted, log_level
+                "orchestrator", programs["orchestrator"], (*options, *orchestrator_options), drafted, log_level
             )
             addresses["orchestrator"] = children["orchestrator"].await_address(stopped)
             yield cls(addresses["orchestrator"], children, addresses)
@@ -139,13 +148,14 @@ def _models(target: Path | None, draft: str | None) -> tuple[Path, Path | None]:
     return target_path, draft_path
 
 
-def _spawn(name: str, module: str, options: tuple[str, ...], drafted: bool, log_level: str) -> Child:
+def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], drafted: bool, log_level: str) -> Child:
     # With a draft beside the verifier, waiting threads sleep: spinning ones would starve the other services.
     # Alone, the verifier is faster with threads that spin between two layers.
     shared = {"OMP_WAIT_POLICY": "PASSIVE"} if drafted else {}
     environment = {"TOKENIZERS_PARALLELISM": "false", **shared, **os.environ}
+    common = ("--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *options, "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2"],
+        [sys.executable, "-m", *program, *options, *common],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -130,9 +130,11 @@ async def stack(
     capacity: int = CAPACITY,
     dtype: str = "float32",
     exact: bool = True,
+    verifier_kind: type[VerifierServicer] = VerifierServicer,
+    draft_kind: type[DraftServicer] = DraftServicer,
 ) -> AsyncIterator[Stack]:
     """Verifier, orchestrator and, unless `draft` is None, a draft; `delay` slows the draft's engine,
-    `target_delay` the target's."""
+    `target_delay` the target's. Other kinds of servicers may stand in for the ordinary ones."""
     target_directory = ModelDirectory(target)
     engine: Engine = await asyncio.to_thread(TorchEngine, target_directory, capacity=capacity, dtype=dtype, exact=exact)
     if target_delay is not None:
@@ -140,7 +142,7 @@ async def stack(
     async with AsyncExitStack() as exits:
         verifier_loop = StepLoop(engine)
         verifier_loop.start()
-        verifier = VerifierServicer(
+        verifier = verifier_kind(
             verifier_loop,
             identity_of(target_directory, engine, verifier_loop.context),
             verifier_limits or VerifierLimits(),
@@ -156,7 +158,7 @@ async def stack(
                 small = SlowEngine(small, delay)
             draft_loop = GrowthLoop(small)
             draft_loop.start()
-            service = DraftServicer(draft_loop, identity_of(directory, small, capacity), draft_limits or DraftLimits())
+            service = draft_kind(draft_loop, identity_of(directory, small, capacity), draft_limits or DraftLimits())
             draft_address, draft_server = await exits.enter_async_context(served(service))
             draft_channel = grpc.aio.insecure_channel(draft_address)
         channel = grpc.aio.insecure_channel(verifier_address)

@@ -66,7 +66,7 @@ class VerifierServicer(
         await self.run(request_iterator, context)
 
     def attach(self, session: Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
-        self._loop.attach(Attached(session, outbox, _response))
+        self._loop.attach(Attached(session, outbox, response))
 
     def admit(self, open_sessions: int) -> None:
         super().admit(open_sessions)
@@ -167,7 +167,7 @@ class VerifierServicer(
         return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
 
 
-def _response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
+def response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
     commit = verifier_pb2.Commit(
         committed=model_pb2.Committed(base=verdict.base, tokens=verdict.tokens),
         sources=verdict.sources,  # type: ignore[arg-type]

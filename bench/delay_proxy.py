@@ -1,0 +1,237 @@
+"""A network's delay between services of one machine: what is sent through this proxy arrives as much later.
+
+    async with DelayProxy(0.01) as proxy:
+        address = await proxy.to("127.0.0.1:50051")    # like that server, 10 ms away in each direction
+
+It knows nothing of what it forwards. Bytes leave in order, `delay` seconds after they came, however many are on
+their way: it is a longer cable, not a thinner one. A reader that is slow holds up its writer, as on any connection.
+
+    python -m bench.delay_proxy
+
+is the same as a process of its own, with an interpreter of its own (`DelayProcess`). Its event loop waits by
+select(2), whose time-outs are in microseconds: epoll's are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Self, cast
+
+HOST = "127.0.0.1"
+
+RESET = struct.pack("ii", 1, 0)
+"""The linger option of a socket that is closed by a reset."""
+
+
+class DelayProxy:
+    """Listens on ports of this machine, one for each server it leads to, until it is left.
+
+    `delay` is in seconds, one way, and may be changed at any time: it holds for what comes from then on.
+    """
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
+        self._listening: list[asyncio.Server] = []
+        self._ends: set[End] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    @property
+    def connections(self) -> int:
+        """Transports that are open: two for each connection through the proxy."""
+        return len(self._ends)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop listening, and break what is open."""
+        for server in self._listening:
+            server.close()
+        for task in self._connecting:
+            task.cancel()
+        for end in list(self._ends):
+            end.abort()
+
+    async def to(self, server: str) -> str:
+        """An address, HOST:PORT, that leads to the server at HOST:PORT."""
+        host, port = server.rsplit(":", 1)
+        loop = asyncio.get_running_loop()
+
+        def accept() -> End:
+            near = End(self, self._ends)
+            task = loop.create_task(connect(near))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+            return near
+
+        async def connect(near: End) -> None:
+            try:
+                _, far = await loop.create_connection(lambda: End(self, self._ends), host, int(port))
+            except OSError:
+                near.abort()
+            else:
+                near.join(far)
+
+        listening = await loop.create_server(accept, HOST, 0)
+        self._listening.append(listening)
+        return f"{HOST}:{listening.sockets[0].getsockname()[1]}"
+
+
+class End(asyncio.Protocol):
+    """One of the two transports of a connection. What happens at it happens at the other one, `delay` later."""
+
+    def __init__(self, proxy: DelayProxy, ends: set[End]) -> None:
+        self._proxy = proxy
+        self._ends = ends  # those that are open
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._other: End | None = None
+        self._on_the_way: deque[tuple[float, Callable[[End], None]]] = deque()  # (when due, what), in order
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_all = False
+        self._said_all = False
+
+    def join(self, other: End) -> None:
+        """They are the two ends of one connection."""
+        self._other, other._other = other, self
+        self._forward()
+        other._forward()
+
+    # --- what the other end does to this one ------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def write_eof(self) -> None:
+        if self._transport is not None:
+            with contextlib.suppress(OSError):  # a peer that has broken it: `connection_lost` will say so
+                self._transport.write_eof()
+        self._said_all = True
+        self._close_if_over()
+
+    def abort(self) -> None:
+        """Break the connection; its peer sees a reset, not an end."""
+        if self._transport is not None and not self._transport.is_closing():
+            connection = self._transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            self._transport.abort()
+
+    # --- what happens at this one -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # asyncio has set TCP_NODELAY
+        self._ends.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._put(lambda other: other.write(data))
+
+    def eof_received(self) -> bool:
+        self._put(End.write_eof)
+        self._heard_all = True
+        self._close_if_over()
+        return True  # stay open: the other direction may have more to say
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ends.discard(self)
+        if error is not None or not self._heard_all:
+            self._put(End.abort)
+
+    def pause_writing(self) -> None:
+        if self._other is not None and self._other._transport is not None:
+            self._other._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._other is not None and self._other._transport is not None:
+            self._other._transport.resume_reading()
+
+    # --- between the two ----------------------------------------------------------------------------------
+
+    def _close_if_over(self) -> None:
+        if self._heard_all and self._said_all and self._transport is not None:
+            self._transport.close()  # what was heard may still be on its way
+
+    def _put(self, action: Callable[[End], None]) -> None:
+        due = self._loop.time() + self._proxy.delay
+        if self._on_the_way:
+            due = max(due, self._on_the_way[-1][0])  # the delay may have been made shorter
+        self._on_the_way.append((due, action))
+        if self._timer is None:
+            self._forward()
+
+    def _forward(self) -> None:
+        """Hand on what is due, and come back for the rest."""
+        self._timer = None
+        if self._other is None:
+            return  # `join` comes back
+        while self._on_the_way and self._on_the_way[0][0] <= self._loop.time():
+            _, action = self._on_the_way.popleft()
+            action(self._other)
+        if self._on_the_way:
+            self._timer = self._loop.call_at(self._on_the_way[0][0], self._forward)
+
+
+class DelayProcess:
+    """A DelayProxy in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls) -> Iterator[Self]:
+        """Without delay at first; ends on leaving."""
+        command = [sys.executable, "-m", "bench.delay_proxy"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            yield cls(process)  # leaving closes its stdin, at which it ends
+
+    def to(self, server: str) -> str:
+        """As DelayProxy.to."""
+        return self._ask(f"to {server}")
+
+    def delay(self, seconds: float) -> None:
+        """One way, from now on."""
+        self._ask(f"delay {seconds}")
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            raise RuntimeError(f"the proxy did not answer {line!r}")
+        return answer
+
+
+async def _obey() -> None:
+    """Do what the lines of stdin say, one line of stdout each, until they end."""
+    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async with DelayProxy() as proxy:
+        async for line in lines:
+            match line.decode().split():
+                case ["to", server]:
+                    print(await proxy.to(server), flush=True)
+                case ["delay", seconds]:
+                    proxy.delay = float(seconds)
+                    print(seconds, flush=True)
+                case unknown:
+                    raise SystemExit(f"what is {unknown}?")
+
+
+def main() -> None:
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
+        runner.run(_obey())
+
+
+if __name__ == "__main__":
+    main()

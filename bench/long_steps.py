@@ -1,0 +1,37 @@
+"""An engine whose steps last as long as a larger model's would, on a device of its own."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.batch import PackedBatch, Packer
+from specdec.engine.engine import Engine
+from specdec.engine.kv import Slots
+
+
+class LongSteps:
+    """`inner`, whose every forward pass takes `seconds` at least. The rest is slept: it takes the host no processor
+    time, as if a GPU did the work, and a row more costs nothing until the inner engine takes longer."""
+
+    def __init__(self, inner: Engine, seconds: float) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self.capacity = inner.capacity
+        self.vocabulary = inner.vocabulary
+        self.numerics = inner.numerics
+        self.exact = inner.exact
+
+    def packer(self) -> Packer:
+        return self._inner.packer()
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        end = time.monotonic() + self._seconds
+        logits = self._inner.forward(batch)
+        time.sleep(max(0.0, end - time.monotonic()))
+        return logits
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self._inner.copy(source, target)

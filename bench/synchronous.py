@@ -1,0 +1,104 @@
+"""The baseline: speculative decoding by request and response, as Leviathan et al. (2023) describe it, over our wire.
+
+After every verdict the draft guesses K candidates for the new text and sends them as one Extend; the verifier steps a
+session when the Extend for its present text has come. Nothing is guessed ahead and nothing sent in between: a round
+takes a target step, the draft's steps (K in a chain) and every hop between them. Engines, loops, wire and orchestrator
+are those of the ordinary system, and so are the tokens. `bench.pod` runs either service as a process.
+
+K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the K best nodes of a tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import draft_service.servicer
+import draft_service.session
+import verifier_service.servicer
+import verifier_service.session
+from draft_service.session import Frontier, GrowthPolicy
+from specdec.decoding.tree import Node, Paths
+from specdec.serving.outbox import Outbox
+from specdec.v1 import draft_pb2, verifier_pb2
+from verifier_service.servicer import response
+from verifier_service.session import Policy, Verdict
+from verifier_service.step_loop import Attached, StepTimes
+
+
+class DraftSession(draft_service.session.Session):
+    """Guesses when it is asked, and says all of it at once."""
+
+    _answered = 0  # base of the last Extend
+
+    def commit(self, base: int, tokens: list[int]) -> None:
+        """The text goes on, and the tree is begun anew."""
+        super().commit(base, tokens)
+        dropped = [node.state for node in self.tree.root.walk()]
+        if dropped and not self.unread_text:
+            dropped.append(self.prefix.pop())  # the tip is read again, for the children it had
+        self._free += [slot for slot in dropped if isinstance(slot, int)]
+        self.tree.root = Node(self.tree.root.token, self.tree.root.position, None, 0.0, 0)
+        self.tree.size = 0
+        self.unsent, self.unsent_rows = [], []
+
+    def frontier(self, count: int) -> Frontier:
+        """Nothing once it has answered."""
+        return [] if self._answered == self.tree.base else super().frontier(count)
+
+    def due(self, now: float) -> bool:
+        """When there is nothing left to grow; no candidate at all is an answer too."""
+        return self._answered != self.tree.base and not self.frontier(1)
+
+    def spell_unsent(self, now: float) -> tuple[int, Paths]:
+        self._answered = self.tree.base
+        return super().spell_unsent(now)
+
+
+class DraftServicer(draft_service.servicer.DraftServicer):
+    """Of sessions that answer."""
+
+    def parse(self, request: draft_pb2.DraftRequest) -> DraftSession:
+        plain = super().parse(request)
+        return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibration(plain.request.chooser))
+
+    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> GrowthPolicy:
+        """K nodes, whatever a candidate's price is; hopeless ones are left out, which makes the answer quicker."""
+        policy = super()._policy(message, most_nodes)
+        nodes = min(policy.max_depth, most_nodes)
+        return replace(policy, max_nodes=nodes, min_reach=self._limits.defaults.min_reach, extend_interval=0.0)
+
+
+class VerifierSession(verifier_service.session.Session):
+    """Sits out steps until its draft has answered."""
+
+    _answered = 0  # base of the last Extend
+
+    @property
+    def computable(self) -> int:
+        """Committed tokens that a step can take: all but, while its draft is silent, the tip."""
+        return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.speculate)
+
+    def extend(self, base: int, paths: Paths, arrived: float) -> None:
+        super().extend(base, paths, arrived)
+        self._answered = base
+
+
+class VerifierServicer(verifier_service.servicer.VerifierServicer):
+    """Of sessions that wait."""
+
+    def parse(self, request: verifier_pb2.VerifyRequest) -> VerifierSession:
+        plain = super().parse(request)
+        vocabulary = self._identity.vocabulary_size
+        return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
+
+    def attach(self, session: verifier_service.session.Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
+        self._loop.attach(Attached(session, outbox, _free_of_charge))
+
+    def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
+        """An answer is all there will be: there is nothing to put a step off for. Nor is it the guard's affair."""
+        return replace(super()._policy(message), patience=0.0, always=True)
+
+
+def _free_of_charge(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
+    """A draft that is told of a high price would rest, and this verifier wait for it for ever."""
+    return response(verdict, replace(times, price=0.0))
