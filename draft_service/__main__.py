@@ -24,7 +24,7 @@ def main(
     engine: Annotated[Kind, typer.Option(help="onnx exports a Hugging Face directory on first use.")] = "onnx",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="bfloat16: with --engine torch.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
-    kv_tokens: Annotated[int, typer.Option(min=512, help="Tokens of key/value memory.")] = 16384,
+    kv_tokens: Annotated[int, typer.Option(min=512, help="Tokens of key/value memory.")] = 32768,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
     drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",

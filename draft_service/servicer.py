@@ -34,8 +34,8 @@ class Limits:
     """What a session may ask for; defaults where it asks for nothing."""
 
     defaults: GrowthPolicy = field(default_factory=GrowthPolicy)
-    max_nodes: int = 64
-    max_depth: int = 64
+    max_nodes: int = 256
+    max_depth: int = 128
     max_branches: int = 16
     max_sessions: int = 256
 

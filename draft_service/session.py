@@ -28,8 +28,8 @@ Frontier = list[tuple[float, Node]]
 class GrowthPolicy:
     """A validated DraftPolicy."""
 
-    max_nodes: int = 48
-    max_depth: int = 16
+    max_nodes: int = 192
+    max_depth: int = 64
     max_branches: int = 3
     min_reach: float = 0.01  # probability; at 1 there is nothing to do but to keep up
     extend_interval: float = 0.0  # seconds

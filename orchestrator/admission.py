@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from specdec.serving.errors import OverloadedError
 
-AT_ONCE = 32
+AT_ONCE = 64
 """Sessions being opened, at most: each opening takes the verifier no longer than a step."""
 
 MOMENT = 0.05

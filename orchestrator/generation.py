@@ -32,6 +32,14 @@ CHEAP = 0.02
 KEEP_UP_EVERY = 64
 """Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
 
+EXTENDS_A_STEP = 10
+"""Messages of candidates that a verifier's step is worth, where it can take so many: the fresher they are when the
+step begins, the more of them count, and a network that is slow is hidden."""
+
+EXTEND_US = 3000
+"""Time between two messages, over all sessions of a verifier, that costs it little: each takes its interpreter half a
+millisecond."""
+
 CONSUMED_EVERY = 64
 """Tokens between two reports to the verifier of how far the client has read."""
 
@@ -186,7 +194,7 @@ class Generation:
         if not self._verifier_policy.speculate:
             return  # no draft, or none any more
         self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
-        told, policy = self._draft_policy, self._pacing(commit.price)
+        told, policy = self._draft_policy, self._pacing(commit)
         if _differ(policy.min_reach, told.min_reach) or _differ(policy.extend_interval_us, told.extend_interval_us):
             self._draft_policy = policy
             self._for_draft.put_nowait(draft_pb2.DraftRequest(policy=policy))
@@ -197,14 +205,15 @@ class Generation:
             self._for_draft.put_nowait(draft_pb2.DraftRequest(committed=self._untold))
             self._untold = model_pb2.Committed()
 
-    def _pacing(self, price: float) -> draft_pb2.DraftPolicy:
-        """The draft's policy as it should be now. Besides candidates for a verifier that has none, it sends one message
-        a step: each takes the verifier's interpreter half a millisecond, and what comes early waits for its step."""
+    def _pacing(self, commit: verifier_pb2.Commit) -> draft_pb2.DraftPolicy:
+        """The draft's policy as it should be now. Besides candidates for a verifier that has none, it sends several
+        messages a step, but no more than all sessions together may, and one at least."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._draft_policy)
-        policy.extend_interval_us = int(self._step_us)
+        pause = max(self._step_us / EXTENDS_A_STEP, EXTEND_US * commit.running)
+        policy.extend_interval_us = int(min(self._step_us, pause))
         if self._sample.rule is not Rule.CONTRASTIVE:  # which needs the draft, whether or not candidates pay
-            policy.min_reach = price if price > CHEAP else 0.0
+            policy.min_reach = commit.price if commit.price > CHEAP else 0.0
         return policy
 
     def _response(

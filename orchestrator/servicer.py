@@ -38,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
-        valid = await asyncio.to_thread(parse, request, self._model)  # tokenising takes a while
+        valid = await self._parse(request)
         first = True
         async with aclosing(self._responses(valid, context)) as responses:
             async for response in responses:
@@ -52,7 +52,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.CompleteRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
-        valid = await asyncio.to_thread(parse, request.request, self._model)
+        valid = await self._parse(request.request)
         completions = [generation_pb2.Completion() for _ in valid.samples]
         async with aclosing(self._responses(valid, context)) as responses:
             async for response in responses:
@@ -78,6 +78,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             chat=model.tokenizer.has_chat_template,
         )
         return generation_pb2.ListModelsResponse(models=[served])
+
+    async def _parse(self, request: generation_pb2.GenerateRequest) -> Request:
+        """Tokenising takes a while, and has a thread; what comes in tokens does not wait for one."""
+        if request.WhichOneof("prompt") == "tokens":
+            return parse(request, self._model)
+        return await asyncio.to_thread(parse, request, self._model)
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
         """Responses of all samples as they come."""

@@ -37,8 +37,8 @@ def main(
     ] = 128,
     step_rows: Annotated[int, typer.Option(min=8, help="Tokens of prompts computed in one step at most.")] = 512,
     max_candidates: Annotated[
-        int, typer.Option(min=1, max=64, help="Candidates a session verifies in a step at most.")
-    ] = 24,
+        int, typer.Option(min=1, max=128, help="Candidates a session verifies in a step at most.")
+    ] = Limits.max_candidates,
     exact: Annotated[
         bool, typer.Option(help="Tokens do not depend on who shares a step; checked at start, where it can be.")
     ] = True,

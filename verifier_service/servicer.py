@@ -36,8 +36,8 @@ MOST_NODES_A_MESSAGE = 1024
 class Limits:
     """What a session may have; what it gets where it asks for nothing."""
 
-    max_nodes: int = 64
-    max_candidates: int = 24
+    max_nodes: int = 192
+    max_candidates: int = 64
     max_sessions: int = 512
     max_waiting: int = 128  # sessions that are open but have no memory yet
 
@@ -68,10 +68,14 @@ class VerifierServicer(
     def attach(self, session: Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
         self._loop.attach(Attached(session, outbox, response))
 
-    def admit(self, open_sessions: int) -> None:
-        super().admit(open_sessions)
+    def admit(self, request: verifier_pb2.VerifyRequest, open_sessions: int) -> None:
+        super().admit(request, open_sessions)
         load = self._loop.load
-        waiting = load.waiting - load.stalled + self.arriving
+        waiting = load.waiting - load.stalled
+        # Those on their way to the loop will find memory, or wait; they are taken to be of this one's size.
+        blocks = 1 + (len(request.open.prompt_tokens) + len(request.open.generated_tokens)) // BLOCK
+        room = 0 if waiting else self._loop.pool.available // blocks
+        waiting += max(0, self.arriving - room)
         if waiting >= self._limits.max_waiting:
             raise OverloadedError(
                 f"{waiting} sessions wait for memory, the limit is {self._limits.max_waiting}",
@@ -186,5 +190,6 @@ def response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
         preemptions=times.preemptions,
         steps=verdict.steps,
         price=times.price,
+        running=times.running,
     )
     return verifier_pb2.VerifyResponse(commit=commit)

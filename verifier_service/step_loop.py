@@ -64,6 +64,7 @@ class StepTimes:
     found: int = 0  # on the first commit: tokens that were in memory already
     preemptions: int = 0  # so far
     price: float = 0.0  # of a candidate: the probability from which it pays to verify one
+    running: int = 0  # sessions that have memory
 
 
 @dataclass(eq=False)
@@ -371,7 +372,7 @@ class StepLoop(Worker):
         """What is untold of a session, to be put into its outbox."""
         found, attached.session.found = attached.session.found, 0
         price = self._price if self._speculates(attached) else NOTHING_PAYS
-        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions, price)
+        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions, price, self.load.running)
         verdict, attached.untold = attached.untold, None
         attached.queued, attached.told = 0.0, time.monotonic()
         assert verdict is not None

@@ -39,7 +39,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
 
-    def admit(self, open_sessions: int) -> None:
+    def admit(self, request: Request, open_sessions: int) -> None:
         """OverloadedError if no more can be taken. On the event loop, so that a refusal waits for no step."""
         if open_sessions >= self._max_sessions:
             raise OverloadedError(f"{open_sessions} sessions are open, the limit is {self._max_sessions}")
@@ -77,7 +77,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         first = await anext(aiter(requests), None)
         if first is None or _kind(first) != "open":
             raise ProtocolError("a session begins with `open`")
-        self.admit(self._sessions)
+        self.admit(first, self._sessions)
         session = self.parse(first)
         outbox: Outbox[Response] = Outbox()
         self._sessions += 1
