@@ -137,7 +137,6 @@ class Deployment:
             context_tokens=self._context,
             vocabulary_size=scenario.language.vocabulary,
         )
-        self._tokens = 0
         self._verifier_loop = self._target()
         self._verifier = Channel(self._verifier_servicer(), scenario.delay)
         self._draft_loops = [self._draft() for _ in range(scenario.drafts)]
@@ -154,7 +153,7 @@ class Deployment:
             await loop.end()
 
     async def generate(self, number: int, max_tokens: int | None = None) -> list[int]:
-        """One session's tokens, counted as they come."""
+        """One session's tokens."""
         sample = Sample(
             index=0,
             prompt=prompt(number),
@@ -180,14 +179,13 @@ class Deployment:
         tokens: list[int] = []
         async for response in generation.run():
             tokens += response.tokens
-            self._tokens += len(response.tokens)
         return tokens
 
     def totals(self) -> Totals:
         load = self._verifier_loop.load
         return Totals(
             time=asyncio.get_running_loop().time(),
-            tokens=self._tokens,
+            tokens=load.committed,
             steps=load.steps,
             rows=load.rows,
             drafted=load.drafted,
