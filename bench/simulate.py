@@ -111,11 +111,18 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.75, help="how often the draft's best token is right")
     parser.add_argument("--always", action="store_true", help="speculate whether or not the guard thinks that it pays")
     parser.add_argument("--steps", type=int, default=60, help="of the target, about, that are measured, at least")
+    parser.add_argument("--warm-up", type=int, default=30, help="steps before, prompts among them")
     parser.add_argument("--quick", action="store_true", help="few and short: shows that it works")
     args = parser.parse_args()
     if args.quick:
         args.sessions, args.drafts, args.delays = [8], [1], [0.0, 0.3]
-    scenario = Scenario(PRESETS[args.preset], Language(args.acceptance), always=args.always, measured=args.steps)
+    scenario = Scenario(
+        PRESETS[args.preset],
+        Language(args.acceptance),
+        always=args.always,
+        warm_up=args.warm_up,
+        measured=args.steps,
+    )
     print(f"SIMULATED: {args.preset}, the draft's best token is right {args.acceptance:.0%} of the time\n")
     print("|".join(["", *(name for name, _ in COLUMNS), ""]).replace("|", " | ").strip())
     print("|" + "---|" * len(COLUMNS))
