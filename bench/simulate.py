@@ -1,0 +1,134 @@
+"""The services on a virtual clock: what they would bring with other devices, networks and crowds than there are here.
+
+    python -m bench.simulate --preset 70b --sessions 1,16,64 --drafts 1,4 --delays 0,0.3
+
+SIMULATED: devices, network and language are models, the services' code is their own (`bench/simulation`). A delay is a
+round trip between any two of the three services, in steps of the target; a verdict needs two ways to reach the draft,
+and candidates two to come back.
+
+Each row is one deployment after its warm-up. Tokens a second are of all sessions together; beside them what the target
+brings alone (plain), with drafts that wait for each verdict (synchronous, the best of several sizes of tree), by an
+idealised schedule of the same deployment (`ideal.py`) and at most (`bound.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+from bench.simulation.bound import bound
+from bench.simulation.deployment import Outcome, Scenario, simulate
+from bench.simulation.devices import PRESETS
+from bench.simulation.ideal import ideal
+from bench.simulation.language import Language
+
+SYNCHRONOUS_NODES = (4, 8, 16, 32)
+
+SESSION_STEPS = 600
+"""Measured at least, over all sessions: how many tokens one brings varies by a factor of two."""
+
+measured = cache(simulate)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A deployment and what it is compared with."""
+
+    scenario: Scenario
+    trip: float  # a round trip, in steps of the target
+    outcome: Outcome
+
+    @property
+    def plain(self) -> float:
+        return self.scenario.sessions / self.scenario.step
+
+    @property
+    def ideal(self) -> float:
+        s = self.scenario
+        return ideal(s.language, s.hardware, s.sessions, s.drafts, s.delay)
+
+    @property
+    def bound(self) -> float:
+        s = self.scenario
+        return bound(s.language, s.hardware, s.sessions, s.drafts)
+
+    @property
+    def undelayed(self) -> float:
+        return measured(replace(self.scenario, delay=0.0)).rate
+
+    @property
+    def synchronous(self) -> float:
+        turns = replace(self.scenario, synchronous=True)
+        return max(measured(replace(turns, nodes=nodes)).rate for nodes in SYNCHRONOUS_NODES)
+
+
+Column = tuple[str, Callable[[Row], str]]
+
+COLUMNS: tuple[Column, ...] = (
+    ("sessions", lambda row: f"{row.scenario.sessions}"),
+    ("pods", lambda row: f"{row.scenario.drafts}"),
+    ("delay", lambda row: f"{row.trip:g}"),
+    ("tokens/s", lambda row: f"{row.outcome.rate:.0f}"),
+    ("over plain", lambda row: f"{row.outcome.rate / row.plain:.2f}"),
+    ("over synchronous", lambda row: f"{row.outcome.rate / row.synchronous:.2f}"),
+    ("of ideal", lambda row: f"{row.outcome.rate / row.ideal:.2f}"),
+    ("of bound", lambda row: f"{row.outcome.rate / row.bound:.2f}"),
+    ("of no delay", lambda row: f"{row.outcome.rate / row.undelayed:.2f}"),
+    ("tokens a step", lambda row: f"{row.outcome.tokens_a_step:.2f}"),
+    ("candidates a step", lambda row: f"{row.outcome.candidates_a_step:.1f}"),
+    ("target busy", lambda row: f"{row.outcome.busy:.2f}"),
+    ("bytes a token", lambda row: f"{row.outcome.bytes_a_token:.0f}"),
+)
+
+
+def rows(base: Scenario, sessions: list[int], drafts: list[int], delays: list[float]) -> Iterator[Row]:
+    for count, pods, trip in product(sessions, drafts, delays):
+        if pods > count:
+            continue  # a session has one draft
+        steps = max(base.measured, SESSION_STEPS // count)
+        scenario = replace(base, sessions=count, drafts=pods, measured=steps)
+        scenario = replace(scenario, delay=trip * scenario.step / 2)
+        yield Row(scenario, trip, measured(scenario))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _fractions(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(PRESETS), default="70b")
+    parser.add_argument("--sessions", type=_numbers, default=[1, 8, 64])
+    parser.add_argument("--drafts", type=_numbers, default=[1, 4], help="pods; those beyond the sessions are left out")
+    parser.add_argument("--delays", type=_fractions, default=[0.0, 0.3])
+    parser.add_argument("--acceptance", type=float, default=0.75, help="how often the draft's best token is right")
+    parser.add_argument("--always", action="store_true", help="speculate whether or not the guard thinks that it pays")
+    parser.add_argument("--steps", type=int, default=60, help="of the target, about, that are measured, at least")
+    parser.add_argument("--warm-up", type=int, default=30, help="steps before, prompts among them")
+    parser.add_argument("--quick", action="store_true", help="few and short: shows that it works")
+    args = parser.parse_args()
+    if args.quick:
+        args.sessions, args.drafts, args.delays = [8], [1], [0.0, 0.3]
+    scenario = Scenario(
+        PRESETS[args.preset],
+        Language(args.acceptance),
+        always=args.always,
+        warm_up=args.warm_up,
+        measured=args.steps,
+    )
+    print(f"SIMULATED: {args.preset}, the draft's best token is right {args.acceptance:.0%} of the time\n")
+    print("|".join(["", *(name for name, _ in COLUMNS), ""]).replace("|", " | ").strip())
+    print("|" + "---|" * len(COLUMNS))
+    for row in rows(scenario, args.sessions, args.drafts, args.delays):
+        print("| " + " | ".join(show(row) for _, show in COLUMNS) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

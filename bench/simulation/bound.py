@@ -1,0 +1,98 @@
+"""What no schedule can exceed: tokens a second, from the language and the devices alone.
+
+A session's step verifies a tree. Let it bring E tokens, the one that is sure included, with N candidates, whose parents
+are R nodes. Then
+
+- the target takes T_v(S (1 + N)) for a step of S sessions. T_v is convex, so that steps of unequal size only take
+  longer than equal ones (Jensen);
+- the drafts have to read R nodes for each step. A node's children are offered in one step only: after it they are
+  committed or contradicted. So no read serves two steps, and pods that read rho nodes a second in all sustain one step
+  of S sessions in S R / rho seconds.
+
+The rate is at most S E / max(T_v(S (1 + N)), S R / rho). Trees are best chosen by prices: with lambda for a candidate
+and mu for a read, a candidate of reach r is taken, and its children looked at, while the tokens that it brings are
+worth it. The draft does not know how certain it will be below a node before it has read it, so that the decision to
+read depends on r alone: what reading is worth, W(r), follows from what it is worth further down,
+
+    W(r) = -mu + sum over children with reach c of max(0, c - lambda + max(0, W(c))),
+
+in expectation over the kinds of text. The bound is the best rate over all prices. It knows no latency: every tree is
+there when its step begins, as if the drafts knew each verdict a whole step in advance and wasted no read. `ideal.py`
+says what remains of it when they do not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.simulation.devices import Hardware
+from bench.simulation.language import Language
+
+CANDIDATE_PRICES = np.geomspace(2e-3, 0.95, 48)
+READ_PRICES = np.concatenate([[0.0], np.geomspace(2e-3, 1.5, 23)])
+
+RESOLUTION = 0.005
+"""Of reach, in log-probability. Each edge is rounded up to a multiple, which keeps the bound one."""
+
+Grid = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Trees:
+    """By price of a candidate and of a read [len(CANDIDATE_PRICES), len(READ_PRICES)]: what a session's step brings,
+    tokens E, and what it takes, candidates N and reads R."""
+
+    tokens: Grid
+    candidates: Grid
+    reads: Grid
+
+
+@cache
+def trees(language: Language) -> Trees:
+    """The best ones."""
+    candidate, read = CANDIDATE_PRICES[:, None], READ_PRICES[None, :]
+    shape = (len(CANDIDATE_PRICES), len(READ_PRICES))
+    least = math.log(CANDIDATE_PRICES[0])  # below, no candidate is worth it
+    edges = [
+        (int(-math.log(p) / RESOLUTION), share)
+        for kind, share in zip(language.kinds, language.shares, strict=True)
+        for p in kind
+        if math.log(p) > least and share > 0
+    ]
+    levels = int(-least / RESOLUTION) + 1
+    worth, tokens, candidates, reads = (np.zeros((levels, *shape)) for _ in range(4))
+    for level in range(levels - 1, -1, -1):
+        reads[level] += 1.0
+        worth[level] -= read
+        for edge, share in edges:
+            below = level + edge
+            if below >= levels:
+                continue
+            reach = math.exp(-below * RESOLUTION)
+            goes_on = worth[below] > 0
+            gain = reach - candidate + np.maximum(0.0, worth[below])
+            taken = share * (gain > 0)
+            worth[level] += taken * gain
+            tokens[level] += taken * (reach + goes_on * tokens[below])
+            candidates[level] += taken * (1.0 + goes_on * candidates[below])
+            reads[level] += taken * goes_on * reads[below]
+    drafted = worth[0] > 0
+    return Trees(1.0 + drafted * tokens[0], drafted * candidates[0], drafted * reads[0])
+
+
+def bound(language: Language, hardware: Hardware, sessions: int, drafts: int) -> float:
+    """Tokens a second of `sessions` together, with `drafts` pods."""
+    plain = sessions / hardware.target.seconds(sessions)
+    if not drafts:
+        return plain
+    best = trees(language)
+    rows = sessions * (1.0 + best.candidates)
+    target = hardware.target.base + hardware.target.row * rows
+    target += hardware.target.beyond * np.maximum(0.0, rows - hardware.target.flat)
+    reading = sessions * best.reads / (drafts * hardware.draft.most_rows_a_second)
+    return max(plain, float((sessions * best.tokens / np.maximum(target, reading)).max()))

@@ -1,0 +1,281 @@
+"""A deployment on virtual time, sessions that keep it busy, and what came out of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import grpc
+import structlog
+
+from bench.simulation import clock
+from bench.simulation.channel import Channel
+from bench.simulation.devices import Hardware, SimulatedEngine
+from bench.simulation.language import Language
+from bench.simulation.synchronous import TurnTakingDraft, WaitingVerifier
+from bench.simulation.workers import SimulatedGrowthLoop, SimulatedStepLoop
+from draft_service.servicer import DraftServicer
+from draft_service.servicer import Limits as DraftLimits
+from orchestrator.admission import Admission
+from orchestrator.generation import Generation, Peers
+from orchestrator.request import Model, Sample, Speculation
+from orchestrator.tokenizer import Tokenizer
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.serving.wire import PROTOCOL_VERSION
+from specdec.v1 import model_pb2
+from verifier_service.servicer import Limits as VerifierLimits
+from verifier_service.servicer import VerifierServicer
+from verifier_service.step_loop import MOST_CANDIDATES
+
+FINGERPRINT = "simulated"
+PROMPT = 32
+"""Tokens."""
+
+MOST_A_STEP = 32
+"""No session commits more tokens in a step, on average: how long texts may get."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`delay`: seconds from any service to another, one way. `warm_up` and `measured`: how long, in steps of the
+    target with every session's tip in it. `nodes`: candidates that a draft may have alive."""
+
+    hardware: Hardware
+    language: Language = field(default_factory=Language)
+    sessions: int = 1
+    drafts: int = 1  # pods; 0: plain decoding
+    delay: float = 0.0
+    synchronous: bool = False
+    nodes: int = 64
+    always: bool = False  # the guard has no say
+    warm_up: int = 30
+    measured: int = 60
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step of plain decoding."""
+        return self.hardware.target.seconds(self.sessions)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of the measured time."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    session_steps: int  # a step with n sessions in it counts n times
+    candidates: int  # verified
+    busy: float  # part of the time that the target was in a step
+    draft_steps: int  # of all pods
+    to_orchestrator: tuple[int, int]  # bytes from (drafts, verifier)
+    from_orchestrator: tuple[int, int]  # bytes to (drafts, verifier)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Of one session."""
+        return self.tokens / max(1, self.session_steps)
+
+    @property
+    def candidates_a_step(self) -> float:
+        """Of one session."""
+        return self.candidates / max(1, self.session_steps)
+
+    @property
+    def bytes_a_token(self) -> float:
+        """Application payload over all hops, both ways."""
+        return sum(self.to_orchestrator + self.from_orchestrator) / max(1, self.tokens)
+
+
+class Spelling:
+    """A tokenizer as far as a generation needs one: every token is a letter."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(0x100 + token) for token in tokens)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counters of a deployment at one moment."""
+
+    time: float
+    tokens: int
+    steps: int
+    rows: int
+    drafted: int
+    busy: float
+    draft_steps: int
+    traffic: tuple[int, int, int, int]
+
+
+class Deployment:
+    """One verifier, pods of drafts, an orchestrator's generations. Made, used and ended on virtual time."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._context = PROMPT + MOST_A_STEP * (scenario.warm_up + scenario.measured + 10)
+        self._model = Model(
+            name="simulated",
+            tokenizer=cast("Tokenizer", Spelling()),
+            tokenizer_fingerprint=FINGERPRINT,
+            context=self._context,
+            vocabulary=scenario.language.vocabulary,
+            end_tokens=frozenset(),
+        )
+        self._identity = model_pb2.ModelIdentity(
+            protocol_version=PROTOCOL_VERSION,
+            model="simulated",
+            tokenizer_fingerprint=FINGERPRINT,
+            context_tokens=self._context,
+            vocabulary_size=scenario.language.vocabulary,
+        )
+        self._verifier_loop = self._target()
+        self._verifier = Channel(self._verifier_servicer(), scenario.delay)
+        self._draft_loops = [self._draft() for _ in range(scenario.drafts)]
+        self._drafts = [Channel(self._draft_servicer(loop), scenario.delay) for loop in self._draft_loops]
+        for loop in (self._verifier_loop, *self._draft_loops):
+            loop.start()
+        admission = Admission(asyncio.get_running_loop().time)
+        to_verifier = cast("grpc.aio.Channel", self._verifier)
+        to_drafts: list[grpc.aio.Channel | None] = [cast("grpc.aio.Channel", channel) for channel in self._drafts]
+        self._peers = [Peers(to_verifier, to_draft, admission) for to_draft in to_drafts or [None]]
+
+    async def end(self) -> None:
+        for loop in (self._verifier_loop, *self._draft_loops):
+            await loop.end()
+
+    async def generate(self, number: int, max_tokens: int | None = None) -> list[int]:
+        """One session's tokens."""
+        sample = Sample(
+            index=0,
+            prompt=prompt(number),
+            generated=[],
+            sampling=Sampling(),
+            max_tokens=max_tokens or self._context,
+            min_tokens=0,
+            end_tokens=frozenset(),
+            stop=(),
+            logprobs=0,
+            speculation=Speculation(
+                enabled=bool(self._drafts),
+                always=self._scenario.always or self._scenario.synchronous,
+                max_candidates=0,
+                max_depth=0,
+                max_branches=0,
+            ),
+            tenant="",
+            rule=Rule.COUPLED,
+            contrast=model_pb2.Contrast(),
+        )
+        generation = Generation(sample, self._model, self._peers[number % len(self._peers)], None)
+        tokens: list[int] = []
+        async for response in generation.run():
+            tokens += response.tokens
+        return tokens
+
+    def totals(self) -> Totals:
+        load = self._verifier_loop.load
+        return Totals(
+            time=asyncio.get_running_loop().time(),
+            tokens=load.committed,
+            steps=load.steps,
+            rows=load.rows,
+            drafted=load.drafted,
+            busy=load.busy,
+            draft_steps=sum(loop.steps for loop in self._draft_loops),
+            traffic=(
+                sum(channel.back.bytes for channel in self._drafts),
+                self._verifier.back.bytes,
+                sum(channel.there.bytes for channel in self._drafts),
+                self._verifier.there.bytes,
+            ),
+        )
+
+    def _target(self) -> SimulatedStepLoop:
+        language, target = self._scenario.language, self._scenario.hardware.target
+        engine = SimulatedEngine(
+            target,
+            language.target_logits,
+            capacity=2 * self._scenario.sessions * (self._context + 64) + MOST_CANDIDATES + 64,
+            vocabulary=language.vocabulary,
+        )
+        return SimulatedStepLoop(engine, cost=target.cost())
+
+    def _draft(self) -> SimulatedGrowthLoop:
+        language, nodes = self._scenario.language, self._scenario.nodes
+        engine = SimulatedEngine(
+            self._scenario.hardware.draft,
+            language.draft_logits,
+            capacity=(self._scenario.sessions + 1) * (2 * self._context + nodes),
+            vocabulary=language.vocabulary,
+        )
+        return SimulatedGrowthLoop(engine)
+
+    def _verifier_servicer(self) -> VerifierServicer:
+        kind = WaitingVerifier if self._scenario.synchronous else VerifierServicer
+        limits = VerifierLimits(max_nodes=self._scenario.nodes)
+        return kind(self._verifier_loop, self._identity, limits)
+
+    def _draft_servicer(self, loop: SimulatedGrowthLoop) -> DraftServicer:
+        kind = TurnTakingDraft if self._scenario.synchronous else DraftServicer
+        return kind(loop, self._identity, DraftLimits(max_nodes=self._scenario.nodes))
+
+
+def prompt(number: int) -> list[int]:
+    """Of a session: no two are alike, from their first tokens on."""
+    return [(number >> (6 * place)) % 64 if place < 4 else place for place in range(PROMPT)]
+
+
+@asynccontextmanager
+async def deployed(scenario: Scenario) -> AsyncIterator[Deployment]:
+    deployment = Deployment(scenario)
+    try:
+        yield deployment
+    finally:
+        await deployment.end()
+
+
+async def _measure(scenario: Scenario) -> Outcome:
+    async with deployed(scenario) as deployment:
+        sessions = [asyncio.create_task(deployment.generate(number)) for number in range(scenario.sessions)]
+        await asyncio.sleep(scenario.warm_up * scenario.step)
+        before = deployment.totals()
+        await asyncio.sleep(scenario.measured * scenario.step)
+        after = deployment.totals()
+        for session in sessions:
+            session.cancel()
+        for ended in await asyncio.gather(*sessions, return_exceptions=True):
+            if not isinstance(ended, asyncio.CancelledError):
+                raise RuntimeError("a session ended early") from (ended if isinstance(ended, Exception) else None)
+    return _difference(before, after)
+
+
+def _difference(before: Totals, after: Totals) -> Outcome:
+    seconds = after.time - before.time
+    candidates = after.drafted - before.drafted
+    traffic = [late - early for early, late in zip(before.traffic, after.traffic, strict=True)]
+    return Outcome(
+        seconds=seconds,
+        tokens=after.tokens - before.tokens,
+        steps=after.steps - before.steps,
+        session_steps=after.rows - before.rows - candidates,
+        candidates=candidates,
+        busy=(after.busy - before.busy) / seconds,
+        draft_steps=after.draft_steps - before.draft_steps,
+        to_orchestrator=(traffic[0], traffic[1]),
+        from_orchestrator=(traffic[2], traffic[3]),
+    )
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Run a scenario on a clock of its own. What services log about it is left out."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    return clock.run(_measure(scenario))

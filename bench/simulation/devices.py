@@ -1,0 +1,91 @@
+"""Engines that take the time of a device and speak the synthetic language.
+
+A slot of key/value memory holds the hash of the text that ends there, made from the slot that a row names as the one
+before: a wrong slot, path or copy makes another text, and other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.simulation.language import Hashes, following
+from bench.simulation.workers import sleep
+from specdec.engine.batch import PackedBatch
+from specdec.engine.kv import Slots
+from specdec.engine.paths import PathBatch, PathPacker
+from verifier_service.cost import MEASURED_ROWS, StepCost
+
+
+@dataclass(frozen=True)
+class Device:
+    """A forward pass over n rows takes `base` + `row` n seconds, and `beyond` more for each row past `flat`: what
+    reads its weights once for all rows first waits for memory, then for arithmetic."""
+
+    base: float
+    row: float
+    flat: int = 0
+    beyond: float = 0.0
+
+    def seconds(self, rows: float) -> float:
+        return self.base + self.row * rows + self.beyond * max(0.0, rows - self.flat)
+
+    def cost(self) -> StepCost:
+        """As if it had been measured."""
+        return StepCost(MEASURED_ROWS, [self.seconds(rows) for rows in MEASURED_ROWS])
+
+    @property
+    def most_rows_a_second(self) -> float:
+        """However many rows a pass has."""
+        return 1.0 / (self.row + self.beyond)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a deployment runs on."""
+
+    target: Device
+    draft: Device
+
+
+PRESETS = {
+    # 140 GB of weights over a few accelerators: memory for 30 ms, arithmetic from 64 rows on.
+    "70b": Hardware(Device(0.030, 20e-6, 64, 200e-6), Device(0.002, 10e-6, 16, 100e-6)),
+    # The demo pair on two cores.
+    "demo": Hardware(Device(0.0029, 100e-6), Device(0.00125, 50e-6)),
+}
+
+
+class SimulatedEngine:
+    """An `Engine` with `capacity` slots; `speak` gives the logits of texts."""
+
+    numerics = "simulated"
+    exact = True
+
+    def __init__(
+        self, device: Device, speak: Callable[[Hashes], NDArray[np.float32]], *, capacity: int, vocabulary: int
+    ) -> None:
+        self.capacity = capacity
+        self.vocabulary = vocabulary
+        self._device = device
+        self._speak = speak
+        self._texts: Hashes = np.zeros(capacity, dtype=np.uint64)
+
+    def packer(self) -> PathPacker:
+        return PathPacker()
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        assert isinstance(batch, PathBatch)
+        sleep(self._device.seconds(len(batch.tokens)))
+        texts = self._texts
+        before = np.where(batch.positions > 0, batch.keys[np.maximum(batch.first + batch.positions - 1, 0)], 0)
+        # In order: a row may follow another of the same batch, which stands before it.
+        for token, slot, previous in zip(batch.tokens.tolist(), batch.slots.tolist(), before.tolist(), strict=True):
+            texts[slot] = following(int(texts[previous]), token)
+        return self._speak(texts[batch.slots[batch.wanted]])
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self._texts[target] = self._texts[source]

@@ -1,0 +1,175 @@
+"""An idealised schedule, latency included: what drafts can know in time, and nothing that policies get wrong.
+
+All sessions step together, so that one stands for all, with its share of the drafts' rows. The draft always reads the
+unread nodes of highest reach, `width` at a time. Verdicts and candidates take two hops each. A step begins a fixed
+pause after the last, with all candidates that have arrived and are worth their rows at the going rate. The best of
+several widths and pauses counts.
+
+It is no bound: pauses that look at the trees may do better. Left out are the services' limits of depth, breadth and
+nodes, errors of estimates, and the rhythm of messages.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count, product
+
+from bench.simulation.devices import Hardware
+from bench.simulation.language import Language
+
+WIDTHS = (1, 2, 4, 16)
+PAUSES = (0, 2, 4)
+"""In steps of the draft; and, if there is one at all, the time that a verdict and its answer are under way."""
+
+TRIAL, MEASUREMENT = 300, 2400
+"""Steps. The schedule is picked by a short trial and measured with other texts: the best of several noisy figures
+would flatter it."""
+
+SETTLING = 50
+"""Steps that are not counted."""
+
+LEAST = 1e-3
+"""Reach of what is worth reading, or verifying, whatever it costs."""
+
+SMOOTHING = 0.1
+
+
+@dataclass(eq=False)
+class Text:
+    """A node. Its children, (score, node) by rank, exist once it is settled; the draft sees them once it is read, the
+    target from `arrived` on. `next` is the rank that the target takes, one past the last: none of them."""
+
+    children: list[tuple[float, Text]] = field(default_factory=list)
+    next: int = -1
+    read: bool = False
+    arrived: float = math.inf
+
+
+class Reader:
+    """The draft."""
+
+    def __init__(self, language: Language, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._kinds = [[p for p in kind.tolist() if p > LEAST] for kind in language.kinds]
+        self._shares = language.shares.tolist()
+        self._order = count()
+        self._unread: list[tuple[float, int, Text]] = []
+
+    def follow(self, root: Text) -> None:
+        """The text goes on from here."""
+        self._unread.clear()
+        pending = [(0.0, root)]
+        while pending:
+            reach, node = pending.pop()
+            if node.read:
+                pending += [(reach + score, child) for score, child in node.children]
+            else:
+                self._push(reach, node)
+
+    def read(self, width: int, arrives: float) -> None:
+        """One step, whose result the target has at that time."""
+        batch = [heapq.heappop(self._unread) for _ in range(min(width, len(self._unread)))]
+        for negative_reach, _, node in batch:
+            self.settle(node)
+            node.read, node.arrived = True, arrives
+            for score, child in node.children:
+                self._push(score - negative_reach, child)
+
+    def settle(self, node: Text) -> None:
+        """Decide what follows a text, once."""
+        if node.next >= 0:
+            return
+        (probabilities,) = self._random.choices(self._kinds, self._shares)
+        node.children = [(math.log(p), Text()) for p in probabilities]
+        node.next, draw = 0, self._random.random()
+        while node.next < len(probabilities) and draw >= probabilities[node.next]:
+            draw -= probabilities[node.next]
+            node.next += 1
+
+    def _push(self, reach: float, node: Text) -> None:
+        if reach > math.log(LEAST):
+            heapq.heappush(self._unread, (-reach, next(self._order), node))
+
+
+def _worth(root: Text, now: float, price: float) -> Iterator[Text]:
+    """Candidates that have arrived and are worth it."""
+    least = math.log(max(price, LEAST))
+    pending = [(0.0, root)]
+    while pending:
+        reach, node = pending.pop()
+        if node.arrived <= now:
+            for score, child in node.children:
+                if reach + score >= least:
+                    yield child
+                    pending.append((reach + score, child))
+
+
+def _verdict(reader: Reader, root: Text, offered: set[int]) -> tuple[int, Text]:
+    """(tokens committed, the new tip) of a step over candidates with these ids."""
+    node, tokens = root, 0
+    while True:
+        tokens += 1
+        reader.settle(node)
+        if node.next == len(node.children):
+            return tokens, Text()
+        node = node.children[node.next][1]
+        if id(node) not in offered:
+            return tokens, node
+
+
+def lockstep(
+    language: Language,
+    hardware: Hardware,
+    sessions: int,
+    drafts: int,
+    delay: float,
+    *,
+    width: int,
+    pause: int,
+    steps: int,
+) -> float:
+    """Tokens a second. `width`: rows of one session in a step of its draft; `pause`: as in PAUSES."""
+    reader, root = Reader(language, seed=steps), Text()
+    reader.follow(root)
+    target, draft_step, hops = hardware.target, hardware.draft.seconds(width * sessions / drafts), 2 * delay
+    wait = pause * draft_step + (2 * hops if pause else 0.0)
+    now, draft_now = 0.0, 0.0
+    mean, price = 0.0, LEAST  # candidates of a session in a step; of one more
+    counted, since = 0, 0.0
+    verdicts: deque[tuple[float, Text]] = deque()  # on their way to the draft
+    for step in range(steps):
+        offered = {id(node) for node in _worth(root, now, price)}
+        mean += SMOOTHING * (len(offered) - mean)
+        rows = sessions * (1.0 + mean)
+        now += target.seconds(rows)
+        tokens, root = _verdict(reader, root, offered)
+        verdicts.append((now + hops, root))
+        now += wait
+        counted += tokens
+        if step == SETTLING:
+            counted, since = 0, now
+        rate = sessions * counted / (now - since) if now > since else sessions / target.seconds(sessions)
+        price = rate * (target.seconds(rows + 1.0) - target.seconds(rows))
+        while draft_now + draft_step <= now:
+            while verdicts and verdicts[0][0] <= draft_now:
+                reader.follow(verdicts.popleft()[1])
+            draft_now += draft_step
+            reader.read(width, draft_now + hops)
+    return sessions * counted / (now - since)
+
+
+@cache
+def ideal(language: Language, hardware: Hardware, sessions: int, drafts: int, delay: float) -> float:
+    """Tokens a second of the best of these schedules, plain decoding among them."""
+    plain = sessions / hardware.target.seconds(sessions)
+    if not drafts:
+        return plain
+    schedule = partial(lockstep, language, hardware, sessions, drafts, delay)
+    width, pause = max(product(WIDTHS, PAUSES), key=lambda wp: schedule(width=wp[0], pause=wp[1], steps=TRIAL))
+    return max(plain, schedule(width=width, pause=pause, steps=MEASUREMENT))

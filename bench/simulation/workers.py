@@ -1,0 +1,116 @@
+"""Workers of the services without threads: each runs in a greenlet, and where its thread would wait, the event loop
+goes on.
+
+So one thread does everything, in an order that depends on virtual time alone: a run can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+from draft_service.growth_loop import GrowthLoop
+from specdec.serving.worker import Worker
+from verifier_service.step_loop import Attached, StepLoop
+
+Action = Callable[[], None] | None
+
+
+def sleep(seconds: float) -> None:
+    """In a worker: let virtual time pass, as a forward pass does."""
+    me = getcurrent()
+    asyncio.get_running_loop().call_later(seconds, me.switch)
+    _wait(me)
+
+
+def _wait(me: greenlet) -> None:
+    assert me.parent is not None  # the event loop's own greenlet has none, and must not wait
+    me.parent.switch()
+
+
+class Inbox:
+    """A `queue.SimpleQueue` whose reader is a worker."""
+
+    def __init__(self) -> None:
+        self._actions: deque[Action] = deque()
+        self._reader: greenlet | None = None  # who waits
+        self._alarm: asyncio.TimerHandle | None = None  # how long
+
+    def put(self, action: Action) -> None:
+        self._actions.append(action)
+        if self._reader is not None:
+            asyncio.get_running_loop().call_soon(self._disarm().switch)
+
+    def get(self, timeout: float | None = None) -> Action:
+        if not self._actions:
+            self._reader = getcurrent()
+            if timeout is not None:
+                self._alarm = asyncio.get_running_loop().call_later(timeout, lambda: self._disarm().switch())
+            _wait(self._reader)
+        return self.get_nowait()
+
+    def get_nowait(self) -> Action:
+        if not self._actions:
+            raise queue.Empty
+        return self._actions.popleft()
+
+    def qsize(self) -> int:
+        return len(self._actions)
+
+    def _disarm(self) -> greenlet:
+        """Who waited; it is woken once."""
+        reader, self._reader = self._reader, None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        assert reader is not None
+        return reader
+
+
+class Turns:
+    """What a worker knows of its thread."""
+
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
+        self.name = name
+        self.ended = asyncio.Event()
+        self._run = run
+
+    def start(self) -> None:
+        asyncio.get_running_loop().call_soon(greenlet(self._all).switch)
+
+    def join(self) -> None:
+        """Who stops a worker runs on the event loop and cannot wait there: it ends when the loop gets to it."""
+
+    def _all(self) -> None:
+        self._run()
+        self.ended.set()
+
+
+class OnVirtualTime(Worker):
+    """Mixed into a worker: its inbox and its thread are those of this module."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._inbox = Inbox()  # type: ignore[assignment]
+        self._turns = Turns(self._thread.name, self._run)
+        self._thread = self._turns  # type: ignore[assignment]
+
+    async def end(self) -> None:
+        """Stop, after the pass under way."""
+        self.stop()
+        await self._turns.ended.wait()
+
+
+class SimulatedStepLoop(OnVirtualTime, StepLoop):
+    def attach(self, attached: Attached) -> None:
+        attached.waiting_since = asyncio.get_running_loop().time()  # its default is bound to the real clock
+        super().attach(attached)
+
+
+class SimulatedGrowthLoop(OnVirtualTime, GrowthLoop):
+    pass

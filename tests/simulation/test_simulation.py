@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.simulation import clock
+from bench.simulation.bound import bound, trees
+from bench.simulation.deployment import Scenario, deployed, prompt, simulate
+from bench.simulation.devices import PRESETS
+from bench.simulation.ideal import ideal
+from bench.simulation.language import Language
+
+SHORT = Scenario(PRESETS["70b"], sessions=3, drafts=2, delay=0.002, warm_up=5, measured=15)
+
+
+@pytest.mark.parametrize("scenario", [SHORT, replace(SHORT, synchronous=True, nodes=8), replace(SHORT, drafts=0)])
+def test_sessions_get_exactly_what_the_target_says(scenario: Scenario) -> None:
+    async def main() -> list[list[int]]:
+        async with deployed(scenario) as deployment:
+            return await asyncio.gather(*(deployment.generate(number, max_tokens=60) for number in range(3)))
+
+    texts = clock.run(main())
+    assert texts == [scenario.language.continuation(prompt(number), 60) for number in range(3)]
+
+
+def test_a_run_can_be_repeated_exactly() -> None:
+    first, second = simulate(SHORT), simulate(SHORT)
+    assert first == second
+    assert first.tokens > first.session_steps  # drafts were at work
+
+
+def test_plain_decoding_takes_the_targets_time() -> None:
+    scenario = replace(SHORT, drafts=0)
+    assert simulate(scenario).rate == pytest.approx(scenario.sessions / scenario.step, rel=0.1)
+
+
+def test_the_drafts_best_token_is_right_as_often_as_asked() -> None:
+    language = Language(0.7)
+    texts = np.random.default_rng(0).integers(0, 2**63, size=20_000).astype(np.uint64)
+    truth = language.next(texts)
+    best = language.token(texts, np.zeros(len(texts), dtype=np.int64))
+    # Six standard deviations of 20,000 draws: a false alarm in 10^8 runs, were the texts not always the same.
+    assert np.mean(truth == best) == pytest.approx(0.7, abs=6 * (0.21 / 20_000) ** 0.5)
+    assert (language.draft_logits(texts).argmax(axis=1) == best).all()
+    assert (language.target_logits(texts).argmax(axis=1) == truth).all()
+
+
+def test_bounds_are_in_order() -> None:
+    for sessions, pods in ((1, 1), (16, 1), (64, 4)):
+        for hardware in PRESETS.values():
+            plain = sessions / hardware.target.seconds(sessions)
+            most = bound(Language(), hardware, sessions, pods)
+            assert plain <= most
+            assert bound(Language(0.6), hardware, sessions, pods) <= most
+            assert bound(Language(), hardware, sessions, 2 * pods) >= most
+
+
+def test_latency_costs_the_ideal_schedule_something() -> None:
+    language, hardware = Language(), PRESETS["70b"]
+    near, far = (ideal(language, hardware, 64, 1, delay) for delay in (0.0, 0.02))
+    assert 64 / hardware.target.seconds(64) <= far < near <= bound(language, hardware, 64, 1)
+
+
+def test_reading_a_chain_brings_what_a_chain_brings() -> None:
+    """With one candidate a node that is nearly always right, trees are chains: E = 1 + sum of a^i."""
+    best = trees(Language(0.95))
+    cheap = best.tokens[:, 0]
+    assert (np.diff(cheap) <= 1e-9).all()  # dearer candidates, fewer tokens
+    chain = sum(0.95**depth for depth in range(int(np.log(0.5) / np.log(0.95)) + 1))
+    at_half = np.interp(0.5, np.geomspace(2e-3, 0.95, 48), cheap)
+    assert at_half == pytest.approx(chain, rel=0.05)
