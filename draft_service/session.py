@@ -31,7 +31,7 @@ class GrowthPolicy:
     max_nodes: int = 192
     max_depth: int = 64
     max_branches: int = 3
-    min_reach: float = 0.01  # probability; at 1 there is nothing to do but to keep up
+    min_reach: float = 0.002  # probability; at 1 there is nothing to do but to keep up
     extend_interval: float = 0.0  # seconds
 
     @property

@@ -26,8 +26,9 @@ from specdec.v1 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
-CHEAP = 0.02
-"""Below this price of a candidate, the draft grows what it likes."""
+AHEAD = 0.1
+"""What will be worth verifying a step later lies below what is verified now: it is grown from this part of the price
+on. (A whole price left nothing to grow ahead; 0.3 of it was too much still, `python -m bench.simulate`.)"""
 
 KEEP_UP_EVERY = 64
 """Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
@@ -213,7 +214,7 @@ class Generation:
         pause = max(self._step_us / EXTENDS_A_STEP, EXTEND_US * commit.running)
         policy.extend_interval_us = int(min(self._step_us, pause))
         if self._sample.rule is not Rule.CONTRASTIVE:  # which needs the draft, whether or not candidates pay
-            policy.min_reach = commit.price if commit.price > CHEAP else 0.0
+            policy.min_reach = AHEAD * commit.price if commit.price < 1 else 1.0
         return policy
 
     def _response(

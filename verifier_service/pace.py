@@ -2,8 +2,8 @@
 
 A step of time T that is started now, w seconds after the last one, brings E tokens: a rate of E / (T + w). The
 next message of a session's draft, due in r seconds, will add about A * q tokens, q being the reach of the best
-leaf and A the chance that a guess is right. Waiting pays while A * q / r, summed over the sessions, exceeds the
-rate: the sessions of a step wait together, since a row more in a step that is made anyway costs little.
+leaf and A the chance that a guess is right, for a row whose price is p tokens. Waiting pays while (A * q - p) / r,
+summed over the sessions, exceeds the rate: the sessions of a step wait together.
 """
 
 from __future__ import annotations
@@ -72,18 +72,22 @@ class Pace:
         for right in [True] * accepted + [False] * corrected:
             self._acceptance += 0.05 * (right - self._acceptance)
 
-    def prospect(self, base: int, now: float, *, expected: float, leaf: float, patience: float) -> Prospect:
-        """`expected` tokens would come of a step now, `leaf` is the reach of the best leaf. Hope ends at twice
-        the time that a message usually takes, or with `patience` after the last commit."""
+    def prospect(
+        self, base: int, now: float, *, expected: float, leaf: float, price: float, patience: float
+    ) -> Prospect:
+        """`expected` tokens would come of a step now, `leaf` is the reach of the best leaf; what hangs below it must be
+        worth the `price` of its row. Hope ends at twice the time that a message usually takes, or with `patience` after
+        the last commit."""
         if self._awaited is not None and now >= self._awaited:
             self._give_up(base, now)
         begun = self._commits[base]
         since, usual = (self._last[base], self._gap) if base in self._last else (begun, self._delay)
         until = min(since + 2 * usual, begun + patience)
-        if self._given_up or now >= until:
+        gain = self._acceptance * leaf - price
+        if self._given_up or now >= until or gain <= 0:
             return Prospect(expected)
         self._awaited = until
-        return Prospect(expected, self._acceptance * leaf / max(since + usual - now, 1e-4), until)
+        return Prospect(expected, gain / max(since + usual - now, 1e-4), until)
 
     def _give_up(self, base: int, now: float) -> None:
         """What was awaited takes at least that long."""

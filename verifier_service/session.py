@@ -196,14 +196,16 @@ class Session:
         """The candidates it would like to have in a step, best first, each with its reach."""
         return islice(self.tree.by_reach(self.usable), self.allowance)
 
-    def prospect(self, now: float) -> Prospect:
-        """What it would bring to a step now, and what it has to hope for."""
+    def prospect(self, now: float, price: float) -> Prospect:
+        """What it would bring to a step now, and what it has to hope for, a row more costing `price` tokens."""
         if self._outlook is None:
             self._outlook = self.tree.outlook(self.policy.max_candidates, self.usable)
         expected, leaf = self._outlook
         if self.policy.patience <= 0:
             return Prospect(expected)
-        return self.pace.prospect(self.tree.base, now, expected=expected, leaf=leaf, patience=self.policy.patience)
+        return self.pace.prospect(
+            self.tree.base, now, expected=expected, leaf=leaf, price=price, patience=self.policy.patience
+        )
 
     # --- a step -------------------------------------------------------------------------------------
 

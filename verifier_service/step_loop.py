@@ -174,7 +174,7 @@ class StepLoop(Worker):
             return None  # the next action wakes the loop
         now = time.monotonic()
         if not any(a.session.remaining_prompt for a in ready):
-            prospects = [a.session.prospect(now) if self._speculates(a) else UNDRAFTED for a in ready]
+            prospects = [a.session.prospect(now, self._price) if self._speculates(a) else UNDRAFTED for a in ready]
             until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
             if until is not None:
                 self._put_off = self._put_off or now

@@ -90,7 +90,7 @@ async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -
     """While a step is under way that takes as long as the test likes: no refusal waits for it, nor does anyone
     who asks for the load. Those who wait are served."""
     limits = VerifierLimits(max_waiting=2)
-    async with gated(directories, verifier_limits=limits, capacity=256 + 2 * BLOCK) as (services, gate):
+    async with gated(directories, verifier_limits=limits, capacity=256 + 4 * BLOCK) as (services, gate):
         with gate.closed():
             first = begin(services, PROMPT, 10)
             await until(lambda: services.verifier_loop.load.running == 1, NEVER_AT_ONCE)

@@ -15,7 +15,7 @@ def wait(
     pace: Pace, base: int, now: float, *, expected: float = 1.0, leaf: float = 1.0, patience: float = 1.0
 ) -> float | None:
     """Of a session alone, at the end of a step."""
-    prospect = pace.prospect(base, now, expected=expected, leaf=leaf, patience=patience)
+    prospect = pace.prospect(base, now, expected=expected, leaf=leaf, price=0.0, patience=patience)
     return wait_until([prospect], now, now, STEP)
 
 
@@ -83,7 +83,7 @@ class TestOneSession:
         until = wait(pace, 100, 100.0)
         assert until is not None
         for later in (0.0, 0.001, 0.01):
-            assert pace.prospect(100, until + later, expected=1.0, leaf=1.0, patience=9.0) == Prospect(1.0)
+            assert pace.prospect(100, until + later, expected=1.0, leaf=1.0, price=0.0, patience=9.0) == Prospect(1.0)
 
     def test_late_messages_teach_that_a_draft_is_quick_again(self) -> None:
         pace = learned(0.050)
@@ -162,12 +162,25 @@ class TestManySessions:
         """A quick draft and a slow one: the step waits for the quick one's first message, and not again for
         the slow one."""
         quick, slow = learned(0.002), learned(0.050)
-        prospects = [p.prospect(100, 100.0, expected=1.0, leaf=1.0, patience=1.0) for p in (quick, slow)]
+        prospects = [p.prospect(100, 100.0, expected=1.0, leaf=1.0, price=0.0, patience=1.0) for p in (quick, slow)]
         until = wait_until(prospects, 100.0, 100.0, STEP)
         assert until == pytest.approx(100.004, abs=0.002)
         quick.arrived(100, 100.002)
         prospects = [
-            quick.prospect(100, 100.002, expected=3.0, leaf=0.1, patience=1.0),
-            slow.prospect(100, 100.002, expected=1.0, leaf=1.0, patience=1.0),
+            quick.prospect(100, 100.002, expected=3.0, leaf=0.1, price=0.0, patience=1.0),
+            slow.prospect(100, 100.002, expected=1.0, leaf=1.0, price=0.0, patience=1.0),
         ]
         assert wait_until(prospects, 100.002, 100.0, STEP) is None
+
+
+def test_a_row_must_be_worth_its_price() -> None:
+    """What could come is counted less what verifying it costs; there is no hope for what costs more."""
+    pace = Pace()
+    pace.committed(100, 100.0)
+
+    def gain(price: float) -> float:
+        return pace.prospect(100, 100.0, expected=1.0, leaf=1.0, price=price, patience=1.0).gain
+
+    free = gain(0.0)
+    assert 0 < gain(0.35) < 0.6 * free  # the first guess at acceptance is 0.7
+    assert gain(0.75) == 0.0

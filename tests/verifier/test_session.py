@@ -263,7 +263,7 @@ class TestCandidates:
         assert session.allowance == 5
         session.policy = Policy(False, 5, 0.0)
         assert session.allowance == 0
-        assert session.prospect(0.0).expected == 1.0
+        assert session.prospect(0.0, 0.0).expected == 1.0
 
     def test_those_past_the_memory_are_left_out(self) -> None:
         """A text that all but fills its blocks: what there is room for is verified, the rest kept."""
@@ -282,11 +282,11 @@ class TestCandidates:
     def test_what_a_session_hopes_for_follows_its_tree(self) -> None:
         session = decoding(max_candidates=2)
         session.pace.committed(3, 0.0)
-        assert session.prospect(0.0).expected == 1.0
+        assert session.prospect(0.0, 0.0).expected == 1.0
         session.extend(3, Paths([4, 5, 6], [0, 1, 2], [0.0] * 3), 0.0)
-        assert session.prospect(0.0).expected == 3.0  # the tip's and those of two candidates
+        assert session.prospect(0.0, 0.0).expected == 3.0  # the tip's and those of two candidates
         step(session, Script({(1, 2, 3): 4}, default=8))
-        assert session.prospect(0.0).expected == 1.0
+        assert session.prospect(0.0, 0.0).expected == 1.0
 
 
 class TestMemory:
