@@ -29,8 +29,42 @@ class Experience:
 
     rates: dict[bool, float | None] = field(default_factory=lambda: {True: None, False: None})
     speculate: bool = True  # the better way, as far as is known
+    trying: bool = False  # the other one, now
     pause: float = FIRST_PAUSE
     try_at: float = 0.0  # when the other way is tried again
+    tokens: int = 0  # of the measurement under way
+    seconds: float = 0.0
+
+    @property
+    def way(self) -> bool:
+        """Whether to speculate now."""
+        return self.speculate is not self.trying
+
+    def conclude(self, now: float, plain_rate: float) -> None:
+        """An epoch is over: what it says of its way, and which is next."""
+        rate = self.tokens / self.seconds
+        self.tokens, self.seconds = 0, 0.0
+        before = self.rates[self.way]
+        self.rates[self.way] = rate if before is None else before + 0.5 * (rate - before)
+        mine, other = self.rates[self.speculate], self.rates[not self.speculate]
+        assert mine is not None
+        if self.trying:
+            assert other is not None
+            self.trying = False
+            self._judge(now, other > BETTER * mine)
+        elif other is None:  # plain decoding: as long as speculation beats what is expected of it, it need not be tried
+            self.trying = mine < plain_rate
+        else:
+            self.trying = now >= self.try_at
+
+    def _judge(self, now: float, better: bool) -> None:
+        """The other way has been measured."""
+        if better:
+            self.speculate = not self.speculate
+            self.pause = FIRST_PAUSE
+        else:
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.try_at = now + self.pause
 
 
 class Guard:
@@ -38,11 +72,8 @@ class Guard:
 
     def __init__(self) -> None:
         self._experience: dict[int, Experience] = {}
-        self._sessions = 0  # class of the running measurement
         self._speculating = True
         self._settling = 0.0  # seconds left of it
-        self._tokens = 0
-        self._seconds = 0.0
 
     @property
     def speculating(self) -> bool:
@@ -51,49 +82,18 @@ class Guard:
 
     def observe(self, now: float, *, sessions: int, tokens: int, seconds: float, plain_rate: float) -> None:
         """A step of `sessions` that could have speculated brought `tokens`, `seconds` after the step before it or,
-        if there was nothing to do, after its start. `plain_rate` is what plain decoding is expected to bring."""
-        if sessions.bit_length() != self._sessions:
-            self._sessions = sessions.bit_length()
-            known = self._experience.setdefault(self._sessions, Experience())
-            self._begin(known.speculate)
-        if self._settling > 0:
-            self._settling -= seconds
-            return
-        self._tokens += tokens
-        self._seconds += seconds
-        if self._seconds >= EPOCH:
-            self._conclude(now, plain_rate)
+        if there was nothing to do, after its start. `plain_rate` is what plain decoding is expected to bring.
 
-    def _conclude(self, now: float, plain_rate: float) -> None:
-        known, way = self._experience[self._sessions], self._speculating
-        rate = self._tokens / self._seconds
-        before = known.rates[way]
-        known.rates[way] = rate if before is None else before + 0.5 * (rate - before)
-        trying = way is not known.speculate
-        if trying:
-            self._judge(known, now)
-        mine, other = known.rates[known.speculate], known.rates[not known.speculate]
-        if other is None:  # plain decoding: as long as speculation beats what is expected of it, it need not be tried
-            assert mine is not None
-            try_other = mine < plain_rate
-        else:
-            try_other = not trying and now >= known.try_at
-        self._begin(known.speculate is not try_other)
-
-    def _judge(self, known: Experience, now: float) -> None:
-        """The other way has been measured."""
-        mine, other = known.rates[known.speculate], known.rates[not known.speculate]
-        assert mine is not None
-        assert other is not None
-        if other > BETTER * mine:
-            known.speculate = not known.speculate
-            known.pause = FIRST_PAUSE
-        else:
-            known.pause = min(2 * known.pause, LONGEST_PAUSE)
-        known.try_at = now + known.pause
-
-    def _begin(self, speculating: bool) -> None:
-        if speculating is not self._speculating:
+        A measurement goes on where it was left when there are as many sessions again."""
+        known = self._experience.setdefault(sessions.bit_length(), Experience())
+        if known.way is self._speculating:  # else the step was made for another number of sessions
+            if self._settling > 0:
+                self._settling -= seconds
+            else:
+                known.tokens += tokens
+                known.seconds += seconds
+                if known.seconds >= EPOCH:
+                    known.conclude(now, plain_rate)
+        if known.way is not self._speculating:
+            self._speculating = known.way
             self._settling = SETTLING
-        self._speculating = speculating
-        self._tokens, self._seconds = 0, 0.0

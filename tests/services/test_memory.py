@@ -108,7 +108,18 @@ async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -
             # As the verifier says: three turns of its first guess at how long one takes.
             assert retry_after(error).ToMilliseconds() == 3000
         assert [len(r.tokens) for r in results if isinstance(r, generation_pb2.Completion)] == [10, 10]
-        assert len((await begin(services, PROMPT, 10)).tokens) == 10
+        assert len((await served_in_the_end(services)).tokens) == 10
+
+
+async def served_in_the_end(services: Stack) -> generation_pb2.Completion:
+    """The answer to one more, asked again while the last refusal stands."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await begin(services, PROMPT, 10)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
 
 
 def retry_after(error: grpc.aio.AioRpcError) -> duration_pb2.Duration:
