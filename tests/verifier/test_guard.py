@@ -90,7 +90,7 @@ def test_trials_become_rarer() -> None:
 def test_a_measurement_goes_on_where_it_was_left() -> None:
     """Sessions come and go: their number crosses a power of two long before an epoch is over."""
     pod = Pod(Guard(), drafted=1000, plain=2000)
-    for _ in range(40):
+    for _ in range(22):
         pod.run(0.2 * EPOCH, sessions=7)
         pod.run(0.2 * EPOCH, sessions=8)
     for sessions in (7, 8):
