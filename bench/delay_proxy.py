@@ -23,12 +23,27 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Self, cast
 
 HOST = "127.0.0.1"
 
 RESET = struct.pack("ii", 1, 0)
 """The linger option of a socket that is closed by a reset."""
+
+
+@dataclass
+class Traffic:
+    """Bytes between a server and its clients, HTTP/2's frames included."""
+
+    to_server: int = 0
+    from_server: int = 0
+
+    def count_to(self, count: int) -> None:
+        self.to_server += count
+
+    def count_from(self, count: int) -> None:
+        self.from_server += count
 
 
 class DelayProxy:
@@ -39,6 +54,7 @@ class DelayProxy:
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
+        self.traffic: dict[str, Traffic] = {}  # by server
         self._listening: list[asyncio.Server] = []
         self._ends: set[End] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -63,10 +79,11 @@ class DelayProxy:
     async def to(self, server: str) -> str:
         """An address, HOST:PORT, that leads to the server at HOST:PORT."""
         host, port = server.rsplit(":", 1)
+        traffic = self.traffic.setdefault(server, Traffic())
         loop = asyncio.get_running_loop()
 
         def accept() -> End:
-            near = End(self, self._ends)
+            near = End(self, self._ends, traffic.count_to)
             task = loop.create_task(connect(near))
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
@@ -74,7 +91,9 @@ class DelayProxy:
 
         async def connect(near: End) -> None:
             try:
-                _, far = await loop.create_connection(lambda: End(self, self._ends), host, int(port))
+                _, far = await loop.create_connection(
+                    lambda: End(self, self._ends, traffic.count_from), host, int(port)
+                )
             except OSError:
                 near.abort()
             else:
@@ -88,8 +107,9 @@ class DelayProxy:
 class End(asyncio.Protocol):
     """One of the two transports of a connection. What happens at it happens at the other one, `delay` later."""
 
-    def __init__(self, proxy: DelayProxy, ends: set[End]) -> None:
+    def __init__(self, proxy: DelayProxy, ends: set[End], count: Callable[[int], None]) -> None:
         self._proxy = proxy
+        self._count = count  # bytes that came
         self._ends = ends  # those that are open
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -132,6 +152,7 @@ class End(asyncio.Protocol):
         self._ends.add(self)
 
     def data_received(self, data: bytes) -> None:
+        self._count(len(data))
         self._put(lambda other: other.write(data))
 
     def eof_received(self) -> bool:
@@ -201,6 +222,10 @@ class DelayProcess:
         """One way, from now on."""
         self._ask(f"delay {seconds}")
 
+    def traffic(self, server: str) -> Traffic:
+        """Of a server, so far."""
+        return Traffic(*map(int, self._ask(f"traffic {server}").split()))
+
     def _ask(self, line: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -224,6 +249,8 @@ async def _obey() -> None:
                 case ["delay", seconds]:
                     proxy.delay = float(seconds)
                     print(seconds, flush=True)
+                case ["traffic", server]:
+                    print(proxy.traffic[server].to_server, proxy.traffic[server].from_server, flush=True)
                 case unknown:
                     raise SystemExit(f"what is {unknown}?")
 

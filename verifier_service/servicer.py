@@ -100,6 +100,8 @@ class VerifierServicer(
             drafted_tokens=load.drafted,
             accepted_tokens=load.accepted,
             refused_extends=load.refused,
+            outcomes=load.outcomes,
+            foreseen_outcomes=load.foreseen,
             prompt_tokens=load.prompt_tokens,
             found_tokens=load.found_tokens,
             preemptions=load.preemptions,

@@ -100,6 +100,8 @@ class Load:
     committed: int = 0  # tokens
     drafted: int = 0  # candidates verified
     accepted: int = 0
+    outcomes: int = 0  # verdicts on sessions that have a draft and go on
+    foreseen: int = 0  # of these, those whose next candidates had come before the step was over
     refused: int = 0  # messages of candidates that made no sense
     prompt_tokens: int = 0  # that sessions came with
     found_tokens: int = 0  # of these, in memory already
@@ -384,10 +386,13 @@ class StepLoop(Worker):
         load.steps += 1
         load.rows += rows
         load.busy += seconds
-        for _, verdict in verdicts:
+        for attached, verdict in verdicts:
             load.committed += len(verdict.tokens)
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
+            if attached.session.policy.speculate and not verdict.finish:
+                load.outcomes += 1
+                load.foreseen += attached.session.tree.size > 0
 
     def _watch(self, now: float, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Let the guard know what a step of sessions that could speculate has brought."""

@@ -376,6 +376,8 @@ class GetLoadResponse(google.protobuf.message.Message):
     BUSY_US_FIELD_NUMBER: builtins.int
     UP_US_FIELD_NUMBER: builtins.int
     REFUSED_EXTENDS_FIELD_NUMBER: builtins.int
+    OUTCOMES_FIELD_NUMBER: builtins.int
+    FORESEEN_OUTCOMES_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Sessions that have memory."""
     waiting: builtins.int
@@ -408,6 +410,10 @@ class GetLoadResponse(google.protobuf.message.Message):
     """Time since the pod started, microseconds."""
     refused_extends: builtins.int
     """Counter: messages of candidates that made no sense, and were dropped."""
+    outcomes: builtins.int
+    """Counter: verdicts on sessions that have a draft, after which the text goes on."""
+    foreseen_outcomes: builtins.int
+    """Counter: of these, those whose next candidates had come before the step was over."""
     def __init__(
         self,
         *,
@@ -427,7 +433,9 @@ class GetLoadResponse(google.protobuf.message.Message):
         busy_us: builtins.int = ...,
         up_us: builtins.int = ...,
         refused_extends: builtins.int = ...,
+        outcomes: builtins.int = ...,
+        foreseen_outcomes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "drafted_tokens", b"drafted_tokens", "found_tokens", b"found_tokens", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "drafted_tokens", b"drafted_tokens", "foreseen_outcomes", b"foreseen_outcomes", "found_tokens", b"found_tokens", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "outcomes", b"outcomes", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
 
 global___GetLoadResponse = GetLoadResponse

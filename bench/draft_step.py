@@ -1,0 +1,68 @@
+"""What a draft's step costs by its rows: t_d(n), of both engines, the rows shared by one session or by many.
+
+    python -m bench.draft_step
+
+Each row is a node at the end of a text of its session. Medians, the sizes taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Engine
+from specdec.engine.load import Kind, load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.local import DEMO
+
+ROWS = (1, 2, 4, 8, 16, 32)
+ROWS_PER_SESSION = 4
+
+
+def batch(engine: Engine, rows: int, rows_per_session: int, text: int) -> PackedBatch:
+    """`rows` siblings behind texts of `text` tokens, so many of each session."""
+    packer = engine.packer()
+    slot = 1
+    for first in range(0, rows, rows_per_session):
+        count = min(rows_per_session, rows - first)
+        keys = np.arange(slot, slot + text + count)
+        nodes = [packer.add_row(1 + first + i, text, int(keys[text + i])) for i in range(count)]
+        visible = np.concatenate([np.ones((count, text), bool), np.eye(count, dtype=bool)], axis=1)
+        packer.add_tree(keys, np.asarray([*range(text), *[text] * count]), nodes, visible)
+        for node in nodes:
+            packer.want(node)
+        slot += text + count
+    return packer.pack()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO / "draft")
+    parser.add_argument("--text", type=int, default=200, help="tokens before the rows")
+    parser.add_argument("--rounds", type=int, default=100)
+    args = parser.parse_args()
+    kinds: list[tuple[Kind, str]] = [("onnx", "float32"), ("torch", "float32"), ("torch", "bfloat16")]
+    print("| engine | rows of a session | " + " | ".join(f"{rows} rows, ms" for rows in ROWS) + " |")
+    print("|---|---|" + "---|" * len(ROWS))
+    for kind, dtype in kinds:
+        engine = load_engine(kind, ModelDirectory(args.model), capacity=16384, threads=1, dtype=dtype)
+        for rows_per_session in (ROWS[-1], ROWS_PER_SESSION):
+            seconds: dict[int, list[float]] = defaultdict(list)
+            for _ in range(args.rounds):
+                for rows in ROWS:
+                    packed = batch(engine, rows, rows_per_session, args.text)
+                    begin = time.perf_counter()
+                    engine.forward(packed)
+                    seconds[rows].append(time.perf_counter() - begin)
+            cells = " | ".join(f"{1e3 * statistics.median(seconds[rows]):.2f}" for rows in ROWS)
+            print(f"| {kind} {dtype} | {rows_per_session} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

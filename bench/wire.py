@@ -1,0 +1,131 @@
+"""Bytes on the wire for each committed token, by rule and direction, and how often what follows was foreseen.
+
+    python -m bench.wire
+
+The services with the demo pair, one stream at a time, speculation always on, through a proxy that counts what passes
+it, HTTP/2's frames included. With `--step-ms` the target's steps last as long as a larger one's (`bench.long_steps`). An outcome is foreseen if candidates for what follows it lay at the verifier when
+the step that brought it was over: the next one then starts at once, whatever the network takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import grpc
+
+from bench.delay_proxy import DelayProcess
+from bench.prompts import held_out
+from specdec.client import Client
+from specdec.local import DEMO, PROGRAMS, Stack
+from specdec.v1 import verifier_pb2, verifier_pb2_grpc
+
+Rule = Literal["coupled", "rejection", "contrastive"]
+SETTINGS: list[tuple[Rule, float]] = [
+    ("coupled", 0.0),
+    ("coupled", 0.7),
+    ("coupled", 1.0),
+    ("rejection", 0.7),
+    ("rejection", 1.0),
+    ("contrastive", 0.0),
+]
+
+
+@dataclass(frozen=True)
+class Count:
+    """What has been counted so far. Bytes; steps and tokens are of all sessions."""
+
+    to_verifier: int
+    from_verifier: int
+    to_draft: int
+    from_draft: int
+    tokens: int
+    steps: int
+    outcomes: int
+    foreseen: int
+
+    def since(self, before: Count) -> Count:
+        return Count(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
+
+
+class Counted:
+    """A running stack whose connections are counted."""
+
+    def __init__(self, stack: Stack, proxy: DelayProcess, load: verifier_pb2_grpc.VerifierServiceStub) -> None:
+        self.stack = stack
+        self._proxy = proxy
+        self._load = load
+
+    @classmethod
+    @contextmanager
+    def start(cls, dtype: str, step_ms: float) -> Iterator[Counted]:
+        options = ("--kv-tokens=32768",)
+        slow = ("bench.pod", "verifier", "--step-ms", str(step_ms))
+        programs = {**PROGRAMS, "verifier": slow} if step_ms else PROGRAMS
+        with (
+            DelayProcess.start() as proxy,
+            Stack.start(
+                DEMO / "target",
+                str(DEMO / "draft"),
+                dtype=dtype,
+                route=proxy.to,
+                verifier_options=options,
+                programs=programs,
+            ) as stack,
+            grpc.insecure_channel(stack.addresses["verifier"]) as channel,
+        ):
+            yield cls(stack, proxy, verifier_pb2_grpc.VerifierServiceStub(channel))
+
+    def count(self) -> Count:
+        verifier = self._proxy.traffic(self.stack.addresses["verifier"])
+        draft = self._proxy.traffic(self.stack.addresses["draft"])
+        load = self._load.GetLoad(verifier_pb2.GetLoadRequest())
+        return Count(
+            verifier.to_server,
+            verifier.from_server,
+            draft.to_server,
+            draft.from_server,
+            load.committed_tokens,
+            load.steps,
+            load.outcomes,
+            load.foreseen_outcomes,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="of the target, at least; simulated")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    args = parser.parse_args()
+    print("| rule | T | to the verifier | from it | to the draft | from it | all | tokens a step | foreseen |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    with Counted.start(args.dtype, args.step_ms) as counted, Client(counted.stack.address) as client:
+        for rule, temperature in SETTINGS:
+            before = counted.count()
+            for seed, prompt in enumerate(held_out(args.prompts)):
+                client.complete(
+                    tokens=prompt,
+                    max_tokens=args.tokens,
+                    temperature=temperature,
+                    rule=rule,
+                    seed=seed,
+                    ignore_end_token=True,
+                    speculation="always",
+                )
+            n = counted.count().since(before)
+            ways = [n.to_verifier, n.from_verifier, n.to_draft, n.from_draft]
+            cells = " | ".join(f"{way / n.tokens:.0f}" for way in [*ways, sum(ways)])
+            foreseen = n.foreseen / n.outcomes
+            print(
+                f"| {rule.upper()} | {temperature:g} | {cells} | {n.tokens / n.steps:.2f} | {foreseen:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
