@@ -3,8 +3,9 @@
     python -m bench.wire
 
 The services with the demo pair, one stream at a time, speculation always on, through a proxy that counts what passes
-it, HTTP/2's frames included. With `--step-ms` the target's steps last as long as a larger one's (`bench.long_steps`). An outcome is foreseen if candidates for what follows it lay at the verifier when
-the step that brought it was over: the next one then starts at once, whatever the network takes.
+it, HTTP/2's frames included. With `--step-ms` the target's steps last as long as a larger one's (`bench.long_steps`).
+An outcome is foreseen if candidates for what follows it lay at the verifier when the step that brought it was over:
+the next one then starts at once, whatever the network takes.
 """
 
 from __future__ import annotations
