@@ -24,7 +24,12 @@ def main(
     engine: Annotated[Kind, typer.Option(help="onnx exports a Hugging Face directory on first use.")] = "onnx",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="bfloat16: with --engine torch.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
-    kv_tokens: Annotated[int, typer.Option(min=512, help="Tokens of key/value memory.")] = 32768,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=512, help="Tokens of key/value memory; for 64 full texts by default, half of what is free at most."
+        ),
+    ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
     drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
@@ -38,7 +43,7 @@ def main(
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=threads, dtype=dtype)
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
-        identity = identity_of(directory, loaded, kv_tokens - 1 - limits.max_nodes)
+        identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         loop = GrowthLoop(loaded)
         loop.start()
         return DraftServicer(loop, identity, limits)

@@ -29,7 +29,10 @@ def main(
     ] = "torch",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
     kv_tokens: Annotated[
-        int | None, typer.Option(min=512, help="Tokens of key/value memory; by default half of the free memory.")
+        int | None,
+        typer.Option(
+            min=512, help="Tokens of key/value memory; for 64 full texts by default, half of what is free at most."
+        ),
     ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 512,
     max_waiting: Annotated[

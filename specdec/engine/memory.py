@@ -9,19 +9,20 @@ from pathlib import Path
 from specdec.engine.engine import UnsupportedModelError
 
 SHARE = 0.5
-"""Of the free memory so much is given to keys and values where nobody says otherwise."""
+TEXTS = 64
+"""Where nobody says otherwise, there is memory for so many texts of a model's full length, but no more than this share
+of what is free: more would take long to fetch, and be of use to prefixes only."""
 
-MOST_SLOTS = 1 << 20
 LEAST_SLOTS = 512
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MOST_KEPT = 1 << 30
 
 
-def slots_for(slot_bytes: int, device: str) -> int:
-    """The number of slots of `slot_bytes` that a device has room for; UnsupportedModelError if that is next to
-    none."""
-    slots = min(MOST_SLOTS, int(SHARE * free_bytes(device)) // slot_bytes)
+def slots_for(slot_bytes: int, context: int, device: str) -> int:
+    """The number of slots of `slot_bytes` for a model of `context` tokens on a device; UnsupportedModelError if there
+    is room for next to none."""
+    slots = min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * free_bytes(device)) // slot_bytes)
     if slots < LEAST_SLOTS:
         raise UnsupportedModelError(
             f"free memory has room for {slots} tokens of keys and values, at least {LEAST_SLOTS} are needed: "

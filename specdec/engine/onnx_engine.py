@@ -53,7 +53,7 @@ class OnnxEngine:
         self.numerics = f"onnxruntime-{ort.__version__}/{provider}/{platform.machine()}/float32/threads-{threads}"
         self._device = "cuda" if provider == "CUDAExecutionProvider" else "cpu"
         slot_bytes = 4 * sum(heads * (key + value) for heads, key, value in shapes)
-        self.capacity = capacity = capacity or slots_for(slot_bytes, self._device)
+        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, self._device)
         self._pools: dict[str, ort.OrtValue] = {}
         for layer, (heads, key_width, value_width) in enumerate(shapes):
             for kind, width in (("key", key_width), ("value", value_width)):

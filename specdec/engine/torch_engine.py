@@ -89,7 +89,7 @@ class TorchEngine:
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
-        self.capacity = capacity = capacity or slots_for(slot_bytes, device)
+        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
         keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
         values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.memory import MOST_SLOTS, SHARE, free_bytes, slots_for
+from specdec.engine.memory import SHARE, TEXTS, free_bytes, slots_for
 
 
 def machine() -> int:
@@ -23,10 +23,10 @@ def test_there_is_memory_and_no_more_than_the_machine_has() -> None:
 
 def test_slots_take_their_share() -> None:
     slot = machine() // 100_000
-    assert 512 <= slots_for(slot, "cpu") <= 100_000 * SHARE
+    assert 512 <= slots_for(slot, 1 << 20, "cpu") <= 100_000 * SHARE
     with pytest.raises(UnsupportedModelError, match="--kv-tokens"):
-        slots_for(machine() // 100, "cpu")
-    assert slots_for(1, "cpu") == MOST_SLOTS
+        slots_for(machine() // 100, 1 << 20, "cpu")
+    assert slots_for(1, 1000, "cpu") == TEXTS * 1000  # more is of little use
 
 
 FAULTS_OF_A_SECOND_USE = """
