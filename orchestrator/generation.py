@@ -28,7 +28,8 @@ log = structlog.get_logger()
 
 AHEAD = 0.1
 """What will be worth verifying a step later lies below what is verified now: it is grown from this part of the price
-on. (A whole price left nothing to grow ahead; 0.3 of it was too much still, `python -m bench.simulate`.)"""
+on, or from the draft's own least reach, if that is more. (A whole price left nothing to grow ahead; 0.3 of it was too
+much still, by `python -m bench.simulate`.)"""
 
 KEEP_UP_EVERY = 64
 """Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
@@ -194,7 +195,8 @@ class Generation:
         """Queue what the target decided, and what is worth guessing; while nothing is, keep it."""
         if not self._verifier_policy.speculate:
             return  # no draft, or none any more
-        self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
+        if commit.step_us:  # else it tells of steps long past
+            self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         told, policy = self._draft_policy, self._pacing(commit)
         if _differ(policy.min_reach, told.min_reach) or _differ(policy.extend_interval_us, told.extend_interval_us):
             self._draft_policy = policy
@@ -211,7 +213,7 @@ class Generation:
         messages a step, but no more than all sessions together may, and one at least."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._draft_policy)
-        pause = max(self._step_us / EXTENDS_A_STEP, EXTEND_US * commit.running)
+        pause = max(self._step_us / EXTENDS_A_STEP, EXTEND_US * commit.drafted_sessions)
         policy.extend_interval_us = int(min(self._step_us, pause))
         if self._sample.rule is not Rule.CONTRASTIVE:  # which needs the draft, whether or not candidates pay
             policy.min_reach = AHEAD * commit.price if commit.price < 1 else 1.0

@@ -15,6 +15,9 @@ from orchestrator.generation import Generation, Peers
 from orchestrator.request import Model, Request, parse
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
+SHORT = 4096
+"""Tokens that take less than a millisecond to check."""
+
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
@@ -80,8 +83,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.ListModelsResponse(models=[served])
 
     async def _parse(self, request: generation_pb2.GenerateRequest) -> Request:
-        """Tokenising takes a while, and has a thread; what comes in tokens does not wait for one."""
-        if request.WhichOneof("prompt") == "tokens":
+        """Tokenising takes a while, and has a thread; what comes in few tokens does not wait for one."""
+        if request.WhichOneof("prompt") == "tokens" and len(request.tokens.ids) <= SHORT:
             return parse(request, self._model)
         return await asyncio.to_thread(parse, request, self._model)
 

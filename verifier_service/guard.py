@@ -32,6 +32,7 @@ class Experience:
     trying: bool = False  # the other one, now
     pause: float = FIRST_PAUSE
     try_at: float = 0.0  # when the other way is tried again
+    settling: float = 0.0  # seconds left of it
     tokens: int = 0  # of the measurement under way
     seconds: float = 0.0
 
@@ -40,7 +41,19 @@ class Experience:
         """Whether to speculate now."""
         return self.speculate is not self.trying
 
-    def conclude(self, now: float, plain_rate: float) -> None:
+    def observe(self, now: float, tokens: int, seconds: float, plain_rate: float) -> None:
+        """A step was made in its way."""
+        if self.settling > 0:
+            self.settling -= seconds
+            return
+        self.tokens += tokens
+        self.seconds += seconds
+        if self.seconds >= EPOCH:
+            before = self.way
+            self._conclude(now, plain_rate)
+            self.settling = SETTLING if self.way is not before else 0.0
+
+    def _conclude(self, now: float, plain_rate: float) -> None:
         """An epoch is over: what it says of its way, and which is next."""
         rate = self.tokens / self.seconds
         self.tokens, self.seconds = 0, 0.0
@@ -73,11 +86,10 @@ class Guard:
     def __init__(self) -> None:
         self._experience: dict[int, Experience] = {}
         self._speculating = True
-        self._settling = 0.0  # seconds left of it
 
     @property
     def speculating(self) -> bool:
-        """Whether candidates are verified and waited for now."""
+        """Whether candidates are verified and waited for, as decided after the last step."""
         return self._speculating
 
     def observe(self, now: float, *, sessions: int, tokens: int, seconds: float, plain_rate: float) -> None:
@@ -86,14 +98,6 @@ class Guard:
 
         A measurement goes on where it was left when there are as many sessions again."""
         known = self._experience.setdefault(sessions.bit_length(), Experience())
-        if known.way is self._speculating:  # else the step was made for another number of sessions
-            if self._settling > 0:
-                self._settling -= seconds
-            else:
-                known.tokens += tokens
-                known.seconds += seconds
-                if known.seconds >= EPOCH:
-                    known.conclude(now, plain_rate)
-        if known.way is not self._speculating:
-            self._speculating = known.way
-            self._settling = SETTLING
+        if known.way is self._speculating:  # else it was planned for another number of sessions
+            known.observe(now, tokens, seconds, plain_rate)
+        self._speculating = known.way

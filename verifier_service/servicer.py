@@ -73,7 +73,7 @@ class VerifierServicer(
         load = self._loop.load
         waiting = load.waiting - load.stalled
         # Those on their way to the loop will find memory, or wait; they are taken to be of this one's size.
-        blocks = 1 + (len(request.open.prompt_tokens) + len(request.open.generated_tokens)) // BLOCK
+        blocks = max(1, -(-(len(request.open.prompt_tokens) + len(request.open.generated_tokens)) // BLOCK))
         room = 0 if waiting else self._loop.pool.available // blocks
         waiting += max(0, self.arriving - room)
         if waiting >= self._limits.max_waiting:
@@ -192,6 +192,6 @@ def response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
         preemptions=times.preemptions,
         steps=verdict.steps,
         price=times.price,
-        running=times.running,
+        drafted_sessions=times.drafted,
     )
     return verifier_pb2.VerifyResponse(commit=commit)

@@ -64,7 +64,7 @@ class StepTimes:
     found: int = 0  # on the first commit: tokens that were in memory already
     preemptions: int = 0  # so far
     price: float = 0.0  # of a candidate: the probability from which it pays to verify one
-    running: int = 0  # sessions that have memory
+    drafted: int = 0  # sessions of the pod that have a draft
 
 
 @dataclass(eq=False)
@@ -141,6 +141,7 @@ class StepLoop(Worker):
         self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
         self._guard = guard or Guard()
         self._price = 0.0  # of a candidate, moving average
+        self._drafted = 0  # sessions that have a draft
         self._last_step = 0.0  # when it ended
         self._idle = True  # whether there has been nothing to do since
         self._put_off: float | None = None  # since when a step is
@@ -236,7 +237,8 @@ class StepLoop(Worker):
         offers = [a.session.offers() if self._speculates(a) else iter(()) for a in decoding]
         planned: list[tuple[Attached, Planned]] = []
         chosen, price = candidates(offers, self._cost, len(decoding), len(scratch))
-        self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
+        if decoding:
+            self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
         for attached, nodes in zip(decoding, chosen, strict=True):
             self._reserve_for(attached.session, nodes)
             planned.append((attached, attached.session.plan(packer, 1, nodes, scratch)))
@@ -355,6 +357,7 @@ class StepLoop(Worker):
 
     def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
         now = time.monotonic()
+        self._drafted = sum(attached.session.policy.speculate for attached in self._running)
         spacing = len(self._running) / MESSAGES_A_SECOND
         messages = []
         for attached, verdict in verdicts:
@@ -374,7 +377,7 @@ class StepLoop(Worker):
         """What is untold of a session, to be put into its outbox."""
         found, attached.session.found = attached.session.found, 0
         price = self._price if self._speculates(attached) else NOTHING_PAYS
-        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions, price, self.load.running)
+        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions, price, self._drafted)
         verdict, attached.untold = attached.untold, None
         attached.queued, attached.told = 0.0, time.monotonic()
         assert verdict is not None

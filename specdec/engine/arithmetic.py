@@ -77,7 +77,7 @@ def _from_bits(_context: Any, bits: Any) -> Any:
 
 @numba.njit(inline="always", fastmath=REORDERED)  # type: ignore[untyped-decorator]
 def exp(x: Any) -> Any:
-    """e**x for x <= 0 to two units in the last place, in a form that loops over it are vectorised (after
+    """e**x for x <= 0 to five units in the last place, in a form that loops over it are vectorised (after
     Cephes' expf: a power of two times a polynomial)."""
     x = max(x, np.float32(-87.0))
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))

@@ -23,13 +23,19 @@ from specdec.engine.path_attention import PathAttention
 from specdec.engine.pretrained import LayerAttention
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s whose layers are: RMS norm, rotary attention, RMS norm, gated SiLU; nothing scaled, nothing capped."""
+"""`model_type`s whose layers are: RMS norm, rotary attention, RMS norm, gated SiLU; nothing scaled, nothing capped.
+Widths, scales and windows are what the layers ask for (`pretrained.attention_of`); that there is nothing else, the
+engine's comparison at start makes sure of."""
+
+FIRST_POSITIONS = 1024
+"""Whose cosines and sines are computed at once."""
 
 
 def fits(model: PreTrainedModel) -> bool:
     """Whether a model is of the kind, as far as its configuration tells."""
     config = model.config
-    return config.model_type in KINDS and config.hidden_act in ("silu", "swish")
+    quantised = getattr(config, "quantization_config", None) is not None
+    return config.model_type in KINDS and config.hidden_act in ("silu", "swish") and not quantised
 
 
 def join_products(model: PreTrainedModel) -> None:
@@ -60,6 +66,7 @@ class Decoder:
         self._dtype = model.dtype
         self._hidden = config.hidden_size
         self._heads = config.num_attention_heads
+        self._inner = config.intermediate_size
         self._epsilon = np.float32(config.rms_norm_eps)
         self._embed = inside.embed_tokens
         self._rotary = inside.rotary_emb
@@ -88,15 +95,20 @@ class Decoder:
         batch = attention.batch
         rows = len(tokens)
         self._know_angles(int(batch.positions.max()))
+        # All layers have the same shapes, and one after the other the same memory.
+        width = self._layers[0].attends.width
+        query = np.empty((rows, self._heads, width), np.float32)
         residual = torch.zeros(rows, self._hidden, dtype=self._dtype)
         normal = torch.empty_like(residual)
-        stream, normalised = array_of(residual), array_of(normal)
+        attended = torch.empty(rows, self._heads * width, dtype=self._dtype)
+        gated = torch.empty(rows, self._inner, dtype=self._dtype)
+        stream, normalised, let_through = array_of(residual), array_of(normal), array_of(gated)
+        seen = array_of(attended).reshape(rows, self._heads, width)
         update = self._embed(tokens)
         for index, layer in enumerate(self._layers):
             add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised)
             projected = layer.project(normal)
             keys, values = attention.memory_of(index)
-            query = np.empty((rows, self._heads, layer.attends.width), np.float32)
             rotate(
                 array_of(projected),
                 layer.head_norms,
@@ -109,16 +121,11 @@ class Decoder:
                 keys,
                 values,
             )
-            seen = torch.empty(rows, self._heads, layer.attends.value_width, dtype=self._dtype)
-            attention.read(
-                index, query, array_of(seen), scale=layer.attends.scale, softcap=None, window=layer.attends.window
-            )
-            update = layer.project_back(seen.view(rows, -1))
+            attention.read(index, query, seen, scale=layer.attends.scale, softcap=None, window=layer.attends.window)
+            update = layer.project_back(attended)
             add_and_normalise(stream, array_of(update), layer.mlp_norm, self._epsilon, normalised)
-            gates = layer.gate_and_up(normal)
-            inner = torch.empty(rows, gates.shape[1] // 2, dtype=self._dtype)
-            gate(array_of(gates), array_of(inner))
-            update = layer.down(inner)
+            gate(array_of(layer.gate_and_up(normal)), let_through)
+            update = layer.down(gated)
         add_and_normalise(stream, array_of(update), self._norm, self._epsilon, normalised)
         logits: Tensor = self._head(normal[wanted])
         return logits
@@ -127,9 +134,10 @@ class Decoder:
         """Cosines and sines of all positions up to the last, at least."""
         if last < len(self._cos):
             return
-        positions = torch.arange(2 * last + 1024)[None]
+        positions = torch.arange(2 * last + FIRST_POSITIONS)[None]
         cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), positions)
-        self._cos, self._sin = cos[0].numpy(), sin[0].numpy()
+        half = cos.shape[-1] // 2  # the other half is the same
+        self._cos, self._sin = cos[0, :, :half].numpy().copy(), sin[0, :, :half].numpy().copy()
 
 
 def _weight(norm: Any) -> Array:

@@ -41,7 +41,7 @@ def rotate(
     projected: Any,  # [t, (heads + 2 * kv_heads) * width]: queries, keys, values
     norms: Any,  # [2, width] RMS norm of each query and key head, or [0, width]
     epsilon: Any,
-    cos: Any,  # float32 [positions, width]
+    cos: Any,  # float32 [positions, width / 2]
     sin: Any,
     positions: Any,  # [t]
     slots: Any,  # [t] where keys and values go
@@ -73,12 +73,12 @@ def rotate(
                 q = query[r, head]
                 for d in range(half):
                     q[d] = turned[d] * c[d] - turned[d + half] * s[d]
-                    q[d + half] = turned[d + half] * c[d + half] + turned[d] * s[d + half]
+                    q[d + half] = turned[d + half] * c[d] + turned[d] * s[d]
             else:
                 k = keys[slots[r], head - heads]
                 for d in range(half):
                     k[d] = narrowed(turned[d] * c[d] - turned[d + half] * s[d], k[d])
-                    k[d + half] = narrowed(turned[d + half] * c[d + half] + turned[d] * s[d + half], k[d])
+                    k[d + half] = narrowed(turned[d + half] * c[d] + turned[d] * s[d], k[d])
         v = row[(heads + kv_heads) * width :]
         for kv_head in range(kv_heads):
             for d in range(width):

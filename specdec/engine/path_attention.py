@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numba
@@ -92,7 +93,10 @@ class PathAttention:
         first, *others = self._shares
         helpers = self._memory.helpers
         helped = [helpers.submit(run, *share) for share in others] if helpers is not None else []
-        run(*first)
+        try:
+            run(*first)
+        finally:
+            wait(helped)  # nobody may still read or write when this returns, however it does
         for done in helped:
             done.result()
 
@@ -102,8 +106,9 @@ def _shares(positions: NDArray[np.int64], threads: int) -> list[tuple[int, int]]
     seen = np.cumsum(positions + 1)
     if threads == 1 or seen[-1] < SHARED_FROM:
         return [(0, len(positions))]
-    cuts = np.searchsorted(seen, seen[-1] * np.arange(1, threads) / threads).tolist()
-    return list(zip([0, *cuts], [*cuts, len(positions)], strict=True))
+    middles = seen - (positions + 1) / 2
+    cuts = np.searchsorted(middles, seen[-1] * np.arange(1, threads) / threads).tolist()
+    return [(begin, end) for begin, end in pairwise([0, *cuts, len(positions)]) if begin < end]
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -135,7 +140,7 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
     ) -> None:
         heads, kv_heads = query.shape[1], keys.shape[1]
         shared = heads // kv_heads  # query heads of one key head
-        scores = np.empty((heads, positions[from_row:to_row].max() + 1 if to_row > from_row else 0), np.float32)
+        scores = np.empty((heads, positions[from_row:to_row].max() + 1), np.float32)
         sums = np.empty((heads, value_width), np.float32)
         for r in range(from_row, to_row):
             end = positions[r] + 1

@@ -12,6 +12,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec.engine import attention, decoder
 from specdec.engine.arithmetic import NUMBA
@@ -78,6 +79,7 @@ class TorchEngine:
         torch.set_num_threads(threads)
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
+        own = OwnForward.of(self.model, directory.vocabulary)
         self._by_path = device == "cpu" and not lanes
         self._joined = self._by_path and not compiled and decoder.fits(self.model)
         if self._joined:
@@ -99,7 +101,7 @@ class TorchEngine:
         self._rows: RowClass | None = None
         self._run = self._assembled()
         self._compiled = False
-        check_against_own_forward(self)
+        own.check(self)
         if compiled:
             self._compile()
         self.exact = False
@@ -213,38 +215,44 @@ def _device_kind(device: str) -> str:
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
 
 
-@torch.inference_mode()
-def check_against_own_forward(engine: TorchEngine) -> None:
-    """Compare a packed prompt with a branch in it against the model's own forward; refuse a difference.
+@dataclass(frozen=True)
+class OwnForward:
+    """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced."""
 
-    This is what finds an architecture whose attention has terms that the packed one does not know.
-    """
-    model = engine.model
-    config = model.config.get_text_config()
-    length = min(24, int(getattr(config, "max_position_embeddings", 24)))
-    generator = np.random.default_rng(0)
-    text = generator.integers(1, engine.vocabulary, length).tolist()
-    branch = [(text[-2] + 1) % engine.vocabulary, (text[-1] + 2) % engine.vocabulary]
-    slots = np.arange(1, length + 3)
-    packer = engine.packer()
-    rows = packer.add_rows(text, 0, slots[:length])
-    packer.add_path(slots[:length], list(rows))
-    side = packer.add_rows(branch, length - 2, slots[length:])
-    packer.add_path(np.concatenate([slots[: length - 2], slots[length:]]), list(side))
-    packer.want(rows[-1])
-    packer.want(side[-1])
-    got = torch.from_numpy(engine.forward(packer.pack()))
+    text: list[int]
+    branch: list[int]  # in place of the last tokens
+    logits: Tensor  # [2, vocabulary] of the last token of either
 
-    texts = torch.tensor([text, text[:-2] + branch], device=model.device)
-    try:
-        model.set_attn_implementation("eager")
-        want = model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu()
-    finally:
-        model.set_attn_implementation(attention.NAME)
-    scale = float(want.abs().max())
-    difference = float((got - want).abs().max()) / scale
-    if not difference <= DISAGREEMENT[model.dtype]:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: packed logits differ from the model's own by {difference:.2g} of their scale; "
-            "its attention does something the packed one does not know"
-        )
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PreTrainedModel, vocabulary: int) -> OwnForward:
+        config = model.config.get_text_config()
+        length = min(24, int(getattr(config, "max_position_embeddings", 24)))
+        text = np.random.default_rng(0).integers(1, vocabulary, length).tolist()
+        branch = [(text[-2] + 1) % vocabulary, (text[-1] + 2) % vocabulary]
+        texts = torch.tensor([text, text[:-2] + branch], device=model.device)
+        try:
+            model.set_attn_implementation("eager")
+            return cls(text, branch, model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu())
+        finally:
+            model.set_attn_implementation(attention.NAME)
+
+    def check(self, engine: TorchEngine) -> None:
+        """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it:
+        that finds an architecture that asks for more than the packed attention, or the joined layers, know."""
+        length = len(self.text)
+        slots = np.arange(1, length + 3)
+        packer = engine.packer()
+        rows = packer.add_rows(self.text, 0, slots[:length])
+        packer.add_path(slots[:length], list(rows))
+        side = packer.add_rows(self.branch, length - 2, slots[length:])
+        packer.add_path(np.concatenate([slots[: length - 2], slots[length:]]), list(side))
+        packer.want(rows[-1])
+        packer.want(side[-1])
+        got = torch.from_numpy(engine.forward(packer.pack()))
+        difference = float((got - self.logits).abs().max() / self.logits.abs().max())
+        if not difference <= DISAGREEMENT[engine.model.dtype]:
+            raise UnsupportedModelError(
+                f"{type(engine.model).__name__}: packed logits differ from the model's own by {difference:.2g} of "
+                "their scale; it does something that the packed attention, or the joined layers, do not know"
+            )

@@ -251,7 +251,7 @@ class Commit(google.protobuf.message.Message):
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     PRICE_FIELD_NUMBER: builtins.int
-    RUNNING_FIELD_NUMBER: builtins.int
+    DRAFTED_SESSIONS_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
@@ -274,8 +274,8 @@ class Commit(google.protobuf.message.Message):
     """Steps this is of. Undrafted sessions of a busy pod are told of several at once."""
     price: builtins.float
     """Probability from which it pays to verify a candidate, as the pod is loaded now; at 1 none is verified."""
-    running: builtins.int
-    """Sessions that have memory on this pod. The more there are, the fewer messages of candidates it can take of each."""
+    drafted_sessions: builtins.int
+    """Sessions of this pod that have a draft. The more there are, the fewer messages of candidates it can take of each."""
     @property
     def committed(self) -> specdec.v1.model_pb2.Committed:
         """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
@@ -305,10 +305,10 @@ class Commit(google.protobuf.message.Message):
         preemptions: builtins.int = ...,
         steps: builtins.int = ...,
         price: builtins.float = ...,
-        running: builtins.int = ...,
+        drafted_sessions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "committed", b"committed", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "running", b"running", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdec.engine.arithmetic import array_of, narrowed
+from specdec.engine import decoder
+from specdec.engine.arithmetic import array_of, exp, narrowed
+from specdec.engine.decoder import FIRST_POSITIONS, join_products
 from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
+from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.linear import Joined, Part, join
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.torch_engine import TorchEngine
@@ -43,20 +47,62 @@ def test_others_do_not(tmp_path: Path, name: str) -> None:
     assert "/layers/" in TorchEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024).numerics
 
 
-@pytest.mark.parametrize("overrides", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}])
-def test_variants_agree_with_their_own_forward(tmp_path: Path, overrides: dict[str, bool]) -> None:
-    """Loading compares, and would refuse; a longer text than there."""
-    engine = TorchEngine(ModelDirectory(make("llama", tmp_path / "m", **overrides)), capacity=1024)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "rope_theta": 10000.0}},
+        {"num_key_value_heads": 1, "head_dim": 8},
+    ],
+    ids=str,
+)
+def test_variants_are_computed_as_transformers_does(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    directory = ModelDirectory(make("llama", tmp_path / "m", **overrides))
+    engine = TorchEngine(directory, capacity=1024)
     text = list(range(1, 41))
     packer = engine.packer()
     rows = packer.add_rows(text, 0, np.arange(1, 41))
     packer.add_path(np.arange(1, 41), list(rows))
     packer.want(rows[-1])
     got = engine.forward(packer.pack())[0]
+    untouched = AutoModelForCausalLM.from_pretrained(directory.path, dtype=torch.float32).eval()
     with torch.inference_mode():
-        engine.model.set_attn_implementation("eager")
-        want = engine.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].numpy()
+        want = untouched(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].numpy()
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison at start is with the model as it was loaded."""
+    directory = ModelDirectory(make("qwen2", tmp_path / "m"))
+
+    def spoil(model: PreTrainedModel) -> None:
+        join_products(model)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.joined.linear.weight[:3] = 0
+
+    monkeypatch.setattr(decoder, "join_products", spoil)
+    with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
+        TorchEngine(directory, capacity=1024)
+
+
+def test_positions_beyond_those_first_computed(tmp_path: Path) -> None:
+    """The same bits wherever the table of angles ended before."""
+    directory = ModelDirectory(make("llama", tmp_path / "m", max_position_embeddings=4096))
+    last = 2 * FIRST_POSITIONS + 100
+
+    def logits(*firsts: int) -> NDArray[np.float32]:
+        engine = TorchEngine(directory, capacity=8192)
+        for start, position in [*((4000, first) for first in firsts), (1, last)]:
+            packer = engine.packer()
+            rows = packer.add_rows([5], position, [start + position])
+            packer.add_path(np.arange(start, start + position + 1), list(rows))
+            packer.want(rows[0])
+            found = engine.forward(packer.pack())
+        return found
+
+    np.testing.assert_array_equal(logits(), logits(FIRST_POSITIONS + 500))
 
 
 def test_parts_are_what_they_were() -> None:
@@ -96,7 +142,7 @@ class TestLoops:
         heads, kv_heads, width, rows = 4, 2, 16, 3
         projected = random(rows, (heads + 2 * kv_heads) * width).to(dtype)
         norms = random(2, width, seed=1).to(dtype) if normalised else torch.empty(0, width, dtype=dtype)
-        angles = random(50, width // 2, seed=2).repeat(1, 2)
+        angles = random(50, width // 2, seed=2)
         positions, slots = np.array([7, 0, 49]), np.array([3, 9, 4])
         query = np.empty((rows, heads, width), np.float32)
         keys, values = torch.zeros(10, kv_heads, width, dtype=dtype), torch.zeros(10, kv_heads, width, dtype=dtype)
@@ -110,7 +156,7 @@ class TestLoops:
         if normalised:
             q = torch.nn.functional.rms_norm(q, (width,), norms[0].float(), float(EPSILON))
             k = torch.nn.functional.rms_norm(k, (width,), norms[1].float(), float(EPSILON))
-        angle = angles[positions][:, None]
+        angle = angles[positions].repeat(1, 2)[:, None]
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             low, high = x.chunk(2, dim=-1)
@@ -124,7 +170,8 @@ class TestLoops:
         assert not values[untouched].any()
 
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
-    def test_what_is_no_number_stays_none(self, dtype: torch.dtype, broken: float) -> None:
+    @pytest.mark.parametrize("column", [5, 50], ids=["gate", "up"])
+    def test_what_is_no_number_stays_none(self, dtype: torch.dtype, broken: float, column: int) -> None:
         """And the other rows' numbers stay what they are."""
         residual, out = random(3, 48).to(dtype), torch.empty(3, 48, dtype=dtype)
         residual[1, 5] = broken
@@ -135,7 +182,7 @@ class TestLoops:
         assert not out[1].isfinite().all()
         assert out[[0, 2]].isfinite().all()
         projected = random(3, 80).to(dtype)
-        projected[1, 50] = broken
+        projected[1, column] = broken
         gated = torch.empty(3, 40, dtype=dtype)
         gate(array_of(projected), array_of(gated))
         assert not gated[1].isfinite().all()
@@ -146,6 +193,19 @@ class TestLoops:
 def _store(numbers: Any, out: Any) -> None:
     for i in range(len(numbers)):
         out[i] = narrowed(numbers[i], out[i])
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _exponentials(numbers: Any, out: Any) -> None:
+    for i in range(len(numbers)):
+        out[i] = exp(numbers[i])
+
+
+def test_exponentials() -> None:
+    numbers = np.linspace(-87, 0, 1 << 16, dtype=np.float32)
+    out = np.empty_like(numbers)
+    _exponentials(numbers, out)
+    np.testing.assert_allclose(out, np.exp(numbers.astype(np.float64)), rtol=5 * 2**-23)
 
 
 def test_rounding_is_torchs() -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.path_attention import PathAttention, PathMemory
+from specdec.engine.path_attention import SHARED_FROM, PathAttention, PathMemory, _shares
 from specdec.engine.paths import PathBatch, PathPacker
 
 SLOTS = 200
@@ -171,3 +171,38 @@ def test_slots_beyond_the_memory_are_refused() -> None:
     step.batch.keys[3] = SLOTS
     with pytest.raises(ValueError, match="slots must lie in"):
         step.run()
+
+
+@pytest.mark.parametrize("threads", [2, 16])
+def test_threads_that_share_the_rows_change_no_bit(threads: int) -> None:
+    rows, length = 100, 91
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(rows * length + 1, 2, 16, generator=generator) for _ in range(2))
+    query, new = torch.randn(rows, 4, 16, generator=generator), torch.randn(rows, 2, 16, generator=generator)
+    packer = PathPacker()
+    for row in range(rows):
+        slots = np.arange(1 + row * length, 1 + (row + 1) * length)
+        packer.add_path(slots, packer.add_rows([0], length - 1, slots[-1:]))
+    batch = packer.pack()
+    assert len(_shares(batch.positions, threads)) == threads
+
+    def run(threads: int) -> Tensor:
+        attention = PathAttention(PathMemory([keys.clone()], [values.clone()], threads), batch)
+        return attention.attend(0, query, new, new, scale=0.25, softcap=None, window=None)
+
+    assert torch.equal(run(threads), run(1))
+
+
+@pytest.mark.parametrize("lengths", [[SHARED_FROM], [5000] * 2, [3000] * 4, [600] * 16, [9000, *[100] * 40]], ids=len)
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_shares_are_about_equal(lengths: list[int], threads: int) -> None:
+    """No row is left out or split, nobody is handed nothing, and no share exceeds the mean by more than a row."""
+    shares = _shares(np.asarray(lengths) - 1, threads)
+    assert [row for begin, end in shares for row in range(begin, end)] == list(range(len(lengths)))
+    assert all(begin < end for begin, end in shares)
+    most = max(sum(lengths[begin:end]) for begin, end in shares)
+    assert most <= sum(lengths) / threads + max(lengths)
+
+
+def test_few_keys_are_not_shared() -> None:
+    assert _shares(np.asarray([10, 20]), 16) == [(0, 2)]

@@ -87,12 +87,13 @@ def test_trials_become_rarer() -> None:
     assert pod.run(4 * LONGEST_PAUSE) < early / 3
 
 
-def test_a_measurement_goes_on_where_it_was_left() -> None:
+@pytest.mark.parametrize("stay", [0.02, 0.1])
+def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
     """Sessions come and go: their number crosses a power of two long before an epoch is over."""
     pod = Pod(Guard(), drafted=1000, plain=2000)
-    for _ in range(22):
-        pod.run(0.2 * EPOCH, sessions=7)
-        pod.run(0.2 * EPOCH, sessions=8)
+    for _ in range(round(9 * EPOCH / stay)):
+        pod.run(stay, sessions=7)
+        pod.run(stay, sessions=8)
     for sessions in (7, 8):
         pod.run(STEP, sessions=sessions)
         assert not pod.guard.speculating
