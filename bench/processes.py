@@ -1,8 +1,31 @@
-"""Which processes there are, from /proc."""
+"""Starting processes, and seeing, in /proc, which there are."""
 
 from __future__ import annotations
 
+import sys
+from asyncio import create_subprocess_exec
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+
+@asynccontextmanager
+async def started(*program: str) -> AsyncIterator[tuple[int, str]]:
+    """A service, `python -m PROGRAM`, until this is left: (its id, the address it is ready at)."""
+    process = await create_subprocess_exec(
+        sys.executable, "-m", *program, "--stop-with-stdin", stdin=PIPE, stdout=PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        if not line:
+            raise SystemExit(f"{program[0]} did not start (its own message is above)")
+        yield process.pid, line.split()[1]
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
 
 
 def children_of(pid: int) -> list[int]:
