@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,6 +35,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StartError(Exception):
@@ -62,6 +64,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     log_level: str = "info"
     stop_with_stdin: bool = False  # end when stdin closes: how a child follows its parent
+    share_port: bool = False  # with other processes that share it too, by SO_REUSEPORT
 
 
 async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
@@ -70,15 +73,10 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     Prints one line `ready HOST:PORT` on stdout when calls are welcome.
     """
     logs.configure(service_name, settings.log_level)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if settings.stop_with_stdin:
-        loop.add_reader(sys.stdin, _on_stdin, stop)
+    stop = stop_asked_for(settings)
 
     # 1. A port that is taken should not cost the loading of a model: look first.
-    _check_port(settings)
+    bound(settings).close()
 
     # 2. Load, then take calls.
     loading = asyncio.ensure_future(load())
@@ -88,7 +86,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         log.info("stopped_while_loading")
         os._exit(0)  # the loading thread cannot be told to end
     service = loading.result()
-    server = grpc.aio.server(interceptors=[CallInterceptor()], options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+    options = [*CHANNEL_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
+    server = grpc.aio.server(interceptors=[CallInterceptor()], options=options)
     service.register(server)
     checks = health.aio.HealthServicer()
     await checks.set(service.name, health_pb2.HealthCheckResponse.SERVING)
@@ -105,8 +104,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     await stopping
 
     # 3. Drain: refuse new calls, give running ones their time, cancel the rest.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)  # a second signal ends the process at once
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
     await checks.enter_graceful_shutdown()
     log.info("draining", seconds=settings.drain_seconds)
     await server.stop(settings.drain_seconds)
@@ -124,17 +123,32 @@ async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:
         return await asyncio.wrap_future(thread.submit(load))
 
 
-def _check_port(settings: ServerSettings) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            raise _port_taken(settings) from error
+def bound(settings: ServerSettings) -> socket.socket:
+    """A socket that has the address but does not listen; StartError if it is taken."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(settings.share_port))
+    try:
+        holder.bind((settings.host, settings.port))
+    except OSError as error:
+        holder.close()
+        raise _port_taken(settings) from error
+    return holder
 
 
 def _port_taken(settings: ServerSettings) -> StartError:
     return StartError(f"cannot listen on {settings.host}:{settings.port}: the port is taken or not ours")
+
+
+def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
+    """Set by SIGINT, SIGTERM or, if asked for, the end of stdin."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    if settings.stop_with_stdin:
+        loop.add_reader(sys.stdin, _on_stdin, stop)
+    return stop
 
 
 def _on_stdin(stop: asyncio.Event) -> None:
@@ -144,12 +158,17 @@ def _on_stdin(stop: asyncio.Event) -> None:
 
 
 def run(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
-    """`serve` as a program: a start that fails is one line on stderr and exit status 1."""
+    """`serve` as a program."""
+    run_program(serve(settings, load, service_name), service_name)
+
+
+def run_program(program: Coroutine[None, None, None], service_name: str) -> None:
+    """A start that fails is one line on stderr and exit status 1."""
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
 
     try:
-        asyncio.run(serve(settings, load, service_name))
+        asyncio.run(program)
     except (StartError, ModelDirectoryError, UnsupportedModelError) as error:
         print(f"{service_name}: {error}", file=sys.stderr)
         raise SystemExit(1) from None

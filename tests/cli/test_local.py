@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from bench.processes import alive, children_of
 from tests.models import make, near
 
 
@@ -42,26 +43,6 @@ def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "specdec.cli", *arguments], capture_output=True, text=True, timeout=100, **options
     )
-
-
-def children_of(pid: int) -> list[int]:
-    """Live child processes, from /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""How many session-steps an orchestrator relays: a second, and a second of its processor time.
+
+    python -m bench.capacity
+
+A session-step is one commit, relayed to the client and to the draft, and the draft's answer, relayed to the verifier:
+five messages read or written. Verifier and draft compute nothing (`bench.echo`, one process), and the client does not
+even parse what it reads (this process). All of them share the machine's cores: what the orchestrator used is measured,
+and steps are divided by it. Each session has a connection of its own, as far as there are so many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from bench.echo import before
+from bench.processes import children_of, started
+from bench.processor import Watch
+from specdec.v1 import generation_pb2
+
+GENERATE = "/specdec.v1.GenerationService/Generate"
+CONNECTIONS = 16
+SETTLE_SECONDS = 1.5
+"""Until all sessions are open and at it."""
+
+
+class Client:
+    """Sessions that never end, and how many steps they have seen."""
+
+    def __init__(self, address: str, sessions: int) -> None:
+        self._address = address
+        self._sessions = sessions
+        self.steps = 0
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        apart = (("grpc.use_local_subchannel_pool", 1),)
+        request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]), max_tokens=1000)
+        async with contextlib.AsyncExitStack() as exits, asyncio.TaskGroup() as group:
+            channels = [
+                await exits.enter_async_context(grpc.aio.insecure_channel(self._address, options=apart))
+                for _ in range(min(self._sessions, CONNECTIONS))
+            ]
+            for number in range(self._sessions):
+                group.create_task(self._read(channels[number % len(channels)], request.SerializeToString()))
+
+    async def _read(self, channel: grpc.aio.Channel, request: bytes) -> None:
+        call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]
+        while await call.read():
+            self.steps += 1
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of one measurement."""
+
+    steps: float  # a second
+    orchestrator: float  # cores used
+    echo: float
+    client: float
+    strangers: float
+
+    @property
+    def per_core(self) -> float:
+        return self.steps / self.orchestrator
+
+
+async def measure(address: str, orchestrator: Iterable[int], echo: int, sessions: int, seconds: float) -> Rate:
+    client = Client(address, sessions)
+    running = asyncio.create_task(client.run())
+    await asyncio.sleep(SETTLE_SECONDS)
+    relaying, echoing = Watch((), orchestrator), Watch((), [echo])
+    everybody = Watch([echo, *orchestrator], ())
+    begin, own, steps = time.perf_counter(), sum(os.times()[:2]), client.steps
+    await asyncio.sleep(seconds)
+    used = relaying.cores()[0], echoing.cores()[0], sum(os.times()[:2]) - own, everybody.cores()[1]
+    passed, steps = time.perf_counter() - begin, client.steps - steps
+    if running.done():
+        await running
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return Rate(steps / passed, used[0], used[1], used[2] / passed, used[3])
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    rates: dict[tuple[int, int], list[Rate]] = defaultdict(list)
+    async with contextlib.AsyncExitStack() as exits:
+        echo, peers = await exits.enter_async_context(started("bench.echo"))
+        places = []
+        for workers in args.workers:
+            program = before(peers, "--workers", str(workers), "--drain-seconds", "1")
+            pid, address = await exits.enter_async_context(started(*program))
+            places.append((workers, [pid, *children_of(pid)], address))
+        for _ in range(args.rounds):
+            for workers, processes, address in places:
+                for sessions in args.sessions:
+                    rate = await measure(address, processes, echo, sessions, args.seconds)
+                    rates[workers, sessions].append(rate)
+    report(rates)
+
+
+def report(rates: dict[tuple[int, int], list[Rate]]) -> None:
+    """As a table in Markdown: medians, of the rate per core also the least and the most."""
+    print(
+        "| workers | sessions | steps a second | cores: orchestrator | echo | client | others | steps a second a core |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for (workers, sessions), measured in rates.items():
+        median = {name: statistics.median(getattr(rate, name) for rate in measured) for name in Rate.__annotations__}
+        cores = " | ".join(f"{median[name]:.2f}" for name in ("orchestrator", "echo", "client", "strangers"))
+        per_core = sorted(rate.per_core for rate in measured)
+        spread = f"{statistics.median(per_core):.0f} ({per_core[0]:.0f} to {per_core[-1]:.0f})"
+        print(f"| {workers} | {sessions} | {median['steps']:.0f} | {cores} | {spread} |")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,126 @@
+"""Several processes behind one address: an event loop uses one core, and the orchestrator keeps nothing between
+requests.
+
+The supervisor starts its own program again as workers, which share the port by SO_REUSEPORT: the kernel gives every
+new connection to one of them. It takes no calls itself and knows nothing of what the workers do. They end when their
+stdin closes, so that none is left behind however the supervisor ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import structlog
+
+from specdec.serving import logs
+from specdec.serving.server import STOP_SIGNALS, ServerSettings, StartError, bound, stop_asked_for
+
+log = structlog.get_logger()
+
+DEATHS = 5
+WITHIN_SECONDS = 60.0
+"""So many deaths of workers in this time are no accident: they are not started again."""
+
+END_SECONDS = 5.0
+"""For a worker to end, once it has drained."""
+
+
+async def supervise(settings: ServerSettings, count: int) -> None:
+    """Run workers until SIGINT, SIGTERM or, if asked for, the end of stdin; StartError if they cannot stay up.
+
+    Prints one line `ready HOST:PORT` on stdout when all of them are ready.
+    """
+    logs.configure("orchestrator", settings.log_level)
+    stop = stop_asked_for(settings)
+
+    # 1. A port that others share already is taken. One that is free is held for as long as there are workers.
+    with bound(settings) as alone:
+        settings = replace(settings, port=alone.getsockname()[1], share_port=True)
+    with bound(settings):
+        # 2. Serve. Of an option that is given twice, the last counts.
+        ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
+        address = f"{settings.host}:{settings.port}"
+        workers = Workers((sys.executable, *sys.orig_argv[1:], *ours), lambda: print(f"ready {address}", flush=True))
+        running = asyncio.ensure_future(workers.run(count))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+
+        # 3. Have them drain.
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, workers.end, signal.SIGKILL)  # a second one ends all at once
+        loop.call_later(settings.drain_seconds + END_SECONDS, workers.end, signal.SIGKILL)
+        workers.end(signal.SIGTERM)
+        await running
+
+
+class Workers:
+    """Processes of one command, each started again when it dies."""
+
+    def __init__(self, command: Sequence[str], all_ready: Callable[[], None]) -> None:
+        self._command = command
+        self._all_ready = all_ready
+        self._awaited: set[int] = set()  # those that have not been ready yet
+        self._processes: set[Process] = set()
+        self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._failure: StartError | None = None
+        self._ending = False
+
+    async def run(self, count: int) -> None:
+        """Until `end`; StartError if they cannot stay up."""
+        self._awaited = set(range(count))
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(self._keep_up(number))
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self, number: signal.Signals) -> None:
+        """End all by this signal."""
+        self._ending = True
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _keep_up(self, number: int) -> None:
+        while not self._ending:
+            # In a session of its own: Ctrl-C is for the supervisor, which ends its workers in order.
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+            self._processes.add(process)
+            if self._ending:  # it was being started when the others were told
+                process.terminate()
+            assert process.stdout is not None
+            if await process.stdout.readline():  # `ready`
+                self._is_ready(number)
+            status = await process.wait()
+            self._processes.remove(process)
+            if not self._ending:
+                self._died(number, process.pid, status)
+
+    def _is_ready(self, number: int) -> None:
+        if number in self._awaited:
+            self._awaited.remove(number)
+            if not self._awaited:
+                self._all_ready()
+
+    def _died(self, number: int, pid: int, status: int) -> None:
+        log.warning("worker_died", pid=pid, status=status)
+        self._deaths.append(time.monotonic())
+        if number in self._awaited:
+            self._give_up("a worker did not start (its own message is above)")
+        elif len(self._deaths) == DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN_SECONDS:
+            self._give_up(f"workers died {DEATHS} times in {WITHIN_SECONDS:g} s, the last with status {status}")
+
+    def _give_up(self, why: str) -> None:
+        self._failure = StartError(why)
+        self.end(signal.SIGTERM)

@@ -1,0 +1,274 @@
+"""`--workers`, with real processes: who serves, who comes back, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.processes import alive, children_of
+from specdec.engine.model_directory import ModelDirectory
+from specdec.local import DEMO
+from specdec.serving.wire import PROTOCOL_VERSION
+from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.stack import request_of, served, until
+
+WORKERS = 2
+LONG = 400
+"""Tokens of a text that is not over before the test says so."""
+
+PATIENCE = 20.0
+
+
+class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """Commits a token now and then, until it is told that a text may end."""
+
+    name = "specdec.v1.VerifierService"
+
+    def __init__(self) -> None:
+        self.open: Counter[str] = Counter()  # sessions, by the process that opened them
+        self.may_end = asyncio.Event()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
+
+    async def close(self) -> None:
+        pass
+
+    async def Verify(self, request_iterator: AsyncIterator[verifier_pb2.VerifyRequest], context: Any) -> None:  # type: ignore[override]
+        opening = (await anext(aiter(request_iterator))).open
+        directory = ModelDirectory(DEMO / "target")
+        identity = model_pb2.ModelIdentity(
+            protocol_version=PROTOCOL_VERSION, tokenizer_fingerprint=directory.tokenizer_fingerprint
+        )
+        worker = context.peer()
+        self.open[worker] += 1
+        try:
+            await context.write(verifier_pb2.VerifyResponse(opened=verifier_pb2.VerifyOpened(identity=identity)))
+            base = len(opening.prompt_tokens)
+            while True:
+                last = opening.max_tokens < LONG or self.may_end.is_set()
+                commit = verifier_pb2.Commit(
+                    committed=model_pb2.Committed(base=base, tokens=[5]),
+                    sources=[model_pb2.TOKEN_SOURCE_PLAIN],
+                    finish_reason=model_pb2.FINISH_REASON_LENGTH if last else model_pb2.FINISH_REASON_UNSPECIFIED,
+                )
+                await context.write(verifier_pb2.VerifyResponse(commit=commit))
+                base += 1
+                await asyncio.sleep(0.1)
+        finally:
+            self.open[worker] -= 1
+
+    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:
+        return verifier_pb2.GetLoadResponse()
+
+    @property
+    def workers(self) -> int:
+        """Processes that have sessions."""
+        return len(+self.open)
+
+
+@pytest.fixture
+async def verifier() -> AsyncIterator[tuple[SlowVerifier, str]]:
+    slow = SlowVerifier()
+    async with served(slow) as (address, _):
+        yield slow, address
+
+
+async def spawn(*options: str) -> Process:
+    command = (sys.executable, "-m", "orchestrator", "--model", str(DEMO / "target"), *options)
+    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+
+
+async def address_of(process: Process) -> str:
+    assert process.stdout is not None
+    async with asyncio.timeout(PATIENCE):
+        ready, address = (await process.stdout.readline()).decode().split()
+    assert ready == "ready"
+    return address
+
+
+@asynccontextmanager
+async def orchestrator(verifier: str, *options: str) -> AsyncIterator[Process]:
+    """A process that is ended on leaving, as are its workers."""
+    process = await spawn("--verifier", verifier, "--log-level", "warning", *options)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def ended(process: Process) -> tuple[int, str, str]:
+    """(status, rest of stdout, stderr)."""
+    async with asyncio.timeout(PATIENCE):
+        out, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), errors.decode()
+
+
+class Clients:
+    """Each stream over a connection of its own, since a connection stays with one worker."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.streams: list[asyncio.Task[grpc.StatusCode]] = []
+
+    async def stream(self, tokens: int = LONG) -> None:
+        """Begin one and read on; its task's result is how it ended."""
+        begun = asyncio.Event()
+
+        async def read() -> grpc.StatusCode:
+            options = (("grpc.use_local_subchannel_pool", 1),)
+            async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+                stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+                call = stub.Generate(request_of([5], max_tokens=tokens, ignore_end_token=True))
+                try:
+                    async for response in call:
+                        assert isinstance(response, generation_pb2.GenerateResponse)
+                        begun.set()
+                except grpc.aio.AioRpcError as error:
+                    return error.code()
+                finally:
+                    begun.set()
+                return grpc.StatusCode.OK
+
+        self.streams.append(asyncio.create_task(read()))
+        await begun.wait()
+
+    async def reach_all(self, verifier: SlowVerifier) -> None:
+        """Begin streams until every worker has one: the kernel picks, by chance, among those that are ready."""
+        async with asyncio.timeout(PATIENCE):
+            while verifier.workers < WORKERS:
+                await self.stream()
+                await asyncio.sleep(0.02)
+
+    async def ends(self) -> Counter[grpc.StatusCode]:
+        async with asyncio.timeout(PATIENCE):
+            return Counter(await asyncio.gather(*self.streams))
+
+
+async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[SlowVerifier, str]) -> None:
+    slow, to_verifier = verifier
+    async with orchestrator(to_verifier, "--workers", str(WORKERS)) as process:
+        address = await address_of(process)
+        victim, survivor = children_of(process.pid)
+        clients = Clients(address)
+        await clients.reach_all(slow)
+
+        # 1. What it served ends, and nothing else.
+        before = slow.open.total()
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: slow.workers == 1)
+        survived = slow.open.total()
+        assert 0 < survived < before
+        await until(lambda: sum(stream.done() for stream in clients.streams) == before - survived)
+
+        # 2. New requests are served, by the other one or by its successor, who gets its share.
+        brief = Clients(address)
+        for _ in range(3):
+            await brief.stream(tokens=1)
+        assert await brief.ends() == {grpc.StatusCode.OK: 3}
+        await until(lambda: len(children_of(process.pid)) == WORKERS)
+        assert survivor in children_of(process.pid)
+        newcomers = Clients(address)
+        await newcomers.reach_all(slow)
+
+        # 3. SIGTERM: what is running is brought to its end.
+        workers = children_of(process.pid)
+        process.terminate()
+        await until(lambda: not accepts(address))
+        slow.may_end.set()
+        assert await clients.ends() == {grpc.StatusCode.OK: survived, grpc.StatusCode.UNAVAILABLE: before - survived}
+        assert set(await newcomers.ends()) == {grpc.StatusCode.OK}
+        status, out, errors = await ended(process)
+        assert (status, out) == (0, "")
+        assert errors.count("worker_died") == 1
+        assert f'"pid": {victim}, "status": -9' in errors
+        assert not any(map(alive, workers))
+
+
+def accepts(address: str) -> bool:
+    host, port = address.split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) == 0
+
+
+async def test_workers_do_not_outlive_a_killed_supervisor() -> None:
+    async with orchestrator("127.0.0.1:1", "--workers", "2") as process:
+        await address_of(process)
+        workers = children_of(process.pid)
+        assert len(workers) == 2
+        process.kill()
+        await until(lambda: not any(map(alive, workers)))
+
+
+async def test_the_end_of_stdin_ends_all() -> None:
+    async with orchestrator("127.0.0.1:1", "--workers", "2", "--stop-with-stdin") as process:
+        await address_of(process)
+        workers = children_of(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert await ended(process) == (0, "", "")
+        assert not any(map(alive, workers))
+
+
+async def test_workers_that_cannot_stay_up_are_given_up() -> None:
+    async with orchestrator("127.0.0.1:1", "--workers", "2") as process:
+        await address_of(process)
+        killed: set[int] = set()
+        async with asyncio.timeout(PATIENCE):
+            while process.returncode is None:
+                for pid in set(children_of(process.pid)) - killed:
+                    if len(killed) < 5:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+                await asyncio.sleep(0.01)
+        status, out, errors = await ended(process)
+        assert (status, out) == (1, "")
+        assert "orchestrator: workers died 5 times in 60 s, the last with status -9" in errors
+        assert "Traceback" not in errors
+
+
+async def test_one_worker_is_the_process_itself() -> None:
+    async with orchestrator("127.0.0.1:1", "--workers", "1") as process:
+        await address_of(process)
+        assert children_of(process.pid) == []
+
+
+@pytest.mark.parametrize("number", ["0", "1000"])
+async def test_numbers_that_make_no_sense_are_refused(number: str) -> None:
+    status, out, errors = await ended(await spawn("--verifier", "127.0.0.1:1", "--workers", number))
+    assert (status, out) == (2, "")
+    assert "--workers" in errors
+
+
+async def test_a_start_that_fails_says_why() -> None:
+    missing = ("--verifier", "127.0.0.1:1", "--workers", "2", "--model", "/nonexistent")
+    status, out, errors = await ended(await spawn(*missing))
+    assert (status, out) == (1, "")
+    assert "no such directory" in errors
+    assert errors.endswith("orchestrator: a worker did not start (its own message is above)\n")
+    assert "Traceback" not in errors
+
+
+async def test_a_port_that_is_shared_already_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        status, out, errors = await ended(await spawn("--verifier", "127.0.0.1:1", "--workers", "2", "--port", port))
+    assert (status, out) == (1, "")
+    assert errors == f"orchestrator: cannot listen on 127.0.0.1:{port}: the port is taken or not ours\n"
