@@ -2,8 +2,7 @@
 
 transformers' layers are some forty small operators each, which for the few rows of a decoding step take as long as
 the matrix products. Here a layer is four products and five compiled loops. The weights stay the model's: what is one
-product here is there a part of it (`linear.Part`), so that the model's own forward still runs, and is what the engine
-is compared with when it starts. Models of any other kind keep their own layers.
+product here is there a part of it (`linear.Part`). Models of any other kind keep their own layers.
 """
 
 from __future__ import annotations
