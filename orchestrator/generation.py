@@ -34,7 +34,7 @@ much still, by `python -m bench.simulate`.)"""
 KEEP_UP_EVERY = 64
 """Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
 
-EXTENDS_A_STEP = 10
+EXTENDS_A_STEP = 4
 """Messages of candidates that a verifier's step is worth, where it can take so many: the fresher they are when the
 step begins, the more of them count, and a network that is slow is hidden."""
 

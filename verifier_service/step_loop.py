@@ -81,6 +81,7 @@ class Attached:
     untold: Verdict | None = None  # of the last steps
     told: float = 0.0  # when a verdict was last told
     let_in: float = 0.0  # when it got its memory
+    decided: bool = False  # a step has ended since it was last looked at
 
     @property
     def precedence(self) -> tuple[bool, int]:
@@ -175,6 +176,7 @@ class StepLoop(Worker):
         if not ready:
             self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
+        self._count_foreseen(ready)
         now = time.monotonic()
         if not any(a.session.remaining_prompt for a in ready):
             prospects = [a.session.prospect(now, self._price) if self._speculates(a) else UNDRAFTED for a in ready]
@@ -361,6 +363,7 @@ class StepLoop(Worker):
         spacing = len(self._running) / MESSAGES_A_SECOND
         messages = []
         for attached, verdict in verdicts:
+            attached.decided = True
             attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
             waits = not attached.session.computable  # for its draft, which must hear of this
             at_once = verdict.finish or waits or self._speculates(attached) or self._stalled(attached)
@@ -389,13 +392,10 @@ class StepLoop(Worker):
         load.steps += 1
         load.rows += rows
         load.busy += seconds
-        for attached, verdict in verdicts:
+        for _, verdict in verdicts:
             load.committed += len(verdict.tokens)
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
-            if attached.session.policy.speculate and not verdict.finish:
-                load.outcomes += 1
-                load.foreseen += attached.session.tree.size > 0
 
     def _watch(self, now: float, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Let the guard know what a step of sessions that could speculate has brought."""
@@ -404,6 +404,14 @@ class StepLoop(Worker):
             tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
             plain_rate = sessions / self._cost.of(sessions)
             self._guard.observe(now, sessions=sessions, tokens=tokens, seconds=seconds, plain_rate=plain_rate)
+
+    def _count_foreseen(self, ready: list[Attached]) -> None:
+        """What came while the last step was under way is in place; nothing has been waited for yet."""
+        for attached in ready:
+            if attached.decided and attached.session.policy.speculate:
+                self.load.outcomes += 1
+                self.load.foreseen += attached.session.tree.size > 0
+            attached.decided = False
 
     def _count(self) -> None:
         self.load.running, self.load.waiting = len(self._running), len(self._waiting)
