@@ -62,14 +62,15 @@ async def stream(client: AsyncClient, prompt: list[int], tokens: int, speculatio
 
 async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: bool, speculation: str) -> None:
     prompts = held_out(STREAMS, tokens=32, seed=number)
+    long = [token for text in held_out(LONG // 100, tokens=100, seed=100 + number) for token in text]
+    short = held_out(1, tokens=SHORT, seed=number)[0]
     running = [asyncio.create_task(stream(client, p, STREAM_TOKENS, speculation)) for p in prompts]
     await asyncio.sleep(0.5)  # all of them decode by now
     begin, end = time.perf_counter(), None
     if disturbed:
-        long = [token for text in held_out(LONG // 100, tokens=100, seed=100 + number) for token in text]
         arriving = asyncio.create_task(stream(client, long, 2, speculation))
         await asyncio.sleep(0.02)
-        behind = asyncio.create_task(stream(client, held_out(1, tokens=SHORT, seed=number)[0], 2, speculation))
+        behind = asyncio.create_task(stream(client, short, 2, speculation))
         for task, firsts in ((behind, seen.first_of_short), (arriving, seen.first_of_long)):
             times = await task
             firsts.append(times[1] - times[0])

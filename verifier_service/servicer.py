@@ -73,7 +73,8 @@ class VerifierServicer(
         load = self._loop.load
         waiting = load.waiting - load.stalled
         # Those on their way to the loop will find memory, or wait; they are taken to be of this one's size.
-        blocks = max(1, -(-(len(request.open.prompt_tokens) + len(request.open.generated_tokens)) // BLOCK))
+        text = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
+        blocks = -(-(text + 1) // BLOCK)  # and for a token more
         room = 0 if waiting else self._loop.pool.available // blocks
         waiting += max(0, self.arriving - room)
         if waiting >= self._limits.max_waiting:
