@@ -95,10 +95,11 @@ def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
 
 
 def test_the_draft_is_used(up: Up) -> None:
-    """Whether a given request is drafted in time is the machine's affair; that none of many is would be ours."""
-    command = ("generate", "hello there", "--address", up.address, "--json", "--max-tokens", "200")
-    runs = (specdec(*command, "--seed", str(seed)) for seed in range(10))
-    assert any(json.loads(run.stdout)["speculation"]["accepted"] for run in runs)
+    """Whether candidates come in time, and pay, is the machine's affair: this rule has no token without the draft."""
+    command = ("generate", "hello there", "--address", up.address, "--json", "--max-tokens", "20")
+    run = specdec(*command, "--rule", "contrastive")
+    assert run.returncode == 0, run.stderr
+    assert not json.loads(run.stdout)["speculation"].get("undrafted_reason")
 
 
 def test_generate_streams_text(up: Up) -> None:
