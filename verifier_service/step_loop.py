@@ -10,7 +10,7 @@ import itertools
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ class Attached:
     message: Callable[[Verdict, StepTimes], Any]
     arrival: int = 0
     preemptions: int = 0
-    waiting_since: float = field(default_factory=time.monotonic)  # for memory
+    waiting_since: float = 0.0  # for memory
     queued: float = 0.0  # seconds
     untold: Verdict | None = None  # of the last steps
     told: float = 0.0  # when a verdict was last told
@@ -157,6 +157,7 @@ class StepLoop(Worker):
     def attach(self, attached: Attached) -> None:
         """Let a session in as soon as there is memory for it."""
         attached.arrival = next(self._arrivals)
+        attached.waiting_since = time.monotonic()
         insort(self._waiting, attached, key=lambda a: a.precedence)
         self.load.prompt_tokens += attached.session.tree.base
         self._count()

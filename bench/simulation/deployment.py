@@ -11,11 +11,11 @@ from typing import cast
 import grpc
 import structlog
 
+from bench import synchronous
 from bench.simulation import clock
 from bench.simulation.channel import Channel
 from bench.simulation.devices import Hardware, SimulatedEngine
 from bench.simulation.language import Language
-from bench.simulation.synchronous import TurnTakingDraft, WaitingVerifier
 from bench.simulation.workers import SimulatedGrowthLoop, SimulatedStepLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
@@ -41,7 +41,8 @@ MOST_A_STEP = 32
 @dataclass(frozen=True)
 class Scenario:
     """`delay`: seconds from any service to another, one way. `warm_up` and `measured`: how long, in steps of the
-    target with every session's tip in it. `nodes`: candidates that a draft may have alive."""
+    target with every session's tip in it. `nodes`: candidates that a draft may have alive; if `synchronous`, that it
+    answers with (`bench.synchronous`)."""
 
     hardware: Hardware
     language: Language = field(default_factory=Language)
@@ -49,7 +50,7 @@ class Scenario:
     drafts: int = 1  # pods; 0: plain decoding
     delay: float = 0.0
     synchronous: bool = False
-    nodes: int = 64
+    nodes: int = VerifierLimits.max_nodes
     always: bool = False  # the guard has no say
     warm_up: int = 30
     measured: int = 60
@@ -168,7 +169,7 @@ class Deployment:
                 enabled=bool(self._drafts),
                 always=self._scenario.always or self._scenario.synchronous,
                 max_candidates=0,
-                max_depth=0,
+                max_depth=self._scenario.nodes if self._scenario.synchronous else 0,
                 max_branches=0,
             ),
             tenant="",
@@ -220,12 +221,12 @@ class Deployment:
         return SimulatedGrowthLoop(engine)
 
     def _verifier_servicer(self) -> VerifierServicer:
-        kind = WaitingVerifier if self._scenario.synchronous else VerifierServicer
+        kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer
         limits = VerifierLimits(max_nodes=self._scenario.nodes)
         return kind(self._verifier_loop, self._identity, limits)
 
     def _draft_servicer(self, loop: SimulatedGrowthLoop) -> DraftServicer:
-        kind = TurnTakingDraft if self._scenario.synchronous else DraftServicer
+        kind = synchronous.DraftServicer if self._scenario.synchronous else DraftServicer
         return kind(loop, self._identity, DraftLimits(max_nodes=self._scenario.nodes))
 
 

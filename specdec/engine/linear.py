@@ -1,4 +1,4 @@
-"""Linear layers laid out for the few rows of a decoding step.
+"""Linear layers as a decoding step wants them: joined where they share their input, and laid out for few rows.
 
 torch hands a weight to oneDNN row by row, and oneDNN rearranges it in every call; for the few rows of a
 decoding step that is a good part of the time. Rearranged once, a step of 8 rows of the demo target takes
