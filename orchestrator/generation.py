@@ -110,6 +110,8 @@ class Generation:
             max_candidates=sample.speculation.max_candidates,
             patience_us=int(1e6 * peers.patience_seconds),
             always=sample.speculation.always,
+            guess=sample.speculation.guess,
+            lookahead=sample.speculation.lookahead,
         )
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
