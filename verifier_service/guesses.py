@@ -33,7 +33,12 @@ DEPTH = 24
 MOST_NODES = 128
 """Guesses of its own that a session may have alive, about, besides the nodes that its draft was granted."""
 
+LEAST_REACH = 0.02
+CHEAPER = 0.5
+"""A guess is put into the tree if it is reached at least so often, and where rows cost half as much as of late."""
+
 LEARNS = 0.1
+LEAST_RATE = 0.01
 
 WINDOWS = (Lookahead(15, 5, 15), Lookahead(10, 5, 10), Lookahead(7, 5, 7), Lookahead(5, 4, 5), Lookahead(4, 3, 4))
 """Sizes of windows to choose from where a request asks for none: the larger, the better and the dearer."""
@@ -50,16 +55,23 @@ class Confidence:
     """P(a guess is right), by the number of tokens before it on which the text and its source agree."""
 
     def __init__(self) -> None:
-        self._rates = [1 - 0.8 / (1 + 0.5 * match) for match in range(LONGEST + 1)]
+        self._scores = [math.log(1 - 0.8 / (1 + 0.5 * match)) for match in range(LONGEST + 1)]
 
-    def score(self, match: int) -> float:
-        """Its logarithm."""
-        return math.log(self._rates[min(match, LONGEST)])
+    def scores(self, match: int, most: int, least: float) -> list[float]:
+        """Logarithms for a guess and those that hang on it, `most` at most, while their sum is not below `least`."""
+        found: list[float] = []
+        for agreement in range(match, match + most):
+            score = self._scores[min(agreement, LONGEST)]
+            least -= score
+            if least > 0:
+                break
+            found.append(score)
+        return found
 
     def learn(self, match: int, right: bool) -> None:
         match = min(match, LONGEST)
-        self._rates[match] += LEARNS * (right - self._rates[match])
-        self._rates[match] = max(self._rates[match], 0.01)
+        rate = math.exp(self._scores[match])
+        self._scores[match] = math.log(max(rate + LEARNS * (right - rate), LEAST_RATE))
 
 
 class Foresight(NamedTuple):
@@ -91,24 +103,29 @@ class Guesser:
 
     # --- candidates ---------------------------------------------------------------------------------
 
-    def propose(self, tree: TokenTree, *, sampled: bool) -> bool:
-        """Put what may follow the text into the tree, unless that is done."""
+    def propose(self, tree: TokenTree, price: float, *, every: bool, sampled: bool) -> bool:
+        """Put what may follow the text into the tree, as far as it may be worth its row's `price`, or `every` n-gram of a
+        window; False if that is done already."""
         if self._proposed == self._length:
             return False
         self._proposed = self._length
+        worth = math.log(max(LEAST_REACH, price * CHEAPER))
         text = self._text[: self._length]
         for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH):
-            # What reaches the end of the text goes on as it has begun: the text repeats itself.
-            self._insert(tree, np.resize(tokens, DEPTH).tolist(), match, NGRAM, self.copied, sampled)
+            scores = self.copied.scores(match, DEPTH, worth)
+            if scores:
+                # What reaches the end of the text goes on as it has begun: the text repeats itself.
+                tokens = tokens if len(scores) <= len(tokens) else np.resize(tokens, len(scores))
+                self._insert(tree, tokens[: len(scores)].tolist(), scores, match, NGRAM, sampled)
         if self.pool is not None:
             for ngram in self.pool.after(int(text[-1])):
-                self._insert(tree, ngram, 1, LOOKAHEAD, self.foreseen, sampled)
+                scores = self.foreseen.scores(1, len(ngram), -math.inf if every else worth)
+                self._insert(tree, ngram[: len(scores)], scores, 1, LOOKAHEAD, sampled)
         return True
 
     def _insert(
-        self, tree: TokenTree, tokens: Sequence[int], match: int, origin: int, confidence: Confidence, sampled: bool
+        self, tree: TokenTree, tokens: Sequence[int], scores: Sequence[float], match: int, origin: int, sampled: bool
     ) -> None:
-        scores = [confidence.score(match + depth) for depth in range(len(tokens))]
         rows = [(parent, _certain(token)) for parent, token in enumerate(tokens)] if sampled else ()
         for node in tree.insert(tree.base, Paths(tokens, range(len(tokens)), scores, rows), origin):
             node.state = match + node.position - tree.base

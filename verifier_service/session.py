@@ -201,9 +201,10 @@ class Session:
         rule = self.request.chooser.rule
         return self.policy.guess and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.speculate))
 
-    def guess(self) -> None:
+    def guess(self, price: float) -> None:
         """Put its own candidates into the tree, once for each length of the text."""
-        if self.guesser.propose(self.tree, sampled=self.request.chooser.rule is Rule.REJECTION):
+        sampled, every = self.request.chooser.rule is Rule.REJECTION, self.policy.lookahead is not None
+        if self.guesser.propose(self.tree, price, every=every, sampled=sampled):
             self._outlook = None
 
     def look_ahead(self, size: Lookahead | None) -> Foresight | None:

@@ -182,7 +182,7 @@ class StepLoop(Worker):
         self._count_foreseen(ready)
         for attached in ready:
             if self._guesses(attached) and not attached.session.remaining_prompt:
-                attached.session.guess()
+                attached.session.guess(self._price)
         now = time.monotonic()
         if not any(a.session.remaining_prompt for a in ready):
             prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]

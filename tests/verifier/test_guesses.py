@@ -284,25 +284,36 @@ def test_plain_decoding_looks_neither_back_nor_ahead() -> None:
     assert set(sources(client)) == {PLAIN}
 
 
+NEVER = -1e9
+
+
 class TestConfidence:
     def test_the_longer_the_agreement_the_surer(self) -> None:
-        scores = [Confidence().score(match) for match in range(40)]
+        scores = Confidence().scores(0, 40, NEVER)
         assert scores == sorted(scores)
+        assert len(scores) == 40
         assert scores[0] < scores[5] < scores[15] < 0
+
+    @pytest.mark.parametrize("least", [-0.1, -0.5, -2.0])
+    def test_a_guess_ends_where_it_is_hardly_reached(self, least: float) -> None:
+        all_of_it = Confidence().scores(3, 40, NEVER)
+        scores = Confidence().scores(3, 40, least)
+        assert scores == all_of_it[: len(scores)]
+        assert sum(scores) >= least > sum(all_of_it[: len(scores) + 1])
 
     def test_it_learns_what_was_right(self) -> None:
         confidence = Confidence()
         for i in range(100):
             confidence.learn(3, right=i % 5 == 0)
             confidence.learn(30, right=True)
-        assert math.exp(confidence.score(3)) == pytest.approx(0.2, abs=0.15)
-        assert confidence.score(99) == pytest.approx(0, abs=0.01)
+        assert math.exp(confidence.scores(3, 1, NEVER)[0]) == pytest.approx(0.2, abs=0.15)
+        assert confidence.scores(99, 1, NEVER) == pytest.approx([0], abs=0.01)
 
     def test_nothing_is_impossible(self) -> None:
         confidence = Confidence()
         for _ in range(1000):
             confidence.learn(2, right=False)
-        assert confidence.score(2) > math.log(0.005)
+        assert confidence.scores(2, 1, NEVER)[0] > math.log(0.005)
 
 
 def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
@@ -312,4 +323,4 @@ def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
     before = Guesser([2], 9, client.session.request.chooser).copied
     for _ in range(60):
         loop.turn()
-    assert client.session.guesser.copied.score(12) > before.score(12)
+    assert client.session.guesser.copied.scores(12, 1, NEVER) > before.scores(12, 1, NEVER)
