@@ -104,8 +104,8 @@ class Guesser:
     # --- candidates ---------------------------------------------------------------------------------
 
     def propose(self, tree: TokenTree, price: float, *, every: bool, sampled: bool) -> bool:
-        """Put what may follow the text into the tree, as far as it may be worth its row's `price`, or `every` n-gram of a
-        window; False if that is done already."""
+        """Put what may follow the text into the tree, as far as it may be worth its row's `price`, or `every` n-gram of
+        a window; False if that is done already."""
         if self._proposed == self._length:
             return False
         self._proposed = self._length
