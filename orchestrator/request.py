@@ -12,6 +12,14 @@ from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownMo
 from specdec.serving.wire import lookahead_violations, rule_of, rule_violations, sampling_violations, token_violations
 from specdec.v1 import generation_pb2, model_pb2
 
+UNDRAFTED = (generation_pb2.SPECULATION_MODE_OFF, generation_pb2.SPECULATION_MODE_LOOKAHEAD)
+GUESSED = (
+    generation_pb2.SPECULATION_MODE_UNSPECIFIED,
+    generation_pb2.SPECULATION_MODE_AUTO,
+    generation_pb2.SPECULATION_MODE_LOOKAHEAD,
+)
+"""Modes in which the verifier's own guesses have a part."""
+
 MOST_SAMPLES = 16
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
@@ -157,8 +165,8 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
     mode = wanted.mode
     if mode not in generation_pb2.SpeculationMode.values():
         violations.append(("speculation.mode", f"is {mode}, which is no SpeculationMode"))
-    drafted = mode not in (generation_pb2.SPECULATION_MODE_OFF, generation_pb2.SPECULATION_MODE_LOOKAHEAD)
-    guessed = mode not in (generation_pb2.SPECULATION_MODE_OFF, generation_pb2.SPECULATION_MODE_DRAFT)
+    drafted = mode not in UNDRAFTED
+    guessed = mode in GUESSED
     if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and not drafted:
         name = generation_pb2.SpeculationMode.Name(mode).removeprefix("SPECULATION_MODE_")
         violations.append(("speculation.mode", f"is {name}, the CONTRASTIVE rule needs the draft"))
@@ -166,7 +174,9 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
     if lookahead is not None:
         violations += lookahead_violations("speculation.lookahead", lookahead)
         if not guessed or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
-            violations.append(("speculation.lookahead", "is set, has no place with mode OFF or DRAFT, or CONTRASTIVE"))
+            violations.append(
+                ("speculation.lookahead", "is set, has a place with mode AUTO or LOOKAHEAD, not with CONTRASTIVE")
+            )
     return Speculation(
         enabled=drafted,
         guess=guessed,

@@ -182,7 +182,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
     speculation: Annotated[
         Literal["auto", "off", "always", "draft", "lookahead"],
-        typer.Option(help="auto: what pays; draft, lookahead: that alone; always: all, even where it does not pay."),
+        typer.Option(help="auto: what pays; draft, lookahead: that alone; always: the draft, paying or not."),
     ] = "auto",
     lookahead: Annotated[
         tuple[int, int, int] | None,

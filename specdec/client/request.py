@@ -48,7 +48,7 @@ class GenerateOptions(TypedDict, total=False):
     banned_tokens: Iterable[int]  # token ids that are never chosen
     seed: int | None  # default: drawn by the server and told in the first chunk
 
-    # draft, lookahead: with that alone; always: with all, even where it is found not to pay
+    # draft, lookahead: with that alone; always: with the draft alone, even where it is found not to pay
     speculation: Literal["auto", "off", "always", "draft", "lookahead"]
     rule: Literal["coupled", "rejection", "contrastive"]  # how candidates become tokens
     alpha: float | None  # contrastive: least probability, relative to the most probable token's; default 0.1

@@ -30,11 +30,11 @@ class _SpeculationModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     SPECULATION_MODE_UNSPECIFIED: _SpeculationMode.ValueType  # 0
     """Treated as AUTO."""
     SPECULATION_MODE_AUTO: _SpeculationMode.ValueType  # 1
-    """Speculate where it pays."""
+    """With all there is, where it pays."""
     SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 2
     """Plain decoding."""
     SPECULATION_MODE_ALWAYS: _SpeculationMode.ValueType  # 3
-    """Speculate whether or not it pays."""
+    """With the draft model alone, whether or not it pays."""
     SPECULATION_MODE_DRAFT: _SpeculationMode.ValueType  # 4
     """With the draft model alone, where it pays."""
     SPECULATION_MODE_LOOKAHEAD: _SpeculationMode.ValueType  # 5
@@ -46,11 +46,11 @@ class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrappe
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ValueType  # 0
 """Treated as AUTO."""
 SPECULATION_MODE_AUTO: SpeculationMode.ValueType  # 1
-"""Speculate where it pays."""
+"""With all there is, where it pays."""
 SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 2
 """Plain decoding."""
 SPECULATION_MODE_ALWAYS: SpeculationMode.ValueType  # 3
-"""Speculate whether or not it pays."""
+"""With the draft model alone, whether or not it pays."""
 SPECULATION_MODE_DRAFT: SpeculationMode.ValueType  # 4
 """With the draft model alone, where it pays."""
 SPECULATION_MODE_LOOKAHEAD: SpeculationMode.ValueType  # 5
@@ -346,7 +346,9 @@ class SpeculationPolicy(google.protobuf.message.Message):
     """Alternatives at one place at most; 0 for the default."""
     @property
     def lookahead(self) -> specdec.v1.model_pb2.Lookahead:
-        """A lookahead window of this size, whether or not it pays. Unset: one that pays, if any does. Not with OFF or DRAFT."""
+        """A lookahead window of this size, whether or not it pays. Unset: one that pays, if any does. With AUTO and LOOKAHEAD
+        only.
+        """
 
     def __init__(
         self,
