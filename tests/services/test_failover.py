@@ -1,5 +1,5 @@
-"""Verifiers and drafts that are killed, frozen, drained, restarted or replaced in mid-stream: the client sees a pause at
-most, and exactly the tokens it would have seen."""
+"""Verifiers and drafts that are killed, frozen, drained, restarted or replaced in mid-stream: the client sees a pause
+at most, and exactly the tokens it would have seen."""
 
 from __future__ import annotations
 
@@ -389,22 +389,26 @@ def second(field: str) -> Any:
     """A disguise: the second verifier differs in one field."""
 
     def disguise(number: int, identity: model_pb2.ModelIdentity) -> None:
-        if number:
+        if number == 1:
             setattr(identity, field, "another")
 
     return disguise
 
 
-async def lost_to_the_second(services: Stack, **fields: Any) -> Reader:
-    """A text begun at the first verifier, which has then been killed."""
-    reader = Reader(services, **fields)
-    await reader.read(10)
-    if serving(services):  # requests take turns
-        reader.cancel()
-        await until(lambda: services.idle)
+async def begun_elsewhere(services: Stack, number: int, **fields: Any) -> Reader:
+    """A text that is under way at any verifier but this one."""
+    while True:
         reader = Reader(services, **fields)
         await reader.read(10)
-    assert serving(services) == 0
+        if serving(services) != number:
+            return reader
+        reader.cancel()
+        await until(lambda: services.idle)
+
+
+async def lost_to_the_second(services: Stack, **fields: Any) -> Reader:
+    """A text begun at the first of two verifiers, which has then been killed."""
+    reader = await begun_elsewhere(services, 1, **fields)
     await services.verifiers[0].stop()
     return reader
 
@@ -438,7 +442,7 @@ async def test_a_text_is_taken_up_on_its_revision_only(directories: Directories)
         revision = (await call.read()).model_fingerprint
         assert revision
         call.cancel()
-        for wanted in ("another", "another", services.verifiers and revision):
+        for wanted in ("another", revision, "another", revision):  # whichever pod is asked first
             answer = services.stub.Generate(request_of(PROMPT, max_tokens=5, model_fingerprint=wanted))
             assert (await answer.read()).model_fingerprint == wanted
             answer.cancel()
@@ -464,13 +468,13 @@ async def test_equal_numerics_are_preferred(directories: Directories) -> None:
     async with stack(
         directories.target, None, verifiers=3, target_delay=slow_target, disguise=second("numerics_fingerprint")
     ) as services:
-        for _ in range(6):  # all have told theirs
+        for _ in services.verifiers:  # each has told its own
             await services.generate(PROMPT, max_tokens=2)
-        reader = Reader(services, max_tokens=60, ignore_end_token=True)
-        await reader.read(5)
+        reader = await begun_elsewhere(services, 1, max_tokens=60, ignore_end_token=True)
         await services.verifiers[serving(services)].stop()
         got = await reader.rest()
-    assert got.finish.speculation.switches["verifier_lost"] == 1
+    assert got.finish.speculation.switches == {"verifier_lost": 1}
+    assert got.finish.reproducible
 
 
 # --- drafts ---------------------------------------------------------------------------------------
@@ -511,13 +515,14 @@ async def test_a_draft_comes_back_to_a_long_text(directories: Directories) -> No
 
 
 async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
-    fields: dict[str, Any] = {"max_tokens": 230, "ignore_end_token": True, "sampling": {"temperature": 0.3, "seed": 1}}
+    fields: dict[str, Any] = {"max_tokens": 160, "ignore_end_token": True}
     always = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
     async with stack(directories.target, directories.random, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, plain=True, **dict(fields))
         got = await services.generate(PROMPT, speculation=always, **fields)
-        directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), chooser(fields["sampling"]))
-        assert got.finish.speculation.switches.get("draft_useless", 0) >= 1 or got.finish.speculation.accepted
+        directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), chooser({}))
+        assert not got.finish.speculation.accepted  # or it would not be useless
+        assert got.finish.speculation.switches["draft_useless"] == 1
 
 
 async def test_contrast_goes_on_with_another_draft(directories: Directories) -> None:
