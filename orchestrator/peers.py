@@ -21,8 +21,8 @@ class Peers:
     discoveries: Sequence[Discovery] = ()  # who finds the pods
 
     def check_room(self) -> None:
-        """OverloadedError if every verifier has told that it has no room. So much can be said before a request is looked
-        at, and in a flood it is the looking that takes time."""
+        """OverloadedError if every verifier has told that it has no room. So much can be said before a request is
+        looked at, and in a flood it is the looking that takes time."""
         refusals = [pod.admission.refusal for pod in self.verifiers.willing]
         found = [refusal for refusal in refusals if refusal is not None]
         if found and len(found) == len(refusals):

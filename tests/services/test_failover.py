@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -259,10 +259,11 @@ class Frozen(VerifierServicer):
         super().__init__(*args)
         self.thawed = asyncio.Event()
         self.thawed.set()
-        self.changed = lambda response: response
+        self.changed: Callable[[verifier_pb2.VerifyResponse], verifier_pb2.VerifyResponse] = lambda response: response
 
     async def run(self, requests: Any, context: Any) -> None:
-        await super().run(requests, FrozenContext(self, context))
+        through: Any = FrozenContext(self, context)
+        await super().run(requests, through)
 
 
 class FrozenContext:
