@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from orchestrator.generation import Generation, Peers
+from orchestrator.generation import Generation
+from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
@@ -32,15 +33,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def close(self) -> None:
-        await self._peers.verifier.close()
-        if self._peers.draft is not None:
-            await self._peers.draft.close()
+        await self._peers.close()
 
     async def Generate(  # type: ignore[override]
         self,
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
+        self._peers.check_room()
         valid = await self._parse(request)
         first = True
         async with aclosing(self._responses(valid, context)) as responses:
@@ -55,6 +55,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.CompleteRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
+        self._peers.check_room()
         valid = await self._parse(request.request)
         completions = [generation_pb2.Completion() for _ in valid.samples]
         async with aclosing(self._responses(valid, context)) as responses:

@@ -81,6 +81,7 @@ class GenerateRequest(google.protobuf.message.Message):
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
@@ -102,6 +103,10 @@ class GenerateRequest(google.protobuf.message.Message):
     tenant: builtins.str
     """Whose request it is: computed prompt prefixes are shared within a tenant only, since the time an answer
     takes tells what is in memory. At most 256 characters; empty is one of the tenants.
+    """
+    model_fingerprint: builtins.str
+    """The revision of the model that the text was begun with, as the first response told it: the request is taken up on
+    no other, and refused with reason MODEL_CHANGED where there is none. Empty: any will do.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -160,9 +165,10 @@ class GenerateRequest(google.protobuf.message.Message):
         json_schema: builtins.str = ...,
         tenant: builtins.str = ...,
         contrast: specdec.v1.model_pb2.Contrast | None = ...,
+        model_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -379,12 +385,15 @@ class GenerateResponse(google.protobuf.message.Message):
     FINISH_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n samples this belongs to."""
     text: builtins.str
     """Text that became readable; may be empty while a character is incomplete."""
     seed: builtins.int
     """The seed of the request; on the first response."""
+    model_fingerprint: builtins.str
+    """The revision of the model: ModelIdentity.model_fingerprint; on the first response of each sample."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last response of this sample."""
@@ -421,9 +430,10 @@ class GenerateResponse(google.protobuf.message.Message):
         finish: global___Finish | None = ...,
         seed: builtins.int | None = ...,
         token_texts: collections.abc.Iterable[builtins.str] | None = ...,
+        model_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "seed", b"seed", "sources", b"sources", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "seed", b"seed", "sources", b"sources", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
@@ -559,6 +569,22 @@ class SpeculationStatistics(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class SwitchesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     STEPS_FIELD_NUMBER: builtins.int
     DRAFTED_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
@@ -566,6 +592,7 @@ class SpeculationStatistics(google.protobuf.message.Message):
     ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
     UNDRAFTED_REASON_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
+    SWITCHES_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Target steps that committed tokens."""
     drafted: builtins.int
@@ -576,7 +603,7 @@ class SpeculationStatistics(google.protobuf.message.Message):
     """Tokens computed past a stop string and dropped."""
     undrafted_reason: builtins.str
     """Why drafting was off for part of the request, if it was: "off", "no_draft",
-    "tokenizer_mismatch", "draft_lost".
+    "tokenizer_mismatch", "draft_lost", "draft_useless".
     """
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -585,6 +612,10 @@ class SpeculationStatistics(google.protobuf.message.Message):
     @property
     def sources(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Tokens by source; keys are TokenSource names in lower case without prefix."""
+
+    @property
+    def switches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Changes of pods, by reason: "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back"."""
 
     def __init__(
         self,
@@ -596,8 +627,9 @@ class SpeculationStatistics(google.protobuf.message.Message):
         accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
         undrafted_reason: builtins.str = ...,
         sources: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        switches: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "drafted", b"drafted", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "undrafted_reason", b"undrafted_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "drafted", b"drafted", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "switches", b"switches", "undrafted_reason", b"undrafted_reason"]) -> None: ...
 
 global___SpeculationStatistics = SpeculationStatistics
 
