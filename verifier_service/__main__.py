@@ -42,6 +42,14 @@ def main(
     max_candidates: Annotated[
         int, typer.Option(min=1, max=128, help="Candidates a session verifies in a step at most.")
     ] = Limits.max_candidates,
+    shared_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1 << 20,
+            help="Tokens of each tenant's finished texts that its next requests guess from; 0: none.",
+        ),
+    ] = 0,
     exact: Annotated[
         bool, typer.Option(help="Tokens do not depend on who shares a step; checked at start, where it can be.")
     ] = True,
@@ -69,7 +77,7 @@ def main(
         )
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
-        loop = StepLoop(loaded, step_rows=step_rows)
+        loop = StepLoop(loaded, step_rows=step_rows, shared_tokens=shared_tokens)
         loop.start()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)

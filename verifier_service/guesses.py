@@ -21,7 +21,7 @@ from specdec.decoding.ngrams import NgramPool
 from specdec.decoding.processing import History
 from specdec.decoding.proposal import DraftRow
 from specdec.decoding.sampling import Rule
-from specdec.decoding.suffix import LONGEST, continuations
+from specdec.decoding.suffix import LONGEST, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
 
 NGRAM, LOOKAHEAD = 5, 6  # specdec.v1.TokenSource
@@ -103,25 +103,29 @@ class Guesser:
 
     # --- candidates ---------------------------------------------------------------------------------
 
-    def propose(self, tree: TokenTree, price: float, *, every: bool, sampled: bool) -> bool:
-        """Put what may follow the text into the tree, as far as it may be worth its row's `price`, or `every` n-gram of
-        a window; False if that is done already."""
+    def propose(self, tree: TokenTree, price: float, shared: Tokens | None, *, every: bool, sampled: bool) -> bool:
+        """Put what may follow the text into the tree, by what it says itself and by what `shared` ones say, as far as
+        it may be worth its row's `price`, or `every` n-gram of a window; False if that is done already."""
         if self._proposed == self._length:
             return False
         self._proposed = self._length
         worth = math.log(max(LEAST_REACH, price * CHEAPER))
         text = self._text[: self._length]
         for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH):
-            scores = self.copied.scores(match, DEPTH, worth)
-            if scores:
-                # What reaches the end of the text goes on as it has begun: the text repeats itself.
-                tokens = tokens if len(scores) <= len(tokens) else np.resize(tokens, len(scores))
-                self._insert(tree, tokens[: len(scores)].tolist(), scores, match, NGRAM, sampled)
+            # What reaches the end of the text goes on as it has begun: the text repeats itself.
+            self._copy(tree, np.resize(tokens, DEPTH), match, worth, sampled)
+        if shared is not None:
+            for tokens, match in continuations(shared, text[-LONGEST:], BRANCHES, DEPTH):
+                self._copy(tree, tokens, match, worth, sampled)
         if self.pool is not None:
             for ngram in self.pool.after(int(text[-1])):
                 scores = self.foreseen.scores(1, len(ngram), -math.inf if every else worth)
                 self._insert(tree, ngram[: len(scores)], scores, 1, LOOKAHEAD, sampled)
         return True
+
+    def _copy(self, tree: TokenTree, tokens: Tokens, match: int, worth: float, sampled: bool) -> None:
+        scores = self.copied.scores(match, len(tokens), worth)
+        self._insert(tree, tokens[: len(scores)].tolist(), scores, match, NGRAM, sampled)
 
     def _insert(
         self, tree: TokenTree, tokens: Sequence[int], scores: Sequence[float], match: int, origin: int, sampled: bool

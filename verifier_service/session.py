@@ -14,6 +14,7 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.processing import History
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import Rule
+from specdec.decoding.suffix import Tokens
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
@@ -201,10 +202,10 @@ class Session:
         rule = self.request.chooser.rule
         return self.policy.guess and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.speculate))
 
-    def guess(self, price: float) -> None:
-        """Put its own candidates into the tree, once for each length of the text."""
+    def guess(self, price: float, shared: Tokens | None) -> None:
+        """Put its own candidates into the tree, once for each length of the text; `shared` are texts of others."""
         sampled, every = self.request.chooser.rule is Rule.REJECTION, self.policy.lookahead is not None
-        if self.guesser.propose(self.tree, price, every=every, sampled=sampled):
+        if self.guesser.propose(self.tree, price, shared, every=every, sampled=sampled):
             self._outlook = None
 
     def look_ahead(self, size: Lookahead | None) -> Foresight | None:

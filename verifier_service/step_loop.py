@@ -33,6 +33,7 @@ from verifier_service.guesses import Foresight
 from verifier_service.pace import Prospect, wait_until
 from verifier_service.schedule import candidates, prompt_rows, window_size
 from verifier_service.session import Descent, Planned, Session, Verdict
+from verifier_service.shared_texts import SharedTexts
 from verifier_service.walk import walk
 
 log = structlog.get_logger()
@@ -121,7 +122,8 @@ class Load:
 
 class StepLoop(Worker):
     """`step_rows`: rows of prompts in one step at most; `run_ahead`: tokens a session may be ahead of what its
-    client has read; `cost`: measured unless it is known."""
+    client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from; `cost`: measured unless it
+    is known."""
 
     def __init__(
         self,
@@ -129,6 +131,7 @@ class StepLoop(Worker):
         *,
         step_rows: int = 512,
         run_ahead: int = 256,
+        shared_tokens: int = 0,
         cost: StepCost | None = None,
         guard: Guard | None = None,
     ) -> None:
@@ -145,6 +148,7 @@ class StepLoop(Worker):
         self._running: list[Attached] = []  # in order of arrival
         self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
         self._guard = guard or Guard()
+        self._shared = SharedTexts(shared_tokens)
         self._price = 0.0  # of a candidate, moving average
         self._drafted = 0  # sessions that have a draft
         self._last_step = 0.0  # when it ended
@@ -184,7 +188,7 @@ class StepLoop(Worker):
         self._count_foreseen(ready)
         for attached in ready:
             if self._guesses(attached) and not attached.session.remaining_prompt:
-                attached.session.guess(self._price)
+                attached.session.guess(self._price, self._shared.of(attached.session.request.tenant))
         now = time.monotonic()
         if not any(a.session.remaining_prompt for a in ready):
             prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]
@@ -421,6 +425,7 @@ class StepLoop(Worker):
             if at_once or now - attached.told >= spacing:  # who is stalled waits for what its reader hears of
                 messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
+                self._shared.add(attached.session.request.tenant, attached.session.tree.committed)
                 self.load.lifetime += 0.1 * (now - attached.let_in - self.load.lifetime)
                 self.detach(attached.session)
         Outbox.put_all(messages)

@@ -32,7 +32,7 @@ def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[C
     """What followed, up to `depth` tokens, in `written` after what `end` ends with: at most `most`, each with another
     first token, those of the longest agreement first, and the latest among equals.
 
-    `end` may be the end of `written` itself.
+    `end` may be the end of `written` itself. Negative numbers in `written` part one text from the next.
     """
     places = np.flatnonzero(written[:-1] == end[-1])
     by_match = [places]
@@ -46,7 +46,11 @@ def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[C
     for match in range(len(by_match), 0, -1):
         for place in by_match[match - 1][: -RECENT - 1 : -1].tolist():
             tokens = written[place + 1 : place + 1 + depth]
-            found.setdefault(int(tokens[0]), Continuation(tokens, match))
+            if tokens[0] < 0 or int(tokens[0]) in found:
+                continue
+            if tokens.min() < 0:
+                tokens = tokens[: int((tokens < 0).argmax())]
+            found[int(tokens[0])] = Continuation(tokens, match)
             if len(found) == most:
                 return list(found.values())
     return list(found.values())

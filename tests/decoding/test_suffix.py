@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,8 +29,9 @@ def plainly(written: list[int], end: list[int], most: int, depth: int) -> list[t
     places = [(agreement(written, place, end), place) for place in range(len(written) - 1)]
     found: dict[int, tuple[list[int], int]] = {}
     for match, place in sorted(places, reverse=True):
-        if match:
-            found.setdefault(written[place + 1], (written[place + 1 : place + 1 + depth], match))
+        tokens = list(itertools.takewhile(lambda token: token >= 0, written[place + 1 : place + 1 + depth]))
+        if match and tokens:
+            found.setdefault(tokens[0], (tokens, match))
     return list(found.values())[:most]
 
 
@@ -43,7 +46,7 @@ def test_the_end_of_a_text_in_itself(text: list[int], most: int, depth: int) -> 
         assert told(continuations(array(text), array(text), most, depth)) == plainly(text, text, most, depth)
 
 
-@given(texts, texts, st.integers(1, 4), st.integers(1, 8))
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=60), texts, st.integers(1, 4), st.integers(1, 8))
 def test_in_what_others_wrote(written: list[int], text: list[int], most: int, depth: int) -> None:
     if max(map(written.count, written)) <= RECENT:
         assert told(continuations(array(written), array(text), most, depth)) == plainly(written, text, most, depth)
