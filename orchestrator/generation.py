@@ -265,6 +265,8 @@ class Generation:
                 step_us=commit.step_us,
                 queued_us=commit.queued_us,
             ),
+            steps=commit.steps,
+            drafted=commit.offered,
         )
         if reason:
             response.finish.CopyFrom(

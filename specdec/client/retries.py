@@ -1,13 +1,15 @@
-"""How often one call is tried, and how long."""
+"""Where one call is tried, how often, and how long."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 
 import grpc
 
-from specdec.client.errors import DeadlineExceeded, Unavailable, from_rpc
+from specdec.client.errors import DeadlineExceeded, Overloaded, Unavailable, from_rpc
+from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
@@ -16,11 +18,14 @@ _LONGEST_PAUSE = 2.0
 class Retries:
     """The patience of one call: begins with it, and is spent by failures in a row."""
 
-    def __init__(self, most: int, timeout: float | None) -> None:
+    def __init__(self, rotation: Rotation, most: int, timeout: float | None) -> None:
+        self._rotation = rotation
         self._most = most
-        self._failures = 0
+        self._failures: Counter[str] = Counter()  # in a row, by address
         self._begin = time.monotonic()
         self._timeout = timeout
+        self.address = rotation.take(self._failures)
+        """Of the server to ask now."""
 
     @property
     def seconds_passed(self) -> float:
@@ -34,17 +39,29 @@ class Retries:
 
     def progressed(self) -> None:
         """The failures so far no longer count."""
-        self._failures = 0
+        self._failures.clear()
+        self._rotation.answered(self.address)
 
-    def pause(self, error: grpc.RpcError) -> float:
-        """Seconds to wait before the next try; raises the error instead where there is to be none."""
+    def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
+        """Seconds to wait before the next try, at what is `address` then; raises the error where there is none.
+
+        A server that is full is left to the caller; but a text that has `begun` is waited for.
+        """
         seen = from_rpc(error)
-        if not isinstance(seen, Unavailable) or self._failures >= self._most:
+        if not isinstance(seen, (Unavailable, Overloaded) if begun else Unavailable):
             raise seen from error
+        self._failures[self.address] += 1
+        if isinstance(seen, Unavailable):
+            self._rotation.failed(self.address)
+        self.address = self._rotation.take(self._failures)
+        again = self._failures[self.address]
+        if again > self._most:
+            raise seen from error
+        if not again:
+            return 0.0  # another one, which may be well
         # Doubled each time and never the same for two clients, lest they all return at once.
-        pause = _SHORTEST_PAUSE * (1 << min(self._failures, 6)) * random.uniform(1, 2)
+        pause = _SHORTEST_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
         pause = max(min(pause, _LONGEST_PAUSE), seen.retry_after or 0.0)
-        self._failures += 1
         left = self.seconds_left
         if left is not None and pause >= left:
             code = grpc.StatusCode.DEADLINE_EXCEEDED

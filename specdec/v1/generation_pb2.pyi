@@ -73,6 +73,7 @@ class GenerateRequest(google.protobuf.message.Message):
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
@@ -94,6 +95,10 @@ class GenerateRequest(google.protobuf.message.Message):
     tenant: builtins.str
     """Whose request it is: computed prompt prefixes are shared within a tenant only, since the time an answer
     takes tells what is in memory. At most 256 characters; empty is one of the tenants.
+    """
+    model_fingerprint: builtins.str
+    """The model that has generated `generated_tokens`, as the first response told it: taken up on that one only, else
+    UNAVAILABLE, reason MODEL_CHANGED. Empty: on any.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -152,9 +157,10 @@ class GenerateRequest(google.protobuf.message.Message):
         json_schema: builtins.str = ...,
         tenant: builtins.str = ...,
         contrast: specdec.v1.model_pb2.Contrast | None = ...,
+        model_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -362,12 +368,21 @@ class GenerateResponse(google.protobuf.message.Message):
     FINISH_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    DRAFTED_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n samples this belongs to."""
     text: builtins.str
     """Text that became readable; may be empty while a character is incomplete."""
     seed: builtins.int
     """The seed of the request; on the first response."""
+    model_fingerprint: builtins.str
+    """SHA-256 over config and weights of the model that generates, hex; on the first response."""
+    steps: builtins.int
+    """Target steps that made these tokens."""
+    drafted: builtins.int
+    """Candidates verified in them."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last response of this sample."""
@@ -404,9 +419,12 @@ class GenerateResponse(google.protobuf.message.Message):
         finish: global___Finish | None = ...,
         seed: builtins.int | None = ...,
         token_texts: collections.abc.Iterable[builtins.str] | None = ...,
+        model_fingerprint: builtins.str = ...,
+        steps: builtins.int = ...,
+        drafted: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "seed", b"seed", "sources", b"sources", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "drafted", b"drafted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
@@ -542,6 +560,22 @@ class SpeculationStatistics(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class SwitchesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     STEPS_FIELD_NUMBER: builtins.int
     DRAFTED_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
@@ -549,6 +583,7 @@ class SpeculationStatistics(google.protobuf.message.Message):
     ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
     UNDRAFTED_REASON_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
+    SWITCHES_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Target steps that committed tokens."""
     drafted: builtins.int
@@ -569,6 +604,10 @@ class SpeculationStatistics(google.protobuf.message.Message):
     def sources(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Tokens by source; keys are TokenSource names in lower case without prefix."""
 
+    @property
+    def switches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Changes of pod in mid-text, by reason: "verifier_lost", "draft_lost", "draft_back", ..."""
+
     def __init__(
         self,
         *,
@@ -579,8 +618,9 @@ class SpeculationStatistics(google.protobuf.message.Message):
         accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
         undrafted_reason: builtins.str = ...,
         sources: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        switches: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "drafted", b"drafted", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "undrafted_reason", b"undrafted_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "drafted", b"drafted", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "switches", b"switches", "undrafted_reason", b"undrafted_reason"]) -> None: ...
 
 global___SpeculationStatistics = SpeculationStatistics
 

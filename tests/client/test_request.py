@@ -38,6 +38,7 @@ EVERY_OPTION: dict[str, Any] = {
     "amateur_temperature": 0.5,
     "tenant": "t",
     "generated_tokens": [1, 2],
+    "model_fingerprint": "f1",
 }
 
 
@@ -70,6 +71,7 @@ def test_every_option_has_its_place() -> None:
         contrast=model_pb2.Contrast(alpha=0.25, amateur_temperature=0.5),
         generated_tokens=[1, 2],
         tenant="t",
+        model_fingerprint="f1",
     )
 
 
