@@ -17,7 +17,7 @@ _OPTIONS: dict[str, int | str] = {
     "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
     # gRPC fails calls at once while it puts off reconnecting, by default longer than the retries last.
     "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.max_reconnect_backoff_ms": 2_000,
+    "grpc.max_reconnect_backoff_ms": 1_000,
     # After a failure names are resolved again: pods come back under other addresses. By default twice a minute at most.
     "grpc.dns_min_time_between_resolutions_ms": 2_000,
     # A long completion with log-probabilities passes gRPC's 4 MiB.

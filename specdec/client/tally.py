@@ -27,7 +27,9 @@ class Tally:
             _add(self._part, _of(response))
 
     def broke_off(self) -> None:
-        """The stream is going to be taken up elsewhere."""
+        """The stream is going to be taken up elsewhere. A try that brought nothing is no part of it."""
+        if not self._part.ByteSize():
+            return
         self._part.switches["resumed"] += 1
         _add(self._broken, self._part)
         self._part.Clear()
