@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from tests.faults.pods import Pod
+
+DRAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -21,18 +23,53 @@ class Models:
 
 
 class Cluster:
-    """Pods named by role and number, such as "verifier-1"."""
+    """Pods named by role and number, such as "verifier-1". `make_whole` starts them; they are gone when it is left."""
 
-    def __init__(self, pods: Sequence[Pod]) -> None:
-        self.pods = {pod.name: pod for pod in pods}
+    def __init__(self, models: Models, logs: Path) -> None:
+        self.models = models
+        self.pods: dict[str, Pod] = {}
+        self._logs = logs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pod in self.pods.values():
+            pod.kill()
+
+    def deploy(self, verifiers: int, drafts: int, orchestrators: int) -> Self:
+        """So many of each, where each orchestrator knows all verifiers and drafts."""
+        of_verifiers = [self.verifier().address for _ in range(verifiers)]
+        of_drafts = [self.draft().address for _ in range(drafts)]
+        for _ in range(orchestrators):
+            self.orchestrator(of_verifiers, of_drafts)
+        return self
+
+    def verifier(self, *options: str, model: Path | None = None) -> Pod:
+        return self._add("verifier", "verifier_service", "--model", str(model or self.models.target), *options)
+
+    def draft(self, *options: str) -> Pod:
+        return self._add("draft", "draft_service", "--model", str(self.models.draft), "--engine", "torch", *options)
+
+    def orchestrator(self, verifiers: Sequence[str], drafts: Sequence[str], *options: str) -> Pod:
+        """Told of pods at these addresses."""
+        peers = [word for address in verifiers for word in ("--verifier", address)]
+        peers += [word for address in drafts for word in ("--draft", address)]
+        return self._add("orchestrator", "orchestrator", "--model", str(self.models.target), *peers, *options)
+
+    def _add(self, role: str, module: str, *options: str) -> Pod:
+        name = f"{role}-{len(self.of(role))}"
+        options += ("--drain-seconds", str(DRAIN_SECONDS), "--log-level", "info")
+        self.pods[name] = Pod(name, module, options, self._logs / f"{name}.log")
+        return self.pods[name]
+
+    def of(self, role: str) -> list[Pod]:
+        return [pod for name, pod in self.pods.items() if name.startswith(role)]
 
     @property
     def address(self) -> str:
         """For clients: of all orchestrators."""
         return ",".join(pod.address for pod in self.of("orchestrator"))
-
-    def of(self, role: str) -> list[Pod]:
-        return [pod for name, pod in self.pods.items() if name.startswith(role)]
 
     @property
     def died(self) -> list[str]:
@@ -46,50 +83,3 @@ class Cluster:
             if not pod.running:
                 pod.start()
         await asyncio.gather(*(pod.until_ready() for pod in self.pods.values()))
-
-    def logs(self) -> str:
-        return "\n".join(f"--- {name}\n{pod.log_tail()}" for name, pod in self.pods.items())
-
-
-@contextmanager
-def cluster(
-    models: Models,
-    logs: Path,
-    *,
-    verifiers: int = 2,
-    drafts: int = 2,
-    orchestrators: int = 2,
-    verifier_models: Sequence[Path] = (),
-    verifier_options: tuple[str, ...] = (),
-    orchestrator_options: tuple[str, ...] = (),
-    route: Callable[[str, str], str] = lambda _, address: address,
-) -> Iterator[Cluster]:
-    """Pods that are not started yet (`make_whole` does), and are gone when this is left.
-
-    `verifier_models` says what the first verifiers serve, if not the target; `route` under which address the
-    orchestrators find a pod, given its name and its own address.
-    """
-    served = [*verifier_models, *[models.target] * (verifiers - len(verifier_models))]
-    common = ("--drain-seconds", "5", "--log-level", "info")
-
-    def pod(role: str, number: int, module: str, *options: str) -> Pod:
-        name = f"{role}-{number}"
-        return Pod(name, module, (*options, *common), logs / f"{name}.log")
-
-    pods = [
-        pod("verifier", n, "verifier_service", "--model", str(model), *verifier_options)
-        for n, model in enumerate(served)
-    ]
-    pods += [pod("draft", n, "draft_service", "--model", str(models.draft), "--engine", "torch") for n in range(drafts)]
-    peers = []
-    for peer in pods:
-        peers += [f"--{peer.name.partition('-')[0]}", route(peer.name, peer.address)]
-    pods += [
-        pod("orchestrator", n, "orchestrator", "--model", str(models.target), *peers, *orchestrator_options)
-        for n in range(orchestrators)
-    ]
-    try:
-        yield Cluster(pods)
-    finally:
-        for each in pods:
-            each.kill()

@@ -1,8 +1,8 @@
 """Pods as processes of this machine. Each keeps its address, where it may be killed, frozen, drained and started again.
 
-A pod is `python -m verifier_service` and the like, in all but its birth: it is forked from a process that has imported
-and compiled what takes seconds (multiprocessing's fork server). None outlives the tests: the kernel kills it with the fork
-server, which ends with its parent, however that dies, and whether or not the pod is frozen.
+A pod is `python -m verifier_service` and the like, in all but its birth: it is forked from a process that has
+imported and compiled what takes seconds (multiprocessing's fork server). None outlives the tests: the kernel kills it
+with the fork server, which ends with its parent, however that dies, and whether or not the pod is frozen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 START_SECONDS = 120.0
 SHUTDOWN_SECONDS = 30.0
 
-_PRELOAD = ["tests.faults.warm"]
+PRELOAD = ["tests.faults.warm"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,6 +50,12 @@ class Pod:
         return self._process is not None and self._process.is_alive()
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def ready(self) -> bool:
         """Whether it takes calls, as far as it said."""
         if not self._ready and self._stdout is not None and self.running and self._stdout.poll():
@@ -66,7 +72,7 @@ class Pod:
     def start(self) -> None:
         assert not self.running, f"{self.name} is running"
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(_PRELOAD)
+        server.set_forkserver_preload(PRELOAD)
         stdin, self._stdin = server.Pipe(duplex=False)
         self._stdout, stdout = server.Pipe(duplex=False)
         self._ready = self._ends = False
@@ -112,8 +118,8 @@ class Pod:
         self._signal(number)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        if self.running:
+            os.kill(self.pid, number)
 
 
 def _be(module: str, options: tuple[str, ...], log: Path, stdin: Connection, stdout: Connection) -> None:
@@ -123,6 +129,7 @@ def _be(module: str, options: tuple[str, ...], log: Path, stdin: Connection, std
     os.dup2(stdin.fileno(), 0)
     os.dup2(stdout.fileno(), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.closerange(3, 1024)  # among them the end of a pipe by which it would keep the fork server alive
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115 - for good
     sys.argv = [module, *options]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -151,9 +151,9 @@ class Run:
     def faults(self, wants: Mapping[int, Record], oracle: Oracle) -> list[str]:
         """What went wrong, a line for each stream; and pods that ended by themselves."""
         found = [
-            f"stream {n}, {record.ask.options}: {fault}"
-            for n, record in self.records
-            if (fault := wrong(record, wants[n], oracle))
+            f"stream {n}, {seen.ask.options}: {fault}"
+            for n, seen in self.records
+            if (fault := wrong(seen, wants[n], oracle))
         ]
         return found + [f"{name} died:\n{self.cluster.pods[name].log_tail()}" for name in self.cluster.died]
 
@@ -161,18 +161,17 @@ class Run:
         """What was seen, in a few lines."""
         done = Counter(event.do for _, event in self.timeline)
         switches: Counter[str] = Counter()
-        for _, record in self.records:
-            if record.finish is not None:
-                switches.update(record.finish.speculation.switches)
+        for _, seen in self.records:
+            if seen.finish is not None:
+                switches.update(seen.finish.speculation.switches)
         interrupted = sum(bool(r.finish and r.finish.speculation.switches) for _, r in self.records)
         lines = [
             f"{len(self.records)} streams, {self.tokens} tokens in {time.monotonic() - self._began:.0f} s; "
             f"events: {dict(done)}; {interrupted} streams interrupted: {dict(switches)}"
         ]
-        pauses = sorted((record.pause for _, record in self.records), reverse=True)[:3]
-        for length, start in pauses:
+        for length, start in sorted((seen.pause for _, seen in self.records), reverse=True)[:3]:
             before = [
-                f"{at - start:+.2f} s {event.do} {event.whom}" for at, event in self.timeline if at < start + length
+                f"{event.do} {event.whom} at {at - start:+.2f} s" for at, event in self.timeline if at < start + length
             ]
-            lines.append(f"pause of {length:.2f} s at {start - self._began:.1f} s; events: {', '.join(before[-3:])}")
+            lines.append(f"pause of {length:.2f} s from {start - self._began:.1f} s; {', '.join(before[-3:])}")
         return "\n".join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.asks import asks
-from tests.faults.cluster import Cluster, Models, cluster
+from tests.faults.cluster import Cluster, Models
 from tests.faults.conftest import client_of
 from tests.faults.history import Record, undisturbed
 from tests.faults.scenario import After, Ended, Event, Ready, Received, Run
@@ -18,8 +18,8 @@ ASKS = asks(24, seed=1)
 
 @pytest.fixture(scope="module")
 def pods(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(models, tmp_path_factory.mktemp("logs"), verifiers=1, drafts=1) as made:
-        yield made
+    with Cluster(models, tmp_path_factory.mktemp("logs")) as made:
+        yield made.deploy(verifiers=1, drafts=1, orchestrators=2)
 
 
 @pytest.fixture(scope="module")
