@@ -85,7 +85,7 @@ class DraftServicer(
         return draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=self._identity))
 
     def progress(self) -> draft_pb2.DraftResponse:
-        return draft_pb2.DraftResponse(progress=model_pb2.Progress(steps=self._loop.steps))
+        return draft_pb2.DraftResponse(progress=model_pb2.Progress(steps=self._loop.steps, load=self.load()))
 
     def is_last(self, response: draft_pb2.DraftResponse) -> bool:
         return False  # the caller ends a draft session

@@ -5,28 +5,52 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import grpc
 import typer
 
-from orchestrator.generation import Peers
+from orchestrator.discovery import Discovery, Place
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
 from orchestrator.request import Model
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import supervise
 from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS, ServerSettings, run, run_program
+from specdec.serving.server import ServerSettings, run, run_program
+
+
+def _place(text: str) -> Place:
+    try:
+        return Place.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def main(
     model: Annotated[Path, typer.Option(help="Directory of the target model; its tokenizer and config are read.")],
-    verifier: Annotated[str, typer.Option(help="Address of the verifier, HOST:PORT.")],
-    draft: Annotated[str | None, typer.Option(help="Address of the draft, HOST:PORT; without one, undrafted.")] = None,
+    verifier: Annotated[
+        list[Place],
+        typer.Option(
+            parser=_place,
+            metavar="PLACE",
+            help="A verifier, HOST:PORT, or dns:NAME:PORT for one at each of a name's addresses. May be repeated.",
+        ),
+    ],
+    draft: Annotated[
+        list[Place] | None,
+        typer.Option(parser=_place, metavar="PLACE", help="A draft, likewise; without any, undrafted."),
+    ] = None,
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port; each uses a core.")] = 1,
     patience_ms: Annotated[
         float, typer.Option(min=0, help="Longest time a step may be put off for expected candidates.")
     ] = 50.0,
+    silence_seconds: Annotated[
+        float, typer.Option(min=0.5, help="A draft or verifier that says nothing for so long is lost.")
+    ] = 1.5,
+    failover_seconds: Annotated[
+        float, typer.Option(min=0, help="Longest time without progress until a request is given up.")
+    ] = 30.0,
     drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
@@ -48,18 +72,16 @@ def main(
             vocabulary=directory.vocabulary,
             end_tokens=directory.end_tokens,
         )
-        peers = Peers(
-            verifier=_channel(verifier),
-            draft=None if draft is None else _channel(draft),
-            patience_seconds=patience_ms / 1000,
-        )
+        verifiers, drafts = Pods(), Pods() if draft else None
+        discoveries = [Discovery(verifier, verifiers)]
+        if draft and drafts is not None:
+            discoveries.append(Discovery(draft, drafts))
+        for discovery in discoveries:
+            await discovery.start()
+        peers = Peers(verifiers, drafts, patience_ms / 1000, silence_seconds, failover_seconds, discoveries)
         return GenerationServicer(served, peers)
 
     run(settings, load, "orchestrator")
-
-
-def _channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""How sessions are opened at a verifier that may be full: a few at a time.
+"""Who may open a session at a verifier that may be full.
 
-In a flood every request would otherwise be carried to the verifier to be refused there, and the refusals would be
-slow when they are wanted most. So once the verifier has refused a session for want of room, those who wait to
-open one are refused for the same reason, and so is who comes in the next moment, without asking.
+In a flood every request would otherwise be carried to the verifier to be refused there, and the refusals would be slow
+when they are wanted most. A verifier tells how many sessions more it takes: beyond these, requests are refused without
+asking it. While that is not known, one goes ahead and finds out; its answer waits for no step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from orchestrator.load import Load
 from specdec.serving.errors import OverloadedError
+from specdec.v1 import model_pb2
 
 AT_ONCE = 64
-"""Sessions being opened, at most: each opening takes the verifier no longer than a step."""
+"""Sessions being opened, at most."""
 
 MOMENT = 0.05
 """Seconds for which a refusal stands for others."""
@@ -24,24 +25,33 @@ MOMENT = 0.05
 class Admission:
     """To one verifier."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._openings = asyncio.Semaphore(AT_ONCE)
-        self._refusal: OverloadedError | None = None
-        self._stands_until = 0.0
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._changed = asyncio.Event()  # an opening is over
 
     @asynccontextmanager
-    async def opening(self) -> AsyncIterator[None]:
-        """Around the opening of a session; OverloadedError if it is no use."""
-        self._check()
-        async with self._openings:
-            self._check()
-            try:
-                yield
-            except OverloadedError as refusal:
-                self._refusal, self._stands_until = refusal, self._clock() + MOMENT
-                raise
+    async def opening(self, *, again: bool = False) -> AsyncIterator[None]:
+        """Around the opening of a session; OverloadedError if there is no room. A text that is taken up `again` is
+        not kept waiting: the verifier will take it."""
+        while not (again or self._go_ahead()):
+            await self._changed.wait()
+        self._load.opening += 1
+        try:
+            yield
+        except OverloadedError as refusal:
+            full = model_pb2.Load(sessions=self._load.sessions, wait_us=int(1e6 * refusal.retry_after))
+            self._load.tell(full, MOMENT)
+            raise
+        finally:
+            self._load.opening -= 1
+            self._changed.set()
+            self._changed = asyncio.Event()
 
-    def _check(self) -> None:
-        if self._refusal is not None and self._clock() < self._stands_until:
-            raise OverloadedError(str(self._refusal), self._refusal.retry_after)
+    def _go_ahead(self) -> bool:
+        """Whether to ask the verifier now; OverloadedError if it is no use."""
+        told = self._load.told
+        if told is None:
+            return not self._load.opening
+        if told.room <= self._load.opening:
+            raise OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
+        return self._load.opening < AT_ONCE

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
+from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
+from orchestrator.watch import Watch
 from specdec.serving.errors import PeerLostError, ProtocolError, ServiceError, from_rpc
 from specdec.serving.interceptor import request_id
 from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
-OPEN_SECONDS = 30.0
-"""For the answer to `open`, which waits for the end of a step."""
+STUCK_SECONDS = 2.0
+STUCK_STEPS = 20
+"""A step that has lasted as long as so many of its size, and this time at least, will not end."""
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -25,19 +28,36 @@ STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRp
 """What writing to a stream that has ended raises."""
 
 
-class VerifierLink:
-    """A session at the verifier. Used as a context manager: leaving it ends the session."""
+class LostError(Exception):
+    """The session is gone; another pod may take it up. `conclusive`: so is the pod, for everybody."""
 
-    def __init__(self, channel: grpc.aio.Channel, timeout: float | None, silence: float) -> None:
-        self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+    def __init__(self, message: str, *, conclusive: bool = False) -> None:
+        super().__init__(message)
+        self.conclusive = conclusive
+
+
+class UnfitError(Exception):
+    """The pod is well, and serves something else. `error` is what to tell if there is no other."""
+
+    def __init__(self, error: ServiceError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Link:
+    """A session at a pod. Used as a context manager: leaving it ends the session."""
+
+    peer = "peer"
+
+    def __init__(self, pod: Pod, timeout: float | None, silence: float) -> None:
+        self.pod = pod
         self._timeout = timeout
-        self._silence = silence  # seconds; a peer says something every quarter of one
+        self._silence = silence
+        self._watch = Watch(silence, self._silent)
+        self.opened = False
         self._call: Call | None = None
-        self._given_up: ServiceError | None = None
+        self._given_up: Exception | None = None
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
-        self._opened = asyncio.Event()
-        self.identity = model_pb2.ModelIdentity()
-        self.max_nodes = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -45,15 +65,102 @@ class VerifierLink:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._call is not None:
-            self._call.cancel()
+        self._watch.stop()
+        self.give_up(LostError("the session was left"))
 
-    async def open(self, sample: Sample, model: Model, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Begin; ServiceError if the verifier refuses or does not fit."""
-        self._call = self._stub.Verify(timeout=self._timeout, metadata=request_id())  # type: ignore[call-arg, assignment]
+    def give_up(self, error: Exception) -> None:
+        """End the session: whoever reads it gets the error, whoever writes to it is none the wiser."""
+        if self._given_up is None:
+            self._given_up = error
+            if self._call is not None:
+                self._call.cancel()
+
+    async def _begin(self, method: Any, request: Any) -> Any:
+        """Start the stream; the answer to its first request."""
+        self._call = method(timeout=self._timeout, metadata=request_id())
+        self._watch.start()
+        with self._watch.listening():  # a connection that does not come about is silence too
+            await self._write(request)
+        response = await self._read()
+        if response.WhichOneof("message") != "opened":
+            raise LostError("the first message is not `opened`")
+        return response.opened
+
+    async def _write(self, request: Any) -> None:
+        """A stream that is over is noticed, and explained, by reading it."""
+        assert self._call is not None  # nothing is said before `open`
+        async with self._writing:
+            try:
+                await self._call.write(request)
+            except STREAM_IS_OVER:
+                pass
+            except asyncio.CancelledError:
+                if _being_cancelled():
+                    raise
+
+    async def _read(self) -> Any:
+        """The next message; LostError if there is none, ServiceError if the peer says why."""
+        assert self._call is not None
+        try:
+            with self._watch.listening():
+                response = await self._call.read()
+        except asyncio.CancelledError:
+            if self._given_up is None or _being_cancelled():
+                raise
+            raise self._given_up from None
+        except grpc.aio.AioRpcError as error:
+            seen = from_rpc(error, self.peer)
+            if isinstance(seen, PeerLostError):
+                gone = error.code() is grpc.StatusCode.UNAVAILABLE
+                raise LostError(f"{error.code().name}: {error.details()}", conclusive=gone) from error
+            raise seen from error
+        if response is grpc.aio.EOF or response is None:  # None is one that cannot be read
+            raise LostError("the stream ended before the text did")
+        return response
+
+    def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
+        """UnfitError unless we can talk."""
+        if identity.protocol_version != PROTOCOL_VERSION:
+            raise UnfitError(
+                ProtocolError(f"{self.peer}: speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}")
+            )
+        if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
+            raise UnfitError(
+                ProtocolError(
+                    f"{self.peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here"
+                )
+            )
+
+    def _silent(self) -> None:
+        self.give_up(LostError(f"silent for {self._silence:g} s", conclusive=True))
+
+
+class VerifierLink(Link):
+    """A session at a verifier."""
+
+    peer = "verifier"
+
+    def __init__(self, pod: Pod, timeout: float | None, silence: float) -> None:
+        super().__init__(pod, timeout, silence)
+        self.identity = model_pb2.ModelIdentity()
+        self.max_nodes = 0
+        self.speculates = False  # as it was last told
+
+    async def open(
+        self,
+        sample: Sample,
+        generated: Sequence[int],
+        model: Model,
+        policy: verifier_pb2.VerifyPolicy,
+        *,
+        attempt: int,
+        revision: str,
+    ) -> None:
+        """Begin; UnfitError if it serves something else, another `revision` of the model included (empty: any)."""
+        self.speculates = policy.speculate
         message = verifier_pb2.VerifyOpen(
             prompt_tokens=sample.prompt,
-            generated_tokens=sample.generated,
+            generated_tokens=generated,
             sampling=sampling_message(sample.sampling),
             rule=rule_message(sample.rule),
             contrast=sample.contrast,
@@ -63,105 +170,87 @@ class VerifierLink:
             logprobs=sample.logprobs,
             policy=policy,
             tenant=sample.tenant,
+            attempt=attempt,
         )
-        await self._write(verifier_pb2.VerifyRequest(open=message))
-        response = await self._read(OPEN_SECONDS)
-        if response is None or response.WhichOneof("message") != "opened":
-            raise ProtocolError("verifier: the first message is not `opened`")
-        self.identity, self.max_nodes = response.opened.identity, response.opened.max_nodes
-        if self.identity.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(f"verifier: speaks protocol {self.identity.protocol_version}, not {PROTOCOL_VERSION}")
-        if self.identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
-            raise ProtocolError(
-                f"verifier: serves {self.identity.model!r} with another tokenizer than {model.name!r} has here"
+        stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
+        opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
+        self.identity, self.max_nodes = opened.identity, opened.max_nodes
+        self._check(self.identity, model)
+        if revision and self.identity.model_fingerprint != revision:
+            raise UnfitError(
+                PeerLostError(
+                    f"verifier: serves revision {self.identity.model_fingerprint[:16]} of {self.identity.model!r}, the "
+                    f"text was begun with {revision[:16]}",
+                    "MODEL_CHANGED",
+                )
             )
-        self._opened.set()
+        self.pod.numerics = self.identity.numerics_fingerprint
+        self.pod.load.tell(opened.load if opened.HasField("load") else UNTOLD)
+        self.opened = True
 
     async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
-        """Until the last one; PeerLostError if the stream ends before."""
+        """Until the last one."""
         while True:
-            response = await self._read(self._silence)
-            if response is None:
-                raise PeerLostError("verifier: the stream ended before the text did", "VERIFIER_LOST")
-            if response.WhichOneof("message") == "commit":
-                yield response.commit
-                if response.commit.finish_reason:
-                    return
+            response = await self._read()
+            match response.WhichOneof("message"):
+                case "commit":
+                    yield response.commit
+                    if response.commit.finish_reason:
+                        return
+                case "progress":
+                    self._look_at(response.progress)
 
-    def give_up(self, error: ServiceError) -> None:
-        """End the session: whoever reads it gets the error."""
-        self._given_up = error
-        if self._call is not None:
-            self._call.cancel()
+    def _look_at(self, progress: model_pb2.Progress) -> None:
+        """A worker that steps is alive, one that only answers is not. Nor need it step for us: it may have to wait for
+        memory, for its draft or for its reader."""
+        if progress.HasField("load"):
+            self.pod.load.tell(progress.load)
+        age, expected = progress.step_age_us / 1e6, progress.step_expected_us / 1e6
+        if age > max(STUCK_SECONDS, STUCK_STEPS * expected):
+            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s are usual", conclusive=True)
 
     async def extend(self, extend: model_pb2.Extend) -> None:
-        """Candidates; they wait until the session is open."""
-        await self._opened.wait()
+        """Candidates."""
         await self._write(verifier_pb2.VerifyRequest(extend=extend))
 
-    async def policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        await self._opened.wait()
-        await self._write(verifier_pb2.VerifyRequest(policy=policy))
+    async def speculate(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Go by another policy from now on."""
+        if policy.speculate is not self.speculates:
+            self.speculates = policy.speculate
+            await self._write(verifier_pb2.VerifyRequest(policy=policy))
 
     async def consumed(self, tokens: int) -> None:
-        await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
-
-    async def _write(self, message: verifier_pb2.VerifyRequest) -> None:
-        """A stream that is over is noticed, and explained, by reading it."""
-        assert self._call is not None  # nothing is said before `open`
-        async with self._writing:
-            try:
-                await self._call.write(message)
-            except STREAM_IS_OVER:
-                pass
-            except asyncio.CancelledError:
-                if self._given_up is None:
-                    raise
-
-    async def _read(self, seconds: float) -> verifier_pb2.VerifyResponse | None:
-        assert self._call is not None
-        try:
-            async with asyncio.timeout(seconds):
-                response = await self._call.read()
-        except asyncio.CancelledError:
-            if self._given_up is None:
-                raise
-            raise self._given_up from None
-        except TimeoutError as error:
-            raise PeerLostError(f"verifier: silent for {seconds:g} s", "VERIFIER_LOST") from error
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, "verifier") from error
-        return response if isinstance(response, verifier_pb2.VerifyResponse) else None
+        """How far the client has read. Whoever says this does not listen meanwhile: it must not take long."""
+        with self._watch.listening():
+            await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
 
 
-class DraftUnusableError(Exception):
-    """The request runs undrafted; `reason` is what its statistics will say."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+UNTOLD = model_pb2.Load(room=2**16)
+"""Of a pod that does not tell: it will refuse what it cannot take."""
 
 
-class DraftLink:
-    """A session at the draft. Used as a context manager: leaving it ends the session."""
+class DraftLink(Link):
+    """A session at a draft."""
 
-    def __init__(self, channel: grpc.aio.Channel, timeout: float | None, silence: float) -> None:
-        self._silence = silence  # seconds; a peer says something every quarter of one
-        self._opened = False
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
-        self._call: Call = stub.Draft(timeout=timeout, metadata=request_id())  # type: ignore[call-arg, assignment]
-        self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
+    peer = "draft"
 
-    async def __aenter__(self) -> Self:
-        return self
+    def __init__(self, pod: Pod, timeout: float | None, silence: float) -> None:
+        super().__init__(pod, timeout, silence)
+        self.at_work = False  # it has sent candidates
+        self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
+        self._feeding: asyncio.Task[None] | None = None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._call.cancel()
+        if self._feeding is not None:
+            self._feeding.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._feeding
+        await super().__aexit__(kind, error, trace)
 
-    async def open(self, sample: Sample, generated: list[int], model: Model, policy: draft_pb2.DraftPolicy) -> None:
-        """Begin; DraftUnusableError if the draft refuses, is away, or does not fit."""
+    async def open(self, sample: Sample, generated: Sequence[int], model: Model, policy: draft_pb2.DraftPolicy) -> None:
+        """Begin; UnfitError if it serves another tokenizer's model."""
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=generated,
@@ -174,42 +263,33 @@ class DraftLink:
             policy=policy,
             vocabulary_size=model.vocabulary,
         )
-        await self.send(draft_pb2.DraftRequest(open=message))
-        response = await self._read(OPEN_SECONDS)
-        if response is None or response.WhichOneof("message") != "opened":
-            raise DraftUnusableError("no_draft", "the first message is not `opened`")
-        identity = response.opened.identity
-        if identity.protocol_version != PROTOCOL_VERSION:
-            raise DraftUnusableError("no_draft", f"speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}")
-        if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
-            raise DraftUnusableError(
-                "tokenizer_mismatch", f"serves {identity.model!r}, whose tokenizer is not {model.name!r}'s"
-            )
-
-        self._opened = True
+        stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
+        opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
+        self._check(opened.identity, model)
+        self.opened = True
+        self._feeding = asyncio.create_task(self._feed())
 
     async def extensions(self) -> AsyncIterator[model_pb2.Extend]:
-        """Until the stream is closed; DraftUnusableError if it breaks."""
+        """For as long as it lives."""
         while True:
-            response = await self._read(self._silence)
-            if response is None:
-                raise DraftUnusableError("draft_lost", "the stream ended")
-            if response.WhichOneof("message") == "extend":
-                yield response.extend
+            response = await self._read()
+            match response.WhichOneof("message"):
+                case "extend":
+                    self.at_work = True
+                    yield response.extend
+                case "progress" if response.progress.HasField("load"):
+                    self.pod.load.tell(response.progress.load)
 
-    async def send(self, message: draft_pb2.DraftRequest) -> None:
-        """A stream that is over is noticed, and explained, by reading it."""
-        async with self._writing:
-            with contextlib.suppress(*STREAM_IS_OVER):
-                await self._call.write(message)
+    def tell(self, message: draft_pb2.DraftRequest) -> None:
+        """Queued, so that a draft that does not read stalls nobody."""
+        self._outgoing.put_nowait(message)
 
-    async def _read(self, seconds: float) -> draft_pb2.DraftResponse | None:
-        lost = "draft_lost" if self._opened else "no_draft"
-        try:
-            async with asyncio.timeout(seconds):
-                response = await self._call.read()
-        except TimeoutError as error:
-            raise DraftUnusableError(lost, f"silent for {seconds:g} s") from error
-        except grpc.aio.AioRpcError as error:
-            raise DraftUnusableError(lost, f"{error.code().name}: {error.details()}") from error
-        return response if isinstance(response, draft_pb2.DraftResponse) else None
+    async def _feed(self) -> None:
+        while True:
+            await self._write(await self._outgoing.get())
+
+
+def _being_cancelled() -> bool:
+    """Whether it is this task that is cancelled, not the stream that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -59,6 +59,7 @@ class Sample:
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast
+    revision: str = ""  # of the model that the text was begun with; empty: any
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
         tenant=message.tenant,
         rule=rule_of(message.rule, sampling),
         contrast=message.contrast,
+        revision=message.model_fingerprint,
     )
     return Request(
         seed,

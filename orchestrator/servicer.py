@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from orchestrator.generation import Generation, Peers
+from orchestrator.generation import Generation
+from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
@@ -32,9 +33,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def close(self) -> None:
-        await self._peers.verifier.close()
-        if self._peers.draft is not None:
-            await self._peers.draft.close()
+        await self._peers.close()
 
     async def Generate(  # type: ignore[override]
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
-from orchestrator.generation import Peers
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
 from orchestrator.request import Model
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ from specdec.engine.torch_engine import TorchEngine
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.server import Service
 from specdec.serving.wire import identity_of
-from specdec.v1 import generation_pb2, generation_pb2_grpc
+from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import StepLoop
@@ -71,18 +72,50 @@ def model_of(directory: ModelDirectory) -> Model:
     )
 
 
+@dataclass
+class Pod:
+    """A service behind a port of its own, which it keeps when it is ended and started again."""
+
+    service: Service
+    address: str = "127.0.0.1:0"
+    server: grpc.aio.Server = field(init=False)
+
+    async def start(self) -> None:
+        self.server = grpc.aio.server(interceptors=[CallInterceptor()])
+        self.service.register(self.server)
+        port = self.server.add_insecure_port(self.address)
+        self.address = f"127.0.0.1:{port}"
+        await self.server.start()
+
+    async def stop(self, grace: float | None = None) -> None:
+        await self.server.stop(grace)
+
+
+@dataclass
+class VerifierPod(Pod):
+    loop: StepLoop = field(kw_only=True)
+
+
+@dataclass
+class DraftPod(Pod):
+    loop: GrowthLoop = field(kw_only=True)
+
+
+@asynccontextmanager
+async def running(pod: Pod) -> AsyncIterator[Pod]:
+    await pod.start()
+    try:
+        yield pod
+    finally:
+        await pod.stop()
+        await pod.service.close()
+
+
 @asynccontextmanager
 async def served(service: Service) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A server with one service on a free port; its address."""
-    server = grpc.aio.server(interceptors=[CallInterceptor()])
-    service.register(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}", server
-    finally:
-        await server.stop(None)
-        await service.close()
+    async with running(Pod(service)) as pod:
+        yield pod.address, pod.server
 
 
 @dataclass
@@ -91,12 +124,33 @@ class Stack:
 
     address: str
     stub: Any
-    verifier_loop: StepLoop
-    draft_loop: GrowthLoop | None
-    draft_server: grpc.aio.Server | None
-    verifier_server: grpc.aio.Server
+    verifiers: list[VerifierPod]
+    drafts: list[DraftPod]
     model: Model
     peers: Peers
+
+    @property
+    def verifier_loop(self) -> StepLoop:
+        return self.verifiers[0].loop
+
+    @property
+    def draft_loop(self) -> GrowthLoop | None:
+        return self.drafts[0].loop if self.drafts else None
+
+    @property
+    def verifier_server(self) -> grpc.aio.Server:
+        return self.verifiers[0].server
+
+    @property
+    def draft_server(self) -> grpc.aio.Server | None:
+        return self.drafts[0].server if self.drafts else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no session has memory anywhere."""
+        return not any(pod.loop.pool.held for pod in self.verifiers) and not any(
+            pod.loop.slots_used for pod in self.drafts
+        )
 
     async def generate(self, prompt: list[int], **fields: Any) -> generation_pb2.Completion:
         """One completion of a token prompt; keywords are fields of GenerateRequest, `sampling` a dict."""
@@ -116,15 +170,23 @@ def request_of(prompt: list[int], **fields: Any) -> generation_pb2.GenerateReque
     return generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=prompt), sampling=sampling, **fields)
 
 
+def as_it_is(number: int, identity: model_pb2.ModelIdentity) -> None:
+    """A verifier that says what is true."""
+
+
 @asynccontextmanager
 async def stack(
     target: Path,
     draft: Path | None,
     *,
+    verifiers: int = 1,
+    drafts: int = 1,
     delay: Callable[[], None] | None = None,
     target_delay: Callable[[], None] | None = None,
     draft_engine: Callable[[ModelDirectory], Engine] | None = None,
     patience_seconds: float = 0.02,
+    silence_seconds: float = 1.5,
+    failover_seconds: float = 30.0,
     draft_limits: DraftLimits | None = None,
     verifier_limits: VerifierLimits | None = None,
     capacity: int = CAPACITY,
@@ -132,42 +194,60 @@ async def stack(
     exact: bool = True,
     verifier_kind: type[VerifierServicer] = VerifierServicer,
     draft_kind: type[DraftServicer] = DraftServicer,
+    disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
 ) -> AsyncIterator[Stack]:
-    """Verifier, orchestrator and, unless `draft` is None, a draft; `delay` slows the draft's engine,
-    `target_delay` the target's. Other kinds of servicers may stand in for the ordinary ones."""
-    target_directory = ModelDirectory(target)
-    engine: Engine = await asyncio.to_thread(TorchEngine, target_directory, capacity=capacity, dtype=dtype, exact=exact)
-    if target_delay is not None:
-        engine = SlowEngine(engine, target_delay)
+    """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
+    the target's. Other kinds of servicers may stand in for the ordinary ones; `disguise` changes what the verifier of
+    this number says it is."""
     async with AsyncExitStack() as exits:
-        verifier_loop = StepLoop(engine)
-        verifier_loop.start()
-        verifier = verifier_kind(
-            verifier_loop,
-            identity_of(target_directory, engine, verifier_loop.context),
-            verifier_limits or VerifierLimits(),
-        )
-        verifier_address, verifier_server = await exits.enter_async_context(served(verifier))
-        draft_loop = draft_server = None
-        draft_channel = None
-        if draft is not None:
-            directory = ModelDirectory(draft)
+
+        async def verifier_pod(number: int) -> VerifierPod:
+            directory = ModelDirectory(target)
+            engine: Engine = await asyncio.to_thread(
+                TorchEngine, directory, capacity=capacity, dtype=dtype, exact=exact
+            )
+            if target_delay is not None:
+                engine = SlowEngine(engine, target_delay)
+            loop = StepLoop(engine)
+            loop.start()
+            identity = identity_of(directory, engine, loop.context)
+            disguise(number, identity)
+            service = verifier_kind(loop, identity, verifier_limits or VerifierLimits())
+            pod = VerifierPod(service, loop=loop)
+            await exits.enter_async_context(running(pod))
+            return pod
+
+        async def draft_pod(directory: ModelDirectory) -> DraftPod:
             make = draft_engine or (lambda d: TorchEngine(d, capacity=capacity, exact=False))
-            small: Engine = await asyncio.to_thread(make, directory)
+            engine: Engine = await asyncio.to_thread(make, directory)
             if delay is not None:
-                small = SlowEngine(small, delay)
-            draft_loop = GrowthLoop(small)
-            draft_loop.start()
-            service = draft_kind(draft_loop, identity_of(directory, small, capacity), draft_limits or DraftLimits())
-            draft_address, draft_server = await exits.enter_async_context(served(service))
-            draft_channel = grpc.aio.insecure_channel(draft_address)
-        channel = grpc.aio.insecure_channel(verifier_address)
-        peers = Peers(channel, draft_channel, patience_seconds=patience_seconds)
-        model = model_of(target_directory)
+                engine = SlowEngine(engine, delay)
+            loop = GrowthLoop(engine)
+            loop.start()
+            service = draft_kind(loop, identity_of(directory, engine, capacity), draft_limits or DraftLimits())
+            pod = DraftPod(service, loop=loop)
+            await exits.enter_async_context(running(pod))
+            return pod
+
+        verifying = [await verifier_pod(number) for number in range(verifiers)]
+        drafting = [] if draft is None else [await draft_pod(ModelDirectory(draft)) for _ in range(drafts)]
+        peers = Peers(
+            Pods(pod.address for pod in verifying),
+            Pods(pod.address for pod in drafting) if drafting else None,
+            patience_seconds=patience_seconds,
+            silence_seconds=silence_seconds,
+            failover_seconds=failover_seconds,
+        )
+        model = model_of(ModelDirectory(target))
         address, _ = await exits.enter_async_context(served(GenerationServicer(model, peers)))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        yield Stack(address, stub, verifier_loop, draft_loop, draft_server, verifier_server, model, peers)
+        yield Stack(address, stub, verifying, drafting, model, peers)
+
+
+def peers_at(services: Stack, draft: str) -> Peers:
+    """The stack's verifiers, and a draft at another address."""
+    return Peers(Pods(pod.address for pod in services.verifiers), Pods([draft]))
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -54,6 +54,7 @@ class VerifierServicer(
         self._loop = loop
         self._identity = identity
         self._limits = limits
+        self._usual_blocks = 1.0  # of a text that comes, moving average
 
     def register(self, server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
@@ -68,20 +69,30 @@ class VerifierServicer(
     def attach(self, session: Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
         self._loop.attach(Attached(session, outbox, response))
 
-    def admit(self, request: verifier_pb2.VerifyRequest, open_sessions: int) -> None:
-        super().admit(request, open_sessions)
-        load = self._loop.load
-        waiting = load.waiting - load.stalled
-        # Those on their way to the loop will find memory, or wait; they are taken to be of this one's size.
+    def admit(self, request: verifier_pb2.VerifyRequest) -> None:
+        super().admit(request)
         text = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
         blocks = -(-(text + 1) // BLOCK)  # and for a token more
-        room = 0 if waiting else self._loop.pool.available // blocks
-        waiting += max(0, self.arriving - room)
-        if waiting >= self._limits.max_waiting:
+        self._usual_blocks += 0.1 * (blocks - self._usual_blocks)
+        waiting, limit = self._waiting(blocks), self._limits.max_waiting
+        if waiting >= limit and request.open.attempt <= 1:
             raise OverloadedError(
-                f"{waiting} sessions wait for memory, the limit is {self._limits.max_waiting}",
-                retry_after=load.expected_wait(waiting),
+                f"{waiting} sessions wait for memory, the limit is {limit}",
+                retry_after=self._loop.load.expected_wait(waiting),
             )
+
+    def load(self) -> model_pb2.Load:
+        waiting = self._waiting(self._usual_blocks)
+        room = max(0, min(self.room, self._limits.max_waiting - waiting))
+        wait = self._loop.load.expected_wait(max(0, waiting))
+        return model_pb2.Load(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
+
+    def _waiting(self, blocks: float) -> int:
+        """Sessions that wait for memory; below zero, so many more would find some at once. Those on their way to the
+        loop will find memory, or wait; they are taken to have texts of so many blocks."""
+        waiting = self._loop.load.waiting - self._loop.load.stalled
+        fitting = 0 if waiting else int(self._loop.pool.available / blocks)
+        return waiting + self.arriving - fitting
 
     async def GetLoad(
         self,
@@ -134,11 +145,19 @@ class VerifierServicer(
             log.warning("candidates_refused", why=str(error))
 
     def opened(self) -> verifier_pb2.VerifyResponse:
-        opened = verifier_pb2.VerifyOpened(identity=self._identity, max_nodes=self._limits.max_nodes)
+        opened = verifier_pb2.VerifyOpened(identity=self._identity, max_nodes=self._limits.max_nodes, load=self.load())
         return verifier_pb2.VerifyResponse(opened=opened)
 
     def progress(self) -> verifier_pb2.VerifyResponse:
-        return verifier_pb2.VerifyResponse(progress=model_pb2.Progress(steps=self._loop.load.steps))
+        load = self._loop.load
+        begun = load.step_begun
+        progress = model_pb2.Progress(
+            steps=load.steps,
+            load=self.load(),
+            step_age_us=int(1e6 * (time.monotonic() - begun)) if begun else 0,
+            step_expected_us=int(1e6 * load.step_expected),
+        )
+        return verifier_pb2.VerifyResponse(progress=progress)
 
     def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:
         return bool(response.commit.finish_reason)

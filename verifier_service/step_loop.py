@@ -108,6 +108,8 @@ class Load:
     found_tokens: int = 0  # of these, in memory already
     preemptions: int = 0
     busy: float = 0.0  # seconds spent in steps
+    step_begun: float = 0.0  # when the step under way was; 0: none is
+    step_expected: float = 0.0  # seconds that a step of its size usually takes
     lifetime: float = 1.0  # seconds they had memory for, moving average
 
     def expected_wait(self, waiting: int) -> float:
@@ -185,7 +187,9 @@ class StepLoop(Worker):
             if until is not None:
                 self._put_off = self._put_off or now
                 return until - now
+        self.load.step_begun, self.load.step_expected = now, 0.0
         self._step([attached for attached in ready if self._hold(attached)])
+        self.load.step_begun = 0.0
         self._put_off = None
         return 0.0
 
@@ -198,6 +202,7 @@ class StepLoop(Worker):
         packer = self._engine.packer()
         planned = self._plan(packer, ready)
         rows = len(packer.tokens)
+        self.load.step_expected = self._cost.of(rows)
 
         # 2. One forward pass, one walk.
         try:

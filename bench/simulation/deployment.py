@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -19,8 +19,9 @@ from bench.simulation.language import Language
 from bench.simulation.workers import SimulatedGrowthLoop, SimulatedStepLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
-from orchestrator.admission import Admission
-from orchestrator.generation import Generation, Peers
+from orchestrator.generation import Generation
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
 from orchestrator.request import Model, Sample, Speculation
 from orchestrator.tokenizer import Tokenizer
 from specdec.decoding.sampling import Rule, Sampling
@@ -144,10 +145,14 @@ class Deployment:
         self._drafts = [Channel(self._draft_servicer(loop), scenario.delay) for loop in self._draft_loops]
         for loop in (self._verifier_loop, *self._draft_loops):
             loop.start()
-        admission = Admission(asyncio.get_running_loop().time)
-        to_verifier = cast("grpc.aio.Channel", self._verifier)
-        to_drafts: list[grpc.aio.Channel | None] = [cast("grpc.aio.Channel", channel) for channel in self._drafts]
-        self._peers = [Peers(to_verifier, to_draft, admission) for to_draft in to_drafts or [None]]
+        channels = {"verifier": self._verifier, **{f"draft {i}": draft for i, draft in enumerate(self._drafts)}}
+
+        def pods(addresses: Iterable[str]) -> Pods:
+            connect = cast("Callable[[str], grpc.aio.Channel]", channels.__getitem__)
+            return Pods(addresses, connect=connect, clock=asyncio.get_running_loop().time)
+
+        drafts = [address for address in channels if address != "verifier"]
+        self._peers = Peers(pods(["verifier"]), pods(drafts) if drafts else None)
 
     async def end(self) -> None:
         for loop in (self._verifier_loop, *self._draft_loops):
@@ -176,7 +181,7 @@ class Deployment:
             rule=Rule.COUPLED,
             contrast=model_pb2.Contrast(),
         )
-        generation = Generation(sample, self._model, self._peers[number % len(self._peers)], None)
+        generation = Generation(sample, self._model, self._peers, None)
         tokens: list[int] = []
         async for response in generation.run():
             tokens += response.tokens

@@ -13,10 +13,13 @@ ServiceError
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -125,7 +128,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(message, _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequestError([("request", message)])
+            return InvalidRequestError(_violations(error) or [("request", message)])
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(message)
         case grpc.StatusCode.UNIMPLEMENTED:
@@ -138,18 +141,30 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             return PeerLostError(message, f"{peer.upper()}_LOST")
 
 
+def _violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:
+    """The fields that the peer found wrong."""
+    bad = _detail(error, error_details_pb2.BadRequest())
+    return [] if bad is None else [(found.field, found.description) for found in bad.field_violations]
+
+
 def _retry_after(error: grpc.aio.AioRpcError) -> float:
     """Seconds that the peer wants to be left alone for; 1 if it does not say."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.RetryInfo()
-                if detail.Unpack(info):
-                    return float(info.retry_delay.ToMilliseconds() / 1000)
-    return 1.0
+    info = _detail(error, error_details_pb2.RetryInfo())
+    return 1.0 if info is None else float(info.retry_delay.ToMilliseconds() / 1000)
 
 
 def _ours(error: grpc.aio.AioRpcError) -> bool:
     """Whether a service said it: every one of its errors has details. An INTERNAL without comes from the
     transport, as when a write meets a connection that has just broken."""
-    return any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
+    return _detail(error, error_details_pb2.ErrorInfo()) is not None
+
+
+def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
+    """The message that came with a status, if there is one of its kind and it can be read."""
+    with contextlib.suppress(DecodeError):
+        for key, value in error.trailing_metadata() or ():
+            if key == "grpc-status-details-bin" and isinstance(value, bytes):
+                for detail in status_pb2.Status.FromString(value).details:
+                    if detail.Unpack(message):
+                        return message
+    return None

@@ -1,7 +1,8 @@
 """A session is a stream: the life of one, the same at draft and verifier.
 
 The first request opens the session and gives it memory, the rest are handed to the worker in order, what
-the worker says goes back; when the stream ends, for whatever reason, the memory is free within a step.
+the worker says goes back; when the stream ends, for whatever reason, the memory is free within a step. The answer
+to `open` and the signs of life wait for no step of the worker.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from specdec.engine.kv import PoolFullError
 from specdec.serving.errors import OverloadedError, ProtocolError
 from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
+from specdec.v1 import model_pb2
 
 LINGER_SECONDS = 5.0
 
@@ -34,15 +36,30 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._worker = worker
         self._max_sessions = max_sessions
         self._sessions = 0
-        self.arriving = 0  # sessions that the worker has not taken yet
+        self._submitted = 0  # to the worker, of all sessions so far
+        self._taken = 0  # of these, by the worker; written in its thread
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
 
-    def admit(self, request: Request, open_sessions: int) -> None:
+    @property
+    def arriving(self) -> int:
+        """Sessions that the worker has not taken yet."""
+        return self._submitted - self._taken
+
+    def admit(self, request: Request) -> None:
         """OverloadedError if no more can be taken. On the event loop, so that a refusal waits for no step."""
-        if open_sessions >= self._max_sessions:
-            raise OverloadedError(f"{open_sessions} sessions are open, the limit is {self._max_sessions}")
+        if not self.room:
+            raise OverloadedError(f"{self._sessions} sessions are open, the limit is {self._max_sessions}")
+
+    @property
+    def room(self) -> int:
+        """Sessions more that it would take."""
+        return max(0, self._max_sessions - self._sessions)
+
+    def load(self) -> model_pb2.Load:
+        """How full it is."""
+        return model_pb2.Load(sessions=self._sessions, room=self.room)
 
     @abstractmethod
     def parse(self, request: Request) -> Session:
@@ -77,30 +94,35 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         first = await anext(aiter(requests), None)
         if first is None or _kind(first) != "open":
             raise ProtocolError("a session begins with `open`")
-        self.admit(first, self._sessions)
+        self.admit(first)
         session = self.parse(first)
         outbox: Outbox[Response] = Outbox()
         self._sessions += 1
+        self._submitted += 1
+        self._worker.submit(partial(self._take, session, outbox))
         reader: asyncio.Task[None] | None = None
         try:
-            self.arriving += 1
-            try:
-                await self._worker.call(partial(self.attach, session, outbox))
-            finally:
-                self.arriving -= 1
             await context.write(self.opened())
             reader = asyncio.create_task(self._read(requests, session, outbox))
             await outbox.write_to(context, progress=self.progress, is_last=self.is_last)
             # The caller ends the stream: requests may still be on their way, and a write that meets a
             # stream closed from here would cost it the last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)
-        except PoolFullError as full:
-            raise OverloadedError(f"the key/value memory is full: {full}") from full
         finally:
             self._sessions -= 1
             if reader is not None:
                 reader.cancel()
             self._worker.submit(partial(self.detach, session))
+
+    def _take(self, session: Session, outbox: Outbox[Response]) -> None:
+        """In the worker's thread."""
+        self._taken += 1
+        try:
+            self.attach(session, outbox)
+        except PoolFullError as full:
+            outbox.put(OverloadedError(f"the key/value memory is full: {full}"))
+        except Exception as error:  # it ends this session, not the worker
+            outbox.put(error)
 
     async def _read(self, requests: AsyncIterator[Request], session: Session, outbox: Outbox[Response]) -> None:
         """Hand requests to the worker, in order."""

@@ -97,8 +97,8 @@ class GenerateRequest(google.protobuf.message.Message):
     takes tells what is in memory. At most 256 characters; empty is one of the tenants.
     """
     model_fingerprint: builtins.str
-    """The model that has generated `generated_tokens`, as the first response told it: taken up on that one only, else
-    UNAVAILABLE, reason MODEL_CHANGED. Empty: on any.
+    """The revision of the model that the text was begun with, as the first response told it: the request is taken up on
+    no other, and refused with reason MODEL_CHANGED where there is none. Empty: any will do.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -378,7 +378,7 @@ class GenerateResponse(google.protobuf.message.Message):
     seed: builtins.int
     """The seed of the request; on the first response."""
     model_fingerprint: builtins.str
-    """SHA-256 over config and weights of the model that generates, hex; on the first response."""
+    """The revision of the model: ModelIdentity.model_fingerprint; on the first response of each sample."""
     steps: builtins.int
     """Target steps that made these tokens."""
     drafted: builtins.int
@@ -594,7 +594,7 @@ class SpeculationStatistics(google.protobuf.message.Message):
     """Tokens computed past a stop string and dropped."""
     undrafted_reason: builtins.str
     """Why drafting was off for part of the request, if it was: "off", "no_draft",
-    "tokenizer_mismatch", "draft_lost".
+    "tokenizer_mismatch", "draft_lost", "draft_useless".
     """
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -606,7 +606,7 @@ class SpeculationStatistics(google.protobuf.message.Message):
 
     @property
     def switches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Changes of pod in mid-text, by reason: "verifier_lost", "draft_lost", "draft_back", ..."""
+        """Changes of pods, by reason: "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back"."""
 
     def __init__(
         self,

@@ -397,19 +397,60 @@ class Committed(google.protobuf.message.Message):
 global___Committed = Committed
 
 @typing.final
+class Load(google.protobuf.message.Message):
+    """How full a pod is, and for how many more it has room."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: builtins.int
+    ROOM_FIELD_NUMBER: builtins.int
+    WAIT_US_FIELD_NUMBER: builtins.int
+    sessions: builtins.int
+    """Sessions that are open."""
+    room: builtins.int
+    """Sessions more that it would take now, waiting ones included. Texts that were taken up before are taken beyond it."""
+    wait_us: builtins.int
+    """Time after which one that finds no room should come again, microseconds."""
+    def __init__(
+        self,
+        *,
+        sessions: builtins.int = ...,
+        room: builtins.int = ...,
+        wait_us: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["room", b"room", "sessions", b"sessions", "wait_us", b"wait_us"]) -> None: ...
+
+global___Load = Load
+
+@typing.final
 class Progress(google.protobuf.message.Message):
     """Sign of life: a worker that steps is alive, one that only answers is not."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
+    STEP_AGE_US_FIELD_NUMBER: builtins.int
+    STEP_EXPECTED_US_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Steps this pod has made since it started."""
+    step_age_us: builtins.int
+    """How long the step under way has lasted, microseconds; 0: none is."""
+    step_expected_us: builtins.int
+    """How long a step of its size usually takes, microseconds."""
+    @property
+    def load(self) -> global___Load:
+        """How full it is."""
+
     def __init__(
         self,
         *,
         steps: builtins.int = ...,
+        load: global___Load | None = ...,
+        step_age_us: builtins.int = ...,
+        step_expected_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["load", b"load"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["load", b"load", "step_age_us", b"step_age_us", "step_expected_us", b"step_expected_us", "steps", b"steps"]) -> None: ...
 
 global___Progress = Progress

@@ -104,6 +104,7 @@ class VerifyOpen(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -114,6 +115,10 @@ class VerifyOpen(google.protobuf.message.Message):
     """Log-probabilities wanted for each token: 0 none, 1 the chosen token's, k + 1 the k best as well."""
     tenant: builtins.str
     """Whose text it is: computed prefixes are shared within a tenant only. Empty is one of them."""
+    attempt: builtins.int
+    """Which session of this text this is, from 1 on: the text moves when a verifier is lost. Who was taken up before is
+    not refused for want of waiting room.
+    """
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -152,9 +157,10 @@ class VerifyOpen(google.protobuf.message.Message):
         policy: global___VerifyPolicy | None = ...,
         tenant: builtins.str = ...,
         contrast: specdec.v1.model_pb2.Contrast | None = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
 
 global___VerifyOpen = VerifyOpen
 
@@ -166,20 +172,26 @@ class VerifyOpened(google.protobuf.message.Message):
 
     IDENTITY_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
+    LOAD_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
     @property
     def identity(self) -> specdec.v1.model_pb2.ModelIdentity:
         """What this pod serves."""
 
+    @property
+    def load(self) -> specdec.v1.model_pb2.Load:
+        """How full the pod is, this session included."""
+
     def __init__(
         self,
         *,
         identity: specdec.v1.model_pb2.ModelIdentity | None = ...,
         max_nodes: builtins.int = ...,
+        load: specdec.v1.model_pb2.Load | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "max_nodes", b"max_nodes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["identity", b"identity", "load", b"load"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "load", b"load", "max_nodes", b"max_nodes"]) -> None: ...
 
 global___VerifyOpened = VerifyOpened
 

@@ -52,8 +52,8 @@ class VerifierServiceServicer(object):
     """
 
     def Verify(self, request_iterator, context):
-        """One session. The first request is `open`; the first response is `opened`; the last one is a
-        commit with a finish reason, after which the caller closes the stream.
+        """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
+        one is a commit with a finish reason, after which the caller closes the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

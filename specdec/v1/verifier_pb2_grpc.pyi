@@ -25,8 +25,8 @@ class VerifierServiceStub:
         specdec.v1.verifier_pb2.VerifyRequest,
         specdec.v1.verifier_pb2.VerifyResponse,
     ]
-    """One session. The first request is `open`; the first response is `opened`; the last one is a
-    commit with a finish reason, after which the caller closes the stream.
+    """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
+    one is a commit with a finish reason, after which the caller closes the stream.
     """
 
     GetLoad: grpc.UnaryUnaryMultiCallable[
@@ -42,8 +42,8 @@ class VerifierServiceAsyncStub:
         specdec.v1.verifier_pb2.VerifyRequest,
         specdec.v1.verifier_pb2.VerifyResponse,
     ]
-    """One session. The first request is `open`; the first response is `opened`; the last one is a
-    commit with a finish reason, after which the caller closes the stream.
+    """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
+    one is a commit with a finish reason, after which the caller closes the stream.
     """
 
     GetLoad: grpc.aio.UnaryUnaryMultiCallable[
@@ -61,8 +61,8 @@ class VerifierServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[specdec.v1.verifier_pb2.VerifyRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[specdec.v1.verifier_pb2.VerifyResponse], collections.abc.AsyncIterator[specdec.v1.verifier_pb2.VerifyResponse]]:
-        """One session. The first request is `open`; the first response is `opened`; the last one is a
-        commit with a finish reason, after which the caller closes the stream.
+        """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
+        one is a commit with a finish reason, after which the caller closes the stream.
         """
 
     @abc.abstractmethod

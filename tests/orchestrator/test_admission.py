@@ -1,4 +1,4 @@
-"""A few at a time, and after a refusal nobody for a moment."""
+"""One asks while room is not known; beyond it nobody does."""
 
 from __future__ import annotations
 
@@ -7,72 +7,107 @@ import asyncio
 import pytest
 
 from orchestrator.admission import AT_ONCE, MOMENT, Admission
+from orchestrator.load import STALE_SECONDS, Load
 from specdec.serving.errors import OverloadedError, PeerLostError
+from specdec.v1 import model_pb2
 
 
-async def test_a_few_at_a_time() -> None:
-    door = Admission()
-    inside = most = 0
-    full, go = asyncio.Event(), asyncio.Event()
-
-    async def enter() -> None:
-        nonlocal inside, most
-        async with door.opening():
-            inside += 1
-            most = max(most, inside)
-            if inside == AT_ONCE:
-                full.set()
-            await go.wait()
-            inside -= 1
-
-    entering = [asyncio.create_task(enter()) for _ in range(3 * AT_ONCE)]
-    await full.wait()
-    go.set()
-    await asyncio.gather(*entering)
-    assert most == AT_ONCE
-
-
-async def test_a_refusal_stands_for_those_who_wait() -> None:
-    door = Admission()
-    asked = 0
-    go = asyncio.Event()
-
-    async def enter() -> None:
-        nonlocal asked
-        async with door.opening():
-            asked += 1
-            await go.wait()
-            raise OverloadedError("full", retry_after=2.5)
-
-    entering = [asyncio.create_task(enter()) for _ in range(3 * AT_ONCE)]
-    await asyncio.sleep(0)
-    go.set()
-    results = await asyncio.gather(*entering, return_exceptions=True)
-    assert asked == AT_ONCE
-    assert [(type(r), str(r), getattr(r, "retry_after", None)) for r in results] == (
-        [(OverloadedError, "full", 2.5)] * len(results)
-    )
-
-
-async def test_it_stands_for_a_moment_only() -> None:
+class Clock:
     now = 100.0
-    door = Admission(clock=lambda: now)
-    with pytest.raises(OverloadedError):
-        async with door.opening():
-            raise OverloadedError("full")
-    now += 0.9 * MOMENT
-    with pytest.raises(OverloadedError):
-        async with door.opening():
-            pytest.fail("nobody is to ask now")
-    now += 0.2 * MOMENT
-    async with door.opening():
-        pass
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Verifier:
+    """Takes so many sessions, when it is let; says how many it has left."""
+
+    def __init__(self, room: int) -> None:
+        self.clock = Clock()
+        self.load = Load(self.clock)
+        self.admission = Admission(self.load)
+        self.room = room
+        self.sessions = 0
+        self.asked = 0
+        self.answers = asyncio.Event()
+
+    async def open(self, *, again: bool = False) -> None:
+        with self.load.session():
+            async with self.admission.opening(again=again):
+                self.asked += 1
+                await self.answers.wait()
+                if not self.room and not again:
+                    raise OverloadedError("full", retry_after=2.5)
+                self.room -= not again
+                self.sessions += 1
+                self.load.tell(model_pb2.Load(sessions=self.sessions, room=self.room, wait_us=2_500_000))
+
+
+async def outcomes(verifier: Verifier, requests: int) -> list[BaseException | None]:
+    opening = [asyncio.create_task(verifier.open()) for _ in range(requests)]
+    await asyncio.sleep(0)
+    verifier.answers.set()
+    return await asyncio.gather(*opening, return_exceptions=True)
+
+
+async def test_one_finds_out_how_much_room_there_is() -> None:
+    verifier = Verifier(room=0)
+    results = await outcomes(verifier, 100)
+    assert verifier.asked == 1
+    assert all(isinstance(r, OverloadedError) and r.retry_after == 2.5 for r in results)
+
+
+async def test_those_beyond_the_room_are_refused_without_asking() -> None:
+    verifier = Verifier(room=20)
+    results = await outcomes(verifier, 100)
+    assert verifier.asked == 20
+    assert [type(r) for r in results].count(OverloadedError) == 80
+    assert all(r.retry_after == 2.5 for r in results if isinstance(r, OverloadedError))
+
+
+async def test_no_more_at_once_than_are_good_for_it() -> None:
+    verifier = Verifier(room=10 * AT_ONCE)
+    verifier.load.tell(model_pb2.Load(room=10 * AT_ONCE))
+    opening = [asyncio.create_task(verifier.open()) for _ in range(3 * AT_ONCE)]
+    await asyncio.sleep(0)
+    assert verifier.asked == AT_ONCE
+    verifier.answers.set()
+    await asyncio.gather(*opening)
+    assert verifier.sessions == 3 * AT_ONCE
+
+
+async def test_who_is_taken_up_again_is_not_held_up() -> None:
+    verifier = Verifier(room=0)
+    verifier.load.tell(model_pb2.Load(sessions=9, room=0))
+    verifier.answers.set()
+    with pytest.raises(OverloadedError, match="9 sessions"):
+        await verifier.open()
+    await verifier.open(again=True)
+    assert verifier.sessions == 1
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(True, MOMENT), (False, STALE_SECONDS)])
+async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float) -> None:
+    verifier = Verifier(room=0)
+    verifier.answers.set()
+    if asked:
+        with pytest.raises(OverloadedError, match="full"):
+            await verifier.open()
+    else:
+        verifier.load.tell(model_pb2.Load(room=0))
+    verifier.clock.now += 0.9 * seconds
+    with pytest.raises(OverloadedError, match="no room"):
+        await verifier.open()
+    verifier.clock.now += 0.2 * seconds
+    verifier.room = 1
+    await verifier.open()
+    assert verifier.sessions == 1
 
 
 async def test_other_errors_shut_nobody_out() -> None:
-    door = Admission()
+    admission = Admission(Load())
     with pytest.raises(PeerLostError):
-        async with door.opening():
+        async with admission.opening():
             raise PeerLostError("gone", "VERIFIER_LOST")
-    async with door.opening():
+    async with admission.opening():
         pass

@@ -13,12 +13,11 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.generation import Peers
 from orchestrator.servicer import GenerationServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import SAMPLINGS, chooser
-from tests.stack import Stack, request_of, served, stack
+from tests.stack import peers_at, request_of, served, stack
 
 PROMPT = [50, 60, 70, 80, 90]
 TOKENS = 60
@@ -105,18 +104,13 @@ def corrupted(response: draft_pb2.DraftResponse, generator: random.Random) -> dr
     return draft_pb2.DraftResponse(extend=extend)
 
 
-def draft_of(services: Stack) -> Any:
-    assert services.peers.draft is not None
-    return draft_pb2_grpc.DraftServiceStub(services.peers.draft)
-
-
 async def check(directories: Directories, seeds: range, samplings: list[dict[str, Any]]) -> None:
     tampered = accepted = 0
     async with (
         stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services,
-        served(chaos := Chaos(draft_of(services), 0)) as (address, _),
-        grpc.aio.insecure_channel(address) as channel,
-        served(GenerationServicer(services.model, Peers(services.peers.verifier, channel))) as (front, _),
+        grpc.aio.insecure_channel(services.drafts[0].address) as to_draft,
+        served(chaos := Chaos(draft_pb2_grpc.DraftServiceStub(to_draft), 0)) as (address, _),
+        served(GenerationServicer(services.model, peers_at(services, address))) as (front, _),
         grpc.aio.insecure_channel(front) as to_front,
     ):
         stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection
 
-from orchestrator.generation import Peers
 from orchestrator.servicer import GenerationServicer
 from specdec.decoding.choice import Chooser
 from specdec.decoding.noise import sample_seed
@@ -21,7 +21,7 @@ from specdec.serving.wire import identity_of
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
-from tests.stack import request_of, served, stack, until
+from tests.stack import peers_at, request_of, served, stack, until
 
 PROMPT = [50, 60, 70, 80, 90]
 
@@ -88,7 +88,7 @@ async def test_a_draft_with_another_tokenizer_is_not_used(directories: Directori
 
 
 async def test_a_verifier_killed_mid_stream_is_unavailable(directories: Directories) -> None:
-    async with stack(directories.target, directories.near) as services:
+    async with stack(directories.target, directories.near, failover_seconds=0.5) as services:
         call = services.stub.Generate(request_of(PROMPT, max_tokens=250, ignore_end_token=True))
         assert await call.read()
         await services.verifier_server.stop(None)
@@ -144,9 +144,8 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
     async with (
         stack(directories.target, None, target_delay=lambda: time.sleep(0.01)) as services,
         served(Silent()) as (address, _),
-        grpc.aio.insecure_channel(address) as channel,
     ):
-        peers = Peers(services.peers.verifier, channel, silence_seconds=0.2)
+        peers = replace(peers_at(services, address), silence_seconds=0.5)
         async with (
             served(GenerationServicer(services.model, peers)) as (front, _),
             grpc.aio.insecure_channel(front) as to_front,

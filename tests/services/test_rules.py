@@ -112,7 +112,10 @@ async def test_contrast_makes_a_difference(directories: Directories) -> None:
 async def test_contrast_needs_a_draft(directories: Directories, drafted: bool) -> None:
     """Without one the request ends UNAVAILABLE, after the tokens already sent."""
     async with stack(
-        directories.target, directories.near if drafted else None, delay=lambda: time.sleep(0.01)
+        directories.target,
+        directories.near if drafted else None,
+        delay=lambda: time.sleep(0.01),
+        failover_seconds=0.5,
     ) as services:
         call = services.stub.Generate(request_of(PROMPT, max_tokens=200, ignore_end_token=True, rule=CONTRASTIVE))
         if drafted:

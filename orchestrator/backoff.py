@@ -1,0 +1,47 @@
+"""How often one thing is tried, and for how long."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+SHORTEST_PAUSE = 0.05
+"""Seconds."""
+
+
+class Backoff:
+    """Pauses that double, up to `longest`, until `budget` seconds have passed since the first failure. Progress begins
+    both anew."""
+
+    def __init__(
+        self,
+        budget: float,
+        *,
+        longest: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.budget = budget
+        self._longest = longest
+        self._clock = clock
+        self._jitter = jitter
+        self._pauses = 0
+        self._failing_since: float | None = None
+
+    def progressed(self) -> None:
+        self._pauses, self._failing_since = 0, None
+
+    def failed(self) -> None:
+        if self._failing_since is None:
+            self._failing_since = self._clock()
+
+    @property
+    def exhausted(self) -> bool:
+        return self._failing_since is not None and self._clock() - self._failing_since >= self.budget
+
+    def pause(self) -> float:
+        """Seconds until the next try: never the same for two, lest they all come at once."""
+        pause = min(SHORTEST_PAUSE * (1 << min(self._pauses, 16)), self._longest)
+        self._pauses += 1
+        return pause * (0.5 + 0.5 * self._jitter())

@@ -1,0 +1,214 @@
+"""A draft kept at work beside a text, for as long as there is one to be had.
+
+It is told what the target decides, and what it guesses goes to the verifier. A draft that is missing, foreign, useless
+or lost costs speed, nothing else: another replica takes over, and while there is none, the text goes on without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from orchestrator.backoff import Backoff
+from orchestrator.links import DraftLink, LostError, UnfitError, VerifierLink
+from orchestrator.pacing import Pacing
+from orchestrator.peers import Peers
+from orchestrator.pods import Pod
+from orchestrator.request import Model, Sample
+from orchestrator.switches import Reason, Switches
+from orchestrator.transcript import Transcript
+from specdec.decoding.sampling import Rule
+from specdec.serving.errors import PeerLostError, ServiceError
+from specdec.v1 import draft_pb2, verifier_pb2
+
+log = structlog.get_logger()
+
+FRUITLESS_STEPS = 128
+"""In a row in which candidates were wanted, and none was accepted: a draft that lags or guesses at random."""
+
+LONGEST_PAUSE = 1.0
+"""Seconds between two rounds of asking for a draft."""
+
+
+class UselessError(LostError):
+    """A draft that is there, and might as well not be."""
+
+
+class Drafting:
+    """Of one sample. Used as a context manager: leaving it ends the draft's session."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        model: Model,
+        peers: Peers,
+        transcript: Transcript,
+        switches: Switches,
+        deadline: float | None,
+    ) -> None:
+        self._sample = sample
+        self._model = model
+        self._pods = peers.drafts if sample.speculation.enabled else None
+        self._silence = peers.silence_seconds
+        self._transcript = transcript
+        self._switches = switches
+        self._deadline = deadline
+        self._needed = sample.rule is Rule.CONTRASTIVE
+        self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
+        self._working: asyncio.Task[None] | None = None
+        self._verifier: VerifierLink | None = None  # who candidates go to
+        self._draft: DraftLink | None = None  # who makes them
+        self._pacing: Pacing | None = None  # of its session
+        self._fruitless = 0  # steps in a row
+        self._without = False  # there is no draft now
+        self._trouble = "no_draft", "no pod"  # with the last one: (reason, why)
+        self._given_up: ServiceError | None = None
+        self.undrafted_reason = "" if self._pods is not None else "no_draft" if sample.speculation.enabled else "off"
+        self.policy = verifier_pb2.VerifyPolicy(
+            # The verifier may wait for the first candidates only if there is hope of a draft.
+            speculate=self._pods is not None and bool(self._pods.willing),
+            max_candidates=sample.speculation.max_candidates,
+            patience_us=int(1e6 * peers.patience_seconds),
+            always=sample.speculation.always,
+        )
+        if self._needed and self._pods is None:
+            self._give_up("there is none")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._working is not None:
+            self._working.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._working
+
+    # --- what happens to the text -------------------------------------------------------------------
+
+    async def serve(self, verifier: VerifierLink) -> None:
+        """Candidates go to this verifier from now on. It knows none of those that another one had."""
+        self._verifier = verifier
+        await verifier.speculate(self.policy)  # it may have changed since the session was opened
+        if self._given_up is not None:
+            verifier.give_up(self._given_up)
+        elif self._pods is not None and self._working is None:
+            self._working = asyncio.create_task(self._work())
+        elif self._draft is not None and self._pacing is not None:
+            for message in self._pacing.another_verifier(verifier.max_nodes):
+                self._draft.tell(message)
+
+    def tell(self, commit: verifier_pb2.Commit) -> None:
+        """What the target decided."""
+        draft, pacing = self._draft, self._pacing
+        if draft is None or pacing is None:
+            return
+        for message in pacing.messages(commit):
+            draft.tell(message)
+        self._judge(draft, commit)
+
+    def _judge(self, draft: DraftLink, commit: verifier_pb2.Commit) -> None:
+        """Whether candidates that were wanted are any good."""
+        if not draft.at_work:
+            return
+        if commit.accepted or commit.price >= 1 or self._needed:
+            self._fruitless = 0
+            self._backoff.progressed()
+            draft.pod.breaker.succeeded()
+            return
+        self._fruitless += commit.steps
+        if self._fruitless >= FRUITLESS_STEPS:
+            draft.give_up(UselessError(f"no candidate was accepted in {self._fruitless} steps"))
+
+    # --- the work -----------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """One draft after another. Whatever goes wrong here ends no request, but one that cannot do without."""
+        assert self._pods is not None
+        tried: set[Pod] = set()  # since a draft was at work, or the last pause
+        while True:
+            pod = self._pods.choose(but=tried)
+            if pod is not None:
+                was_at_work = await self._draft_at(pod)
+                tried = {pod} if was_at_work else {*tried, pod}
+                continue
+            await self._go_without()
+            if self._given_up is not None:
+                return
+            await asyncio.sleep(self._backoff.pause())
+            tried.clear()
+
+    async def _draft_at(self, pod: Pod) -> bool:
+        """Have this pod draft until it fails; whether it ever was at work."""
+        pod.breaker.attempt()
+        async with DraftLink(pod, self._timeout(), self._silence) as link:
+            try:
+                with pod.load.session():
+                    await self._relay(link)
+            except UnfitError as unfit:
+                pod.unfit = str(unfit)
+                self._trouble = "tokenizer_mismatch", f"{pod}: {unfit}"
+            except LostError as lost:
+                pod.breaker.failed(conclusive=lost.conclusive)
+                reason: Reason = "draft_useless" if isinstance(lost, UselessError) else "draft_lost"
+                if link.opened:
+                    self._switches.note(reason, pod, str(lost))
+                self._trouble = reason if link.opened else "no_draft", f"{pod}: {lost}"
+            except Exception as error:  # it is full, or has found something to object to
+                self._trouble = "no_draft", f"{pod}: {error}"
+            finally:
+                self._draft = self._pacing = None
+        return link.at_work
+
+    async def _relay(self, link: DraftLink) -> None:
+        """Open a session, and push what is guessed there to the verifier."""
+        assert self._verifier is not None
+        policy = draft_pb2.DraftPolicy(
+            max_nodes=self._verifier.max_nodes,
+            max_depth=self._sample.speculation.max_depth,
+            max_branches=self._sample.speculation.max_branches,
+        )
+        # It opens with the text as it is now: from here on, commits are queued for it.
+        self._draft, self._pacing, self._fruitless = link, Pacing(policy, needed=self._needed), 0
+        await link.open(self._sample, self._transcript.generated, self._model, policy)
+        if self._without:
+            self._without = False
+            self._switches.note("draft_back", link.pod)
+        await self._speculate(True)
+        async for extend in link.extensions():
+            await self._verifier.extend(extend)
+
+    async def _go_without(self) -> None:
+        """There is no draft now."""
+        assert self._pods is not None
+        if self._pods and all(pod.unfit for pod in self._pods):
+            self._trouble = "tokenizer_mismatch", "; ".join(f"{pod}: {pod.unfit}" for pod in self._pods)
+        self._backoff.failed()
+        if self._needed:
+            if self._backoff.exhausted:
+                self._give_up(self._trouble[1])
+            return
+        if not self._without:
+            self._without = True
+            self.undrafted_reason, why = self._trouble
+            log.warning("undrafted", reason=self.undrafted_reason, why=why)
+        await self._speculate(False)
+
+    async def _speculate(self, on: bool) -> None:
+        self.policy.speculate = on
+        if self._verifier is not None:
+            await self._verifier.speculate(self.policy)
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")
+        if self._verifier is not None:
+            self._verifier.give_up(self._given_up)
+
+    def _timeout(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())

@@ -1,0 +1,48 @@
+"""How full a pod is: what it last told, corrected by what was opened since from here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from specdec.v1 import model_pb2
+
+STALE_SECONDS = 1.0
+"""A pod with sessions tells its load four times a second; what it told longer ago says nothing any more."""
+
+
+class Load:
+    """Of one pod."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.ours = 0  # sessions from here, those that are being opened included
+        self._told: model_pb2.Load | None = None
+        self._told_until = 0.0
+        self._others = 0  # sessions that are not from here, as far as is known
+        self.opening = 0  # sessions that are being opened from here
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Around a session from here."""
+        self.ours += 1
+        try:
+            yield
+        finally:
+            self.ours -= 1
+
+    def tell(self, told: model_pb2.Load, seconds: float = STALE_SECONDS) -> None:
+        """What the pod says holds for so long, unless it says otherwise."""
+        self._told, self._told_until = told, self._clock() + seconds
+        self._others = max(0, told.sessions - (self.ours - self.opening))
+
+    @property
+    def told(self) -> model_pb2.Load | None:
+        """What still holds of what the pod last told."""
+        return self._told if self._clock() < self._told_until else None
+
+    @property
+    def sessions(self) -> int:
+        """Of everybody."""
+        return self.ours + (self._others if self.told else 0)

@@ -1,0 +1,71 @@
+"""What a draft is told of each commit: the new tokens, and what is worth guessing now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
+
+AHEAD = 0.1
+"""What will be worth verifying a step later lies below what is verified now: it is grown from this part of the price
+on, or from the draft's own least reach, if that is more. (A whole price left nothing to grow ahead; 0.3 of it was too
+much still, by `python -m bench.simulate`.)"""
+
+KEEP_UP_EVERY = 64
+"""Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
+
+EXTENDS_A_STEP = 4
+"""Messages of candidates that a verifier's step is worth, where it can take so many: the fresher they are when the
+step begins, the more of them count, and a network that is slow is hidden."""
+
+EXTEND_US = 3000
+"""Time between two messages, over all sessions of a verifier, that costs it little: each takes its interpreter half a
+millisecond."""
+
+
+class Pacing:
+    """Of one session at a draft. `needed`: no token can be chosen without it, whether or not candidates pay."""
+
+    def __init__(self, policy: draft_pb2.DraftPolicy, *, needed: bool) -> None:
+        self._policy = policy  # as the draft was last told
+        self._needed = needed
+        self._untold = model_pb2.Committed()
+        self._step_us = 0.0  # moving average of T_v
+
+    def messages(self, commit: verifier_pb2.Commit) -> Iterator[draft_pb2.DraftRequest]:
+        """What the target decided, and what is worth guessing; while nothing is, tokens are kept."""
+        if commit.step_us:  # else it tells of steps long past
+            self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
+        told, policy = self._policy, self._fitting(commit)
+        if _differ(policy.min_reach, told.min_reach) or _differ(policy.extend_interval_us, told.extend_interval_us):
+            self._policy = policy
+            yield draft_pb2.DraftRequest(policy=policy)
+        if not self._untold.tokens:
+            self._untold.base = commit.committed.base
+        self._untold.tokens.extend(commit.committed.tokens)
+        if self._policy.min_reach < 1 or len(self._untold.tokens) >= KEEP_UP_EVERY:
+            yield draft_pb2.DraftRequest(committed=self._untold)
+            self._untold = model_pb2.Committed()
+
+    def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
+        """One that knows no candidates, and grants so many."""
+        if max_nodes != self._policy.max_nodes:
+            self._policy.max_nodes = max_nodes
+            yield draft_pb2.DraftRequest(policy=self._policy)
+        yield draft_pb2.DraftRequest(resend=draft_pb2.Resend())
+
+    def _fitting(self, commit: verifier_pb2.Commit) -> draft_pb2.DraftPolicy:
+        """The draft's policy as it should be now. Besides candidates for a verifier that has none, it sends several
+        messages a step, but no more than all sessions together may, and one at least."""
+        policy = draft_pb2.DraftPolicy()
+        policy.CopyFrom(self._policy)
+        pause = max(self._step_us / EXTENDS_A_STEP, EXTEND_US * commit.drafted_sessions)
+        policy.extend_interval_us = int(min(self._step_us, pause))
+        if not self._needed:
+            policy.min_reach = AHEAD * commit.price if commit.price < 1 else 1.0
+        return policy
+
+
+def _differ(new: float, told: float) -> bool:
+    """Enough to be worth a message; to 1, and from there, always."""
+    return abs(new - told) > 0.3 * max(new, told) or (new >= 1) is not (told >= 1)

@@ -1,0 +1,107 @@
+"""The pods of one role: which there are, and which to ask next."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import grpc
+import structlog
+
+from orchestrator.admission import Admission
+from orchestrator.breaker import Breaker
+from orchestrator.load import Load
+from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS
+
+log = structlog.get_logger()
+
+
+class Pod:
+    """One replica, and what is known of it."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address = address
+        self.channel = channel
+        self.breaker = Breaker(clock)
+        self.load = Load(clock)
+        self.admission = Admission(self.load)
+        self.numerics = ""  # fingerprint, as it last told
+        self.unfit = ""  # why it can never serve here, if so
+        self.turn = 0  # when it was last chosen
+
+    def __str__(self) -> str:
+        return self.address
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
+
+
+class Pods:
+    """A role's replicas. Their addresses may change while sessions run."""
+
+    def __init__(
+        self,
+        addresses: Iterable[str] = (),
+        *,
+        connect: Callable[[str], grpc.aio.Channel] = connect,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connect = connect
+        self._clock = clock
+        self._pods: dict[str, Pod] = {}
+        self._leaving: list[Pod] = []  # of no address any more; their last sessions may still run
+        self._turns = itertools.count(1)
+        self.become(addresses)
+
+    def __iter__(self) -> Iterator[Pod]:
+        return iter(self._pods.values())
+
+    def __len__(self) -> int:
+        return len(self._pods)
+
+    def become(self, addresses: Iterable[str]) -> None:
+        """There are pods at these addresses, and no others. One that stays keeps what is known of it."""
+        wanted = dict.fromkeys(addresses)
+        gone = [address for address in self._pods if address not in wanted]
+        new = [address for address in wanted if address not in self._pods]
+        self._leaving += [self._pods.pop(address) for address in gone]
+        self._pods |= {address: Pod(address, self._connect(address), self._clock) for address in new}
+        if gone:
+            log.info("pods_gone", addresses=gone)
+
+    def choose(
+        self,
+        *,
+        but: Collection[Pod] = (),
+        rather_not: Collection[Pod] = (),
+        numerics: str = "",
+    ) -> Pod | None:
+        """The least loaded one that a breaker lets through, if there is one; those of the given numerics first."""
+
+        def cost(pod: Pod) -> tuple[bool, bool, int, int]:
+            foreign = bool(numerics and pod.numerics and pod.numerics != numerics)
+            return (pod in rather_not, foreign, pod.load.sessions, pod.turn)
+
+        chosen = min((pod for pod in self.willing if pod not in but), key=cost, default=None)
+        if chosen is not None:
+            chosen.turn = next(self._turns)
+        return chosen
+
+    @property
+    def willing(self) -> list[Pod]:
+        """Those that may be asked."""
+        return [pod for pod in self if not pod.unfit and pod.breaker.state != "open"]
+
+    async def close_idle(self) -> None:
+        """Close the channels of pods that are gone, once nobody uses them."""
+        idle = [pod for pod in self._leaving if not pod.load.ours]
+        self._leaving = [pod for pod in self._leaving if pod.load.ours]
+        for pod in idle:
+            await pod.channel.close()
+
+    async def close(self) -> None:
+        """After the last session."""
+        for pod in (*self, *self._leaving):
+            await pod.channel.close()

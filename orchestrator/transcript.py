@@ -1,0 +1,129 @@
+"""One sample's text as it grows: its tokens, how they spell, where it ends, and what speculation did for it.
+
+The committed text is the only truth: trees and caches of draft and verifier can be rebuilt from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from orchestrator.request import Model, Sample
+from orchestrator.text import TextStream
+from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
+
+
+@dataclass
+class Statistics:
+    """What speculation did. Tokens past a stop string count as overrun only."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    overrun: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+
+    def message(self) -> generation_pb2.SpeculationStatistics:
+        most = max(self.histogram, default=-1)
+        return generation_pb2.SpeculationStatistics(
+            steps=self.steps,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            overrun=self.overrun,
+            accepted_histogram=[self.histogram[i] for i in range(most + 1)],
+            sources=self.sources,
+        )
+
+
+def source_name(source: model_pb2.TokenSource.ValueType) -> str:
+    return model_pb2.TokenSource.Name(source).removeprefix("TOKEN_SOURCE_").lower()
+
+
+class Transcript:
+    """Takes commits, gives responses."""
+
+    def __init__(self, sample: Sample, model: Model) -> None:
+        self._sample = sample
+        self._arrived = time.monotonic()
+        self._statistics = Statistics()
+        self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
+        self._found: int | None = None  # tokens that were in memory already when the text began
+        self.generated = list(sample.generated)  # tokens that are final
+        for token in sample.generated:
+            self._text.push(token)  # what the client has already seen
+
+    @property
+    def base(self) -> int:
+        """Committed tokens, prompt included."""
+        return len(self._sample.prompt) + len(self.generated)
+
+    def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse:
+        """Take a commit into the text: cut at a stop string, counted exactly. A response that ends the text has
+        `finish`."""
+        tokens = list(commit.committed.tokens)
+        reason = commit.finish_reason
+        pieces: list[str] = []
+        stop, kept = "", len(tokens)
+        for index, token in enumerate(tokens):
+            if reason == model_pb2.FINISH_REASON_STOP and index == len(tokens) - 1:
+                pieces.append("")  # the end token is committed, not spelt
+                break
+            spelt = self._text.push(token)
+            pieces.append(spelt.text)
+            if spelt.stop:
+                stop, kept = spelt.stop, index + 1
+                reason = model_pb2.FINISH_REASON_STOP
+                break
+        if reason and not stop:
+            spelt = self._text.finish()
+            pieces[-1] += spelt.text
+            if spelt.stop:
+                stop, reason = spelt.stop, model_pb2.FINISH_REASON_STOP
+        self.generated += tokens[:kept]
+        self._count(commit, kept)
+        response = generation_pb2.GenerateResponse(
+            index=self._sample.index,
+            text="".join(pieces),
+            token_texts=pieces,
+            tokens=tokens[:kept],
+            sources=commit.sources[:kept],
+            logprobs=commit.logprobs[:kept],
+            timings=generation_pb2.ChunkTimings(
+                elapsed_us=int(1e6 * (time.monotonic() - self._arrived)),
+                forward_us=commit.forward_us,
+                step_us=commit.step_us,
+                queued_us=commit.queued_us,
+            ),
+            steps=commit.steps,
+            drafted=commit.offered,
+        )
+        if reason:
+            response.finish.CopyFrom(self._finish(reason, stop))
+        return response
+
+    def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
+        statistics = self._statistics
+        accepted = min(commit.accepted, kept)
+        statistics.steps += commit.steps
+        statistics.drafted += commit.offered
+        statistics.accepted += accepted
+        statistics.histogram[accepted] += commit.steps
+        statistics.overrun += len(commit.committed.tokens) - kept
+        statistics.sources.update(source_name(source) for source in commit.sources[:kept])
+        if self._found is None:  # what a verifier that takes it up finds is no news of the prompt
+            self._found = commit.found_tokens
+
+    def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
+        """As far as the text knows."""
+        return generation_pb2.Finish(
+            reason=reason,
+            stop=stop,
+            usage=generation_pb2.Usage(
+                prompt_tokens=len(self._sample.prompt),
+                completion_tokens=len(self.generated),
+                found_tokens=self._found or 0,
+            ),
+            speculation=self._statistics.message(),
+        )

@@ -1,0 +1,180 @@
+"""The commits of one text, from whichever verifier is there to make them.
+
+A verifier that is lost is replaced: the text is taken up from its committed tokens, on another pod or on the same one
+when it comes back. Tokens are a function of the text and its sampling, so nobody can tell from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import structlog
+
+from orchestrator.backoff import Backoff
+from orchestrator.drafting import Drafting
+from orchestrator.links import LostError, UnfitError, VerifierLink
+from orchestrator.peers import Peers
+from orchestrator.pods import Pod
+from orchestrator.request import Model, Sample
+from orchestrator.switches import Switches
+from orchestrator.transcript import Transcript
+from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, ServiceError
+from specdec.v1 import model_pb2, verifier_pb2
+
+log = structlog.get_logger()
+
+CONSUMED_EVERY = 64
+"""Tokens between two reports to the verifier of how far the client has read."""
+
+SOURCES = frozenset(model_pb2.TokenSource.values())
+
+
+class Verification:
+    """Of one sample."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        model: Model,
+        peers: Peers,
+        transcript: Transcript,
+        drafting: Drafting,
+        switches: Switches,
+        deadline: float | None,
+    ) -> None:
+        self._sample = sample
+        self._model = model
+        self._pods = peers.verifiers
+        self._silence = peers.silence_seconds
+        self._transcript = transcript
+        self._drafting = drafting
+        self._switches = switches
+        self._deadline = deadline
+        self._backoff = Backoff(peers.failover_seconds)
+        self._attempt = 1  # which session of this text is the next
+        self._tried: dict[Pod, LostError | OverloadedError] = {}  # since the last progress or pause
+        self._unfit: dict[Pod, ServiceError] = {}
+        self._lost: Pod | None = None  # the last one
+        self.identity = model_pb2.ModelIdentity()  # of the verifier that has the text
+        self.revision = sample.revision  # of the model; empty until the text is begun
+        self.numerics_changed = False
+        self._preemptions = [0]  # by each verifier
+
+    async def commits(self) -> AsyncGenerator[verifier_pb2.Commit, None]:
+        """In order, each once, until the last. To ask for the next one says that the client has read this one."""
+        while True:
+            pod = await self._next_pod()
+            async with VerifierLink(pod, self._timeout(), self._silence) as link:
+                try:
+                    with pod.load.session():
+                        await self._open(link)
+                        reported = self._transcript.base
+                        async for commit in link.commits():
+                            self._check(commit)
+                            self._progressed(pod, commit)
+                            yield commit
+                            if self._transcript.base - reported >= CONSUMED_EVERY:
+                                reported = self._transcript.base
+                                await link.consumed(len(self._transcript.generated))
+                    return
+                except LostError as lost:
+                    self._note_lost(link, lost)
+                except OverloadedError as full:
+                    self._tried[pod] = full
+                except UnfitError as unfit:
+                    self._unfit[pod] = unfit.error
+
+    async def _next_pod(self) -> Pod:
+        """At once if there is one that was not tried, else after a pause; what is to be told the client if there is no
+        hope."""
+        while True:
+            rather_not = () if self._lost is None else (self._lost,)
+            pod = self._pods.choose(
+                but=self._tried.keys() | self._unfit.keys(),
+                rather_not=rather_not,
+                numerics=self.identity.numerics_fingerprint,
+            )
+            if pod is not None:
+                return pod
+            self._backoff.failed()
+            self._despair()
+            await self._pause()
+            self._tried.clear()
+
+    def _despair(self) -> None:
+        """Raise what ends the request, if nothing else is left to be done."""
+        if self._unfit and all(pod in self._unfit for pod in self._pods):
+            raise next(reversed(self._unfit.values()))
+        full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
+        if full and self._attempt == 1:
+            raise min(full, key=lambda error: error.retry_after)
+        if self._backoff.exhausted:
+            found = {pod: str(error) for pod, error in (self._unfit | self._tried).items()}
+            tried = "; ".join(f"{pod}: {found.get(pod, 'left alone after failures')}" for pod in self._pods) or "no pod"
+            raise PeerLostError(f"verifier: none within {self._backoff.budget:g} s ({tried})", "VERIFIER_LOST")
+
+    async def _pause(self) -> None:
+        pause, left = self._backoff.pause(), self._timeout()
+        await asyncio.sleep(pause if left is None else min(pause, left))
+        if left is not None and left <= pause:
+            raise DeadlineError("verifier: none before the deadline")
+
+    async def _open(self, link: VerifierLink) -> None:
+        pod = link.pod
+        async with pod.admission.opening(again=self._attempt > 1):
+            pod.breaker.attempt()
+            await link.open(
+                self._sample,
+                self._transcript.generated,
+                self._model,
+                self._drafting.policy,
+                attempt=self._attempt,
+                revision=self.revision,
+            )
+        before, self.identity = self.identity.numerics_fingerprint, link.identity
+        self.revision = link.identity.model_fingerprint
+        if before and link.identity.numerics_fingerprint != before:
+            self.numerics_changed = True
+            self._switches.note("numerics_changed", pod, f"{before}, then {link.identity.numerics_fingerprint}")
+        self._attempt += 1
+        self._preemptions.append(0)
+        await self._drafting.serve(link)
+
+    @property
+    def preemptions(self) -> int:
+        """Times the text lost its memory to another, whoever had it."""
+        return sum(self._preemptions)
+
+    def _progressed(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
+        self._preemptions[-1] = commit.preemptions
+        pod.breaker.succeeded()
+        self._backoff.progressed()
+        self._tried.clear()
+
+    def _note_lost(self, link: VerifierLink, lost: LostError) -> None:
+        pod = self._lost = link.pod
+        self._tried[pod] = lost
+        pod.breaker.failed(conclusive=lost.conclusive)
+        if link.opened:
+            self._switches.note("verifier_lost", pod, str(lost))
+        else:
+            log.info("verifier_not_opened", pod=str(pod), why=str(lost))
+
+    def _check(self, commit: verifier_pb2.Commit) -> None:
+        """A commit that does not follow on means that one is lost, and the text with it; one that makes no sense, that
+        the pod has lost its mind."""
+        here, tokens, sources = self._transcript.base, commit.committed.tokens, commit.sources
+        if commit.committed.base != here:
+            raise LostError(f"a commit at {commit.committed.base} tokens, the text has {here}")
+        if not tokens or max(tokens) >= self._model.vocabulary:
+            raise LostError(f"a commit of the tokens {list(tokens)[:8]}, of {self._model.vocabulary}")
+        if len(sources) != len(tokens) or not SOURCES.issuperset(sources):
+            raise LostError(f"a commit of {len(tokens)} tokens from {len(sources)} sources")
+        if self._sample.logprobs and len(commit.logprobs) != len(tokens):
+            raise LostError(f"a commit of {len(tokens)} tokens with {len(commit.logprobs)} log-probabilities")
+
+    def _timeout(self) -> float | None:
+        """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())

@@ -1,0 +1,45 @@
+"""Notices that a peer has fallen silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TICKS = 4
+"""Silence is counted in ticks of our own event loop, not read off a clock: time in which it stood still is one tick, so
+that a peer is not blamed for it."""
+
+
+class Watch:
+    """Calls `silent` when somebody has listened for `seconds` without a word, or up to a tick longer."""
+
+    def __init__(self, seconds: float, silent: Callable[[], None]) -> None:
+        self._tick_seconds = seconds / TICKS
+        self._silent = silent
+        self._listening = False
+        self._ticks = 0  # since somebody began to listen
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around a wait for the peer's next word. While nobody listens, none is missed."""
+        self._listening, self._ticks = True, 0
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def _tick(self) -> None:
+        self._ticks += self._listening
+        if self._ticks > TICKS:
+            self._silent()
+        else:
+            self.start()
