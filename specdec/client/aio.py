@@ -58,6 +58,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
 
     async def close(self) -> None:
         """End all calls and connections."""
+        self._closed += 1
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
@@ -143,6 +144,8 @@ class AsyncStream:
                 self._transcript.end()
                 raise
             except grpc.RpcError as error:
+                if self._cancelled.is_set():
+                    break
                 pause = self._transcript.pause(error)
             except asyncio.CancelledError as error:
                 self._cancelled.set()  # grpc.aio ends a call whose reader is cancelled

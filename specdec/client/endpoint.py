@@ -57,10 +57,13 @@ class Endpoint(Generic[Channel]):
         self._metadata = tuple(metadata)
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
+        self._closed = 0  # times
         self._connecting = threading.Lock()  # threads may share a synchronous client
 
     def _retries(self, timeout: float | EllipsisType | None) -> Retries:
-        return Retries(self._rotation, self._max_retries, self._timeout if timeout is ... else timeout)
+        timeout = self._timeout if timeout is ... else timeout
+        closed = self._closed
+        return Retries(self._rotation, self._max_retries, timeout, lambda: self._closed > closed)
 
 
 def _addresses(given: str | Sequence[str]) -> list[str]:

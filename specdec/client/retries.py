@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import grpc
 
-from specdec.client.errors import DeadlineExceeded, Overloaded, Unavailable, from_rpc
+from specdec.client.errors import Cancelled, DeadlineExceeded, Overloaded, from_rpc, is_loss
 from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
@@ -18,8 +19,10 @@ _LONGEST_PAUSE = 2.0
 class Retries:
     """The patience of one call: begins with it, and is spent by failures in a row."""
 
-    def __init__(self, rotation: Rotation, most: int, timeout: float | None) -> None:
+    def __init__(self, rotation: Rotation, most: int, timeout: float | None, is_closed: Callable[[], bool]) -> None:
+        """`is_closed` tells whether the client was closed since, and so has cancelled the call itself."""
         self._rotation = rotation
+        self._is_closed = is_closed
         self._most = most
         self._failures: Counter[str] = Counter()  # in a row, by address
         self._begin = time.monotonic()
@@ -48,10 +51,11 @@ class Retries:
         A server that is full is left to the caller; but a text that has `begun` is waited for.
         """
         seen = from_rpc(error)
-        if not isinstance(seen, (Unavailable, Overloaded) if begun else Unavailable):
+        full, lost = isinstance(seen, Overloaded), is_loss(seen)
+        if not (lost or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
             raise seen from error
         self._failures[self.address] += 1
-        if isinstance(seen, Unavailable):
+        if lost:
             self._rotation.failed(self.address)
         self.address = self._rotation.take(self._failures)
         again = self._failures[self.address]

@@ -57,6 +57,7 @@ class Client(Endpoint[grpc.Channel]):
     def close(self) -> None:
         """End all calls and connections."""
         with self._connecting:
+            self._closed += 1
             channels, self._channels = self._channels, {}
         for channel in channels.values():
             channel.close()
@@ -139,6 +140,8 @@ class Stream:
                 self._transcript.end()
                 raise
             except grpc.RpcError as error:
+                if self._cancelled.is_set():
+                    break
                 pause = self._transcript.pause(error)
             if pause is None:
                 raise StopIteration

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from specdec.client.completion import Chunk, read_chunk
-from specdec.client.errors import ServerError, SpecdecError, Unavailable, from_rpc
+from specdec.client.errors import ServerError, SpecdecError, Unavailable, from_rpc, is_loss
 from specdec.client.retries import Retries
 from specdec.client.tally import Tally
 from specdec.v1.generation_pb2 import GenerateRequest, GenerateResponse
@@ -78,6 +78,6 @@ class Transcript:
 def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:
     """What ended the stream; where it is a loss that another stream would survive, also why this one does not."""
     seen = from_rpc(error)
-    if isinstance(seen, Unavailable):
+    if is_loss(seen):
         return Unavailable(f"{why}: {seen}", code=seen.code, reason=seen.reason, retry_after=seen.retry_after)
     return seen

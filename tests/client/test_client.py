@@ -297,6 +297,14 @@ async def test_complete_and_models_are_retried(connect: Any) -> None:
     assert len(server.calls) == 4
 
 
+async def test_a_server_that_ends_cancels_and_is_left(connect: Any) -> None:
+    """Calls that reach it too late are cancelled, and not by us."""
+    late = Act(6, "abort", grpc.StatusCode.CANCELLED)
+    async with FakeServer(late, BREAK, late) as server, connect(server) as client:
+        assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+        assert (await client.complete("hi")).text == TEXT
+
+
 async def test_only_unavailable_is_retried(connect: Any) -> None:
     async with FakeServer(Act(6, "abort", grpc.StatusCode.ABORTED)) as server, connect(server) as client:
         with pytest.raises(ServerError) as caught:

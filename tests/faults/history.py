@@ -25,6 +25,7 @@ class Record:
     began: float = field(default_factory=time.monotonic)
     chunks: list[Chunk] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # when each arrived
+    ended: float = 0.0
     error: SpecdecError | None = None
 
     @property
@@ -40,9 +41,14 @@ class Record:
         return self.chunks[-1].finish if self.chunks else None
 
     @property
+    def wait(self) -> float:
+        """Seconds until the first piece, or until the end."""
+        return [*self.times, self.ended][0] - self.began
+
+    @property
     def pause(self) -> tuple[float, float]:
-        """(its length, when it began) of the longest time without a piece, once there was a first one."""
-        return max(((b - a, a) for a, b in pairwise(self.times)), default=(0.0, self.began))
+        """(its length, when it began) of the longest silence after the first piece."""
+        return max(((b - a, a) for a, b in pairwise((*self.times, self.ended))), default=(0.0, self.began))
 
 
 async def record(client: AsyncClient, ask: Ask, seen: Callable[[Chunk], None] = lambda _: None) -> Record:
@@ -56,6 +62,7 @@ async def record(client: AsyncClient, ask: Ask, seen: Callable[[Chunk], None] = 
                 seen(chunk)
     except SpecdecError as error:
         record.error = error
+    record.ended = time.monotonic()
     return record
 
 

@@ -98,7 +98,7 @@ def rolling_restart(pods: Sequence[str], pause: float) -> Iterator[Event]:
 class Run:
     """A scenario under way, and what came of it."""
 
-    def __init__(self, cluster: Cluster, networks: Mapping[str, DelayProxy]) -> None:
+    def __init__(self, cluster: Cluster, **networks: DelayProxy) -> None:
         self.cluster = cluster
         self.records: list[tuple[int, Record]] = []  # with the number of what was asked
         self.timeline: list[tuple[float, Event]] = []
@@ -118,7 +118,16 @@ class Run:
     @property
     def longest_pause(self) -> float:
         """Seconds without a piece, of any stream that had begun."""
-        return max((record.pause[0] for _, record in self.records), default=0.0)
+        return max((seen.pause[0] for _, seen in self.records), default=0.0)
+
+    @property
+    def switches(self) -> Counter[str]:
+        """How often a stream had to go on elsewhere, by reason."""
+        total: Counter[str] = Counter()
+        for _, seen in self.records:
+            if seen.finish is not None:
+                total.update(seen.finish.speculation.switches)
+        return total
 
     def seen(self, chunk: Chunk) -> None:
         self.tokens += len(chunk.tokens)
@@ -160,15 +169,13 @@ class Run:
     def report(self) -> str:
         """What was seen, in a few lines."""
         done = Counter(event.do for _, event in self.timeline)
-        switches: Counter[str] = Counter()
-        for _, seen in self.records:
-            if seen.finish is not None:
-                switches.update(seen.finish.speculation.switches)
         interrupted = sum(bool(r.finish and r.finish.speculation.switches) for _, r in self.records)
         lines = [
             f"{len(self.records)} streams, {self.tokens} tokens in {time.monotonic() - self._began:.0f} s; "
-            f"events: {dict(done)}; {interrupted} streams interrupted: {dict(switches)}"
+            f"events: {dict(done)}; {interrupted} streams interrupted: {dict(self.switches)}"
         ]
+        waits = max((seen.wait, seen.began) for _, seen in self.records)
+        lines.append(f"longest wait for a first piece: {waits[0]:.2f} s from {waits[1] - self._began:.1f} s")
         for length, start in sorted((seen.pause for _, seen in self.records), reverse=True)[:3]:
             before = [
                 f"{event.do} {event.whom} at {at - start:+.2f} s" for at, event in self.timeline if at < start + length
