@@ -33,19 +33,24 @@ class Admission:
     async def opening(self, *, again: bool = False) -> AsyncIterator[None]:
         """Around the opening of a session; OverloadedError if there is no room. A text that is taken up `again` is
         not kept waiting: the verifier will take it."""
-        while not (again or self._go_ahead()):
-            await self._changed.wait()
-        self._load.opening += 1
+        load = self._load
+        load.coming += 1
         try:
-            yield
-        except OverloadedError as refusal:
-            full = model_pb2.Load(sessions=self._load.sessions, wait_us=int(1e6 * refusal.retry_after))
-            self._load.tell(full, MOMENT)
-            raise
+            while not (again or self._go_ahead()):
+                await self._changed.wait()
+            load.opening += 1
+            try:
+                yield
+            except OverloadedError as refusal:
+                full = model_pb2.Load(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
+                load.tell(full, MOMENT)
+                raise
+            finally:
+                load.opening -= 1
+                self._changed.set()
+                self._changed = asyncio.Event()
         finally:
-            self._load.opening -= 1
-            self._changed.set()
-            self._changed = asyncio.Event()
+            load.coming -= 1
 
     def _go_ahead(self) -> bool:
         """Whether to ask the verifier now; OverloadedError if it is no use."""

@@ -177,11 +177,11 @@ class Drafting:
         # It opens with the text as it is now: from here on, commits are queued for it.
         self._draft, self._pacing, self._fruitless = link, Pacing(policy, needed=self._needed), 0
         await link.open(self._sample, self._transcript.generated, self._model, policy)
-        if self._without:
-            self._without = False
-            self._switches.note("draft_back", link.pod)
         await self._speculate(True)
         async for extend in link.extensions():
+            if self._without:
+                self._without = False
+                self._switches.note("draft_back", link.pod)
             await self._verifier.extend(extend)
 
     async def _go_without(self) -> None:

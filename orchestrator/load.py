@@ -17,11 +17,12 @@ class Load:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.ours = 0  # sessions from here, those that are being opened included
+        self.ours = 0  # sessions from here
+        self.coming = 0  # of those who want to open one here
+        self.opening = 0  # of them, who is not kept waiting
         self._told: model_pb2.Load | None = None
         self._told_until = 0.0
         self._others = 0  # sessions that are not from here, as far as is known
-        self.opening = 0  # sessions that are being opened from here
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -35,7 +36,7 @@ class Load:
     def tell(self, told: model_pb2.Load, seconds: float = STALE_SECONDS) -> None:
         """What the pod says holds for so long, unless it says otherwise."""
         self._told, self._told_until = told, self._clock() + seconds
-        self._others = max(0, told.sessions - (self.ours - self.opening))
+        self._others = max(0, told.sessions - self.ours - self.opening)
 
     @property
     def told(self) -> model_pb2.Load | None:
@@ -44,5 +45,5 @@ class Load:
 
     @property
     def sessions(self) -> int:
-        """Of everybody."""
-        return self.ours + (self._others if self.told else 0)
+        """Of everybody, those that are on their way included."""
+        return self.ours + self.coming + (self._others if self.told else 0)

@@ -68,8 +68,8 @@ class Verification:
             pod = await self._next_pod()
             async with VerifierLink(pod, self._timeout(), self._silence) as link:
                 try:
+                    await self._open(link)
                     with pod.load.session():
-                        await self._open(link)
                         reported = self._transcript.base
                         async for commit in link.commits():
                             self._check(commit)
@@ -105,14 +105,14 @@ class Verification:
 
     def _despair(self) -> None:
         """Raise what ends the request, if nothing else is left to be done."""
-        if self._unfit and all(pod in self._unfit for pod in self._pods):
+        if self._unfit and (self._backoff.exhausted or all(pod in self._unfit for pod in self._pods)):
             raise next(reversed(self._unfit.values()))
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
         if full and self._attempt == 1:
             raise min(full, key=lambda error: error.retry_after)
         if self._backoff.exhausted:
-            found = {pod: str(error) for pod, error in (self._unfit | self._tried).items()}
-            tried = "; ".join(f"{pod}: {found.get(pod, 'left alone after failures')}" for pod in self._pods) or "no pod"
+            found = [f"{pod}: {self._tried.get(pod, 'left alone after failures')}" for pod in self._pods]
+            tried = "; ".join(found) or "there is no pod"
             raise PeerLostError(f"verifier: none within {self._backoff.budget:g} s ({tried})", "VERIFIER_LOST")
 
     async def _pause(self) -> None:

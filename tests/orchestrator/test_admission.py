@@ -32,15 +32,14 @@ class Verifier:
         self.answers = asyncio.Event()
 
     async def open(self, *, again: bool = False) -> None:
-        with self.load.session():
-            async with self.admission.opening(again=again):
-                self.asked += 1
-                await self.answers.wait()
-                if not self.room and not again:
-                    raise OverloadedError("full", retry_after=2.5)
-                self.room -= not again
-                self.sessions += 1
-                self.load.tell(model_pb2.Load(sessions=self.sessions, room=self.room, wait_us=2_500_000))
+        async with self.admission.opening(again=again):
+            self.asked += 1
+            await self.answers.wait()
+            if not self.room and not again:
+                raise OverloadedError("full", retry_after=2.5)
+            self.room -= not again
+            self.sessions += 1
+            self.load.tell(model_pb2.Load(sessions=self.sessions, room=self.room, wait_us=2_500_000))
 
 
 async def outcomes(verifier: Verifier, requests: int) -> list[BaseException | None]:
