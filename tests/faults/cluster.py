@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tests.faults.pods import Pod
+from tests.faults.pods import Pod, free_address
 
 DRAIN_SECONDS = 10.0
 
@@ -28,13 +28,14 @@ class Cluster:
     def __init__(self, models: Models, logs: Path) -> None:
         self.models = models
         self.pods: dict[str, Pod] = {}
+        self.spares: dict[str, Pod] = {}  # that are started only when somebody says so
         self._logs = logs
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pod in self.pods.values():
+        for pod in (*self.pods.values(), *self.spares.values()):
             pod.kill()
 
     def deploy(self, verifiers: int, drafts: int, orchestrators: int) -> Self:
@@ -57,11 +58,19 @@ class Cluster:
         peers += [word for address in drafts for word in ("--draft", address)]
         return self._add("orchestrator", "orchestrator", "--model", str(self.models.target), *peers, *options)
 
+    def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
+        """A spare verifier with another model, at the address of one that must have ended before it is started."""
+        address = self.pods[for_verifier].address
+        self.spares[name] = self._pod(name, "verifier_service", address, "--model", str(model))
+
     def _add(self, role: str, module: str, *options: str) -> Pod:
         name = f"{role}-{len(self.of(role))}"
-        options += ("--drain-seconds", str(DRAIN_SECONDS), "--log-level", "info")
-        self.pods[name] = Pod(name, module, options, self._logs / f"{name}.log")
+        self.pods[name] = self._pod(name, module, free_address(), *options)
         return self.pods[name]
+
+    def _pod(self, name: str, module: str, address: str, *options: str) -> Pod:
+        options += ("--drain-seconds", str(DRAIN_SECONDS), "--log-level", "info")
+        return Pod(name, module, address, options, self._logs / f"{name}.log")
 
     def of(self, role: str) -> list[Pod]:
         return [pod for name, pod in self.pods.items() if name.startswith(role)]
@@ -74,7 +83,7 @@ class Cluster:
     @property
     def died(self) -> list[str]:
         """Names of those that ended by themselves, which none should."""
-        return [name for name, pod in self.pods.items() if pod.died]
+        return [name for name, pod in (self.pods | self.spares).items() if pod.died]
 
     async def make_whole(self) -> None:
         """Thaw, start again, wait until all are ready."""

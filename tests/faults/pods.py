@@ -32,12 +32,12 @@ _PR_SET_PDEATHSIG = 1
 class Pod:
     """One of them. It is started by `start`, and may be again after it has ended."""
 
-    def __init__(self, name: str, module: str, options: tuple[str, ...], log: Path) -> None:
+    def __init__(self, name: str, module: str, address: str, options: tuple[str, ...], log: Path) -> None:
         self.name = name
+        self.address = address
         self.log = log
-        self.address = f"127.0.0.1:{_free_port()}"
         self._module = module
-        self._options = (*options, "--port", self.address.rpartition(":")[2], "--stop-with-stdin")
+        self._options = (*options, "--port", address.rpartition(":")[2], "--stop-with-stdin")
         self._process: ForkServerProcess | None = None
         self._stdin: Connection | None = None  # open for as long as it shall live
         self._stdout: Connection | None = None
@@ -135,9 +135,8 @@ def _be(module: str, options: tuple[str, ...], log: Path, stdin: Connection, std
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _free_port() -> int:
-    """Free now, and kept for the pod by nobody: the kernel is far from giving it to another soon."""
+def free_address() -> str:
+    """Free now, and kept by nobody: the kernel is far from giving the port to another soon."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        return port
+        return "127.0.0.1:{1}".format(*holder.getsockname())

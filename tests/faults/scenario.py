@@ -20,6 +20,7 @@ from specdec.client import AsyncClient, Chunk
 from tests.faults.asks import Ask
 from tests.faults.cluster import Cluster
 from tests.faults.history import Record, record, wrong
+from tests.faults.pods import Pod
 from tests.margins import Oracle
 
 
@@ -50,7 +51,7 @@ class Ended:
     pod: str
 
     def __call__(self, run: Run) -> bool:
-        return not run.cluster.pods[self.pod].running
+        return not run.pod(self.pod).running
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Ready:
     pod: str
 
     def __call__(self, run: Run) -> bool:
-        return run.cluster.pods[self.pod].ready
+        return run.pod(self.pod).ready
 
 
 Condition = After | Received | Ended | Ready
@@ -103,9 +104,14 @@ class Run:
         self.records: list[tuple[int, Record]] = []  # with the number of what was asked
         self.timeline: list[tuple[float, Event]] = []
         self.tokens = 0
-        self._things: dict[str, object] = {**cluster.pods, **networks}
+        self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **networks}
         self._began = self._event_time = time.monotonic()
         self._event_tokens = 0
+
+    def pod(self, name: str) -> Pod:
+        found = self._things[name]
+        assert isinstance(found, Pod)
+        return found
 
     @property
     def seconds_since_event(self) -> float:
@@ -164,7 +170,7 @@ class Run:
             for n, seen in self.records
             if (fault := wrong(seen, wants[n], oracle))
         ]
-        return found + [f"{name} died:\n{self.cluster.pods[name].log_tail()}" for name in self.cluster.died]
+        return found + [f"{name} died:\n{self.pod(name).log_tail()}" for name in self.cluster.died]
 
     def report(self) -> str:
         """What was seen, in a few lines."""

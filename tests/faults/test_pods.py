@@ -17,8 +17,9 @@ from tests.faults import pods
 
 async def main():
     pods.PRELOAD.clear()
+    options = ("--model", sys.argv[1], "--verifier", "127.0.0.1:1")
     made = [
-        pods.Pod(name, "orchestrator", ("--model", sys.argv[1], "--verifier", "127.0.0.1:1"), Path(sys.argv[2]))
+        pods.Pod(name, "orchestrator", pods.free_address(), options, Path(sys.argv[2]))
         for name in ("free", "frozen")
     ]
     for pod in made:
