@@ -40,7 +40,7 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def close(self) -> None:
         await self._channel.close()
 
-    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:  # type: ignore[override]
+    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:
         return verifier_pb2.GetLoadResponse()
 
     async def Verify(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]

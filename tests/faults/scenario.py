@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import time
 from collections import Counter
@@ -183,8 +184,11 @@ class Run:
         waits = max((seen.wait, seen.began) for _, seen in self.records)
         lines.append(f"longest wait for a first piece: {waits[0]:.2f} s from {waits[1] - self._began:.1f} s")
         for length, start in sorted((seen.pause for _, seen in self.records), reverse=True)[:3]:
-            before = [
-                f"{event.do} {event.whom} at {at - start:+.2f} s" for at, event in self.timeline if at < start + length
+            about = [
+                f"{event.do} {event.whom} at {at - start:+.2f} s"
+                for at, event in self.timeline
+                if -2.0 < at - start < length
             ]
-            lines.append(f"pause of {length:.2f} s from {start - self._began:.1f} s; {', '.join(before[-3:])}")
+            lines.append(f"pause of {length:.2f} s from {start - self._began:.1f} s; {', '.join(about)}")
+        lines.append(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         return "\n".join(lines)

@@ -142,21 +142,13 @@ async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Pa
         through[role] = [await network.to(through[role][0]), *through[role][1:]]
         bad = cluster.orchestrator(through["verifier"], through["draft"])
         good = cluster.orchestrator(verifiers, drafts)
-        async with (
-            deployed(cluster, asked) as wants,
-            client_of(good.address) as client,
-            client_of(bad.address) as other,
-        ):
-            events = [Event(After(0.15), "corrupt", "network")] * 200
-            disturbed = Run(cluster, network=network)
-            watched = Run(cluster)
+        async with deployed(cluster, asked) as wants, client_of(good.address) as here, client_of(bad.address) as there:
+            watched, disturbed = Run(cluster), Run(cluster, network=network)
             await asyncio.gather(
-                disturbed.play(other, asked, events, at_once=6),
-                watched.play(client, asked, [Event(After(25))], at_once=6),
+                watched.play(here, asked, [Event(After(30))], at_once=6),
+                disturbed.play(there, asked, [Event(After(0.15), "corrupt", "network")] * 200, at_once=6),
             )
-            print(
-                f"\n{network.flipped} bits flipped\n{disturbed.report()}\nthe other orchestrator:\n{watched.report()}"
-            )
+            print(f"\n{network.flipped} bits flipped; there: {disturbed.report()}\nhere: {watched.report()}")
             found = Counter(fault.partition(": ")[2][:70] for fault in disturbed.faults(wants, oracle))
             print(f"faults where bits were flipped: {dict(found)}")
             assert watched.faults(wants, oracle) == []
