@@ -14,6 +14,9 @@ from tests.margins import Oracle
 from tests.models import END, tokenizer
 
 LOGPROB_TOLERANCE = 1e-3
+LONGEST_END = 5.0
+"""Seconds between a stream's last piece and its end, on a busy machine."""
+
 _TOKENIZER = tokenizer()
 
 
@@ -47,8 +50,13 @@ class Record:
 
     @property
     def pause(self) -> tuple[float, float]:
-        """(its length, when it began) of the longest silence after the first piece."""
-        return max(((b - a, a) for a, b in pairwise((*self.times, self.ended))), default=(0.0, self.began))
+        """(its length, when it began) of the longest silence between two pieces."""
+        return max(((b - a, a) for a, b in pairwise(self.times)), default=(0.0, self.began))
+
+    @property
+    def lingered(self) -> float:
+        """Seconds for which the call went on when there was nothing more to come."""
+        return self.ended - self.times[-1] if self.times and self.finish is not None else 0.0
 
 
 async def record(client: AsyncClient, ask: Ask, seen: Callable[[Chunk], None] = lambda _: None) -> Record:
@@ -86,6 +94,8 @@ def wrong_by_itself(got: Record) -> str:
         return f"lost after {len(got.tokens)} tokens: {type(got.error).__name__} {got.error.reason}: {got.error}"
     if got.finish is None:
         return "no finish"
+    if got.lingered > LONGEST_END:
+        return f"the call went on for {got.lingered:.1f} s after its last piece"
     tokens = got.tokens
     if got.finish.completion_tokens != len(tokens):
         return f"{len(tokens)} tokens arrived, the server counts {got.finish.completion_tokens}"
