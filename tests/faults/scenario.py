@@ -106,7 +106,7 @@ class Run:
         self.timeline: list[tuple[float, Event]] = []
         self.tokens = 0
         self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **networks}
-        self._began = self._event_time = time.monotonic()
+        self.began = self._event_time = time.monotonic()
         self._event_tokens = 0
 
     def pod(self, name: str) -> Pod:
@@ -135,6 +135,16 @@ class Run:
             if seen.finish is not None:
                 total.update(seen.finish.speculation.switches)
         return total
+
+    def rate(self, begin: float, end: float) -> float:
+        """Tokens a second that arrived between two times."""
+        tokens = sum(
+            len(chunk.tokens)
+            for _, seen in self.records
+            for at, chunk in zip(seen.times, seen.chunks, strict=True)
+            if begin <= at < end
+        )
+        return tokens / (end - begin)
 
     def seen(self, chunk: Chunk) -> None:
         self.tokens += len(chunk.tokens)
@@ -178,17 +188,17 @@ class Run:
         done = Counter(event.do for _, event in self.timeline)
         interrupted = sum(bool(r.finish and r.finish.speculation.switches) for _, r in self.records)
         lines = [
-            f"{len(self.records)} streams, {self.tokens} tokens in {time.monotonic() - self._began:.0f} s; "
+            f"{len(self.records)} streams, {self.tokens} tokens in {time.monotonic() - self.began:.0f} s; "
             f"events: {dict(done)}; {interrupted} streams interrupted: {dict(self.switches)}"
         ]
         waits = max((seen.wait, seen.began) for _, seen in self.records)
-        lines.append(f"longest wait for a first piece: {waits[0]:.2f} s from {waits[1] - self._began:.1f} s")
+        lines.append(f"longest wait for a first piece: {waits[0]:.2f} s from {waits[1] - self.began:.1f} s")
         for length, start in sorted((seen.pause for _, seen in self.records), reverse=True)[:3]:
             about = [
                 f"{event.do} {event.whom} at {at - start:+.2f} s"
                 for at, event in self.timeline
                 if -2.0 < at - start < length
             ]
-            lines.append(f"pause of {length:.2f} s from {start - self._began:.1f} s; {', '.join(about)}")
+            lines.append(f"pause of {length:.2f} s from {start - self.began:.1f} s; {', '.join(about)}")
         lines.append(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         return "\n".join(lines)

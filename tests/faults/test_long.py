@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.widen import widen
 from specdec.client import Unavailable
 from specdec.v1.draft_pb2 import DraftRequest
 from specdec.v1.verifier_pb2 import VerifyRequest
@@ -128,6 +129,43 @@ async def test_rolling_restart(models: Models, oracle: Oracle, tmp_path: Path) -
         run = await play(cluster, asked, rolling_restart(pods * 2, pause=1.0), at_once=16)
         assert run.faults(wants, oracle) == []
     assert not run.switches["resumed"]
+
+
+async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) -> None:
+    """The text goes on at plain decoding's speed within a second, and at the draft's within five of its return. The
+    target is widened, so that a draft is worth something."""
+    widen(models.target, tmp_path / "wide", 60_000_000)
+    asked = asks(12, seed=81, tokens=(900, 900), ignore_end_token=True, temperature=0.0)
+    cluster = Cluster(models, tmp_path)
+    cluster.orchestrator([cluster.verifier(model=tmp_path / "wide").address], [cluster.draft().address])
+    with cluster:
+        await cluster.make_whole()
+        off = [Ask(ask.prompt, ask.options | {"speculation": "off"}) for ask in asked]
+        plain = await play(cluster, off[:1], [Event(After(12))], at_once=1)
+        run = await play(
+            cluster,
+            asked[:1],
+            [
+                Event(After(12), "freeze", "draft-0"),
+                Event(After(8), "thaw", "draft-0"),
+                Event(After(15)),
+            ],
+            at_once=1,
+        )
+        assert cluster.died == []
+    (frozen, _), (thawed, _) = run.timeline
+    rates = {
+        "plain": plain.rate(plain.began + 2, plain.began + 12),
+        "drafted": run.rate(frozen - 8, frozen),
+        "frozen, first second": run.rate(frozen, frozen + 1),
+        "frozen, then": run.rate(frozen + 1, thawed),
+        "thawed, first five seconds": run.rate(thawed, thawed + 5),
+        "thawed, then": run.rate(thawed + 5, thawed + 15),
+    }
+    print("tokens a second:", {name: round(rate, 1) for name, rate in rates.items()})
+    assert rates["drafted"] > 1.2 * rates["plain"]  # else nothing is shown
+    assert rates["frozen, then"] > 0.8 * rates["plain"]
+    assert rates["thawed, then"] > 0.8 * rates["drafted"]
 
 
 @pytest.mark.parametrize("role", ["verifier", "draft"])
