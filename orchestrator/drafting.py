@@ -7,7 +7,6 @@ or lost costs speed, nothing else: another replica takes over, and while there i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from types import TracebackType
 from typing import Self
@@ -87,8 +86,7 @@ class Drafting:
     ) -> None:
         if self._working is not None:
             self._working.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._working
+            await asyncio.wait([self._working])  # to await it itself could not tell its cancellation from ours
 
     # --- what happens to the text -------------------------------------------------------------------
 

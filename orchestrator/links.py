@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -251,11 +250,12 @@ class DraftLink(Link):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._feeding is not None:
-            self._feeding.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._feeding
-        await super().__aexit__(kind, error, trace)
+        try:
+            if self._feeding is not None:
+                self._feeding.cancel()
+                await asyncio.wait([self._feeding])  # to await it itself could not tell its cancellation from ours
+        finally:
+            await super().__aexit__(kind, error, trace)
 
     async def open(self, sample: Sample, generated: Sequence[int], model: Model, policy: draft_pb2.DraftPolicy) -> None:
         """Begin; UnfitError if it serves another tokenizer's model."""
