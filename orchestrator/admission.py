@@ -52,11 +52,17 @@ class Admission:
         finally:
             load.coming -= 1
 
+    @property
+    def refusal(self) -> OverloadedError | None:
+        """What to tell whoever comes now, if it is no use to ask the verifier."""
+        told = self._load.told
+        if told is None or told.room > self._load.opening:
+            return None
+        return OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
+
     def _go_ahead(self) -> bool:
         """Whether to ask the verifier now; OverloadedError if it is no use."""
-        told = self._load.told
-        if told is None:
-            return not self._load.opening
-        if told.room <= self._load.opening:
-            raise OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
-        return self._load.opening < AT_ONCE
+        refusal = self.refusal
+        if refusal is not None:
+            raise refusal
+        return self._load.opening < (1 if self._load.told is None else AT_ONCE)

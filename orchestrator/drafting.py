@@ -14,7 +14,7 @@ from typing import Self
 import structlog
 
 from orchestrator.backoff import Backoff
-from orchestrator.links import DraftLink, LostError, UnfitError, VerifierLink
+from orchestrator.links import DraftLink, LostError, OtherTokenizerError, VerifierLink
 from orchestrator.pacing import Pacing
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
@@ -149,9 +149,8 @@ class Drafting:
             try:
                 with pod.load.session():
                     await self._relay(link)
-            except UnfitError as unfit:
+            except OtherTokenizerError as unfit:
                 pod.unfit = str(unfit)
-                self._trouble = "tokenizer_mismatch", f"{pod}: {unfit}"
             except LostError as lost:
                 pod.breaker.failed(conclusive=lost.conclusive)
                 reason: Reason = "draft_useless" if isinstance(lost, UselessError) else "draft_lost"

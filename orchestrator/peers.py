@@ -20,6 +20,14 @@ class Peers:
     failover_seconds: float = 30.0  # without progress, for a text to be taken up by somebody
     discoveries: Sequence[Discovery] = ()  # who finds the pods
 
+    def check_room(self) -> None:
+        """OverloadedError if every verifier has told that it has no room. So much can be said before a request is
+        looked at, and in a flood it is the looking that takes time."""
+        refusals = [pod.admission.refusal for pod in self.verifiers.willing]
+        found = [refusal for refusal in refusals if refusal is not None]
+        if found and len(found) == len(refusals):
+            raise min(found, key=lambda refusal: refusal.retry_after)
+
     async def close(self) -> None:
         """After the last session."""
         for discovery in self.discoveries:

@@ -40,6 +40,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
+        self._peers.check_room()
         valid = await self._parse(request)
         first = True
         async with aclosing(self._responses(valid, context)) as responses:
@@ -54,6 +55,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.CompleteRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
+        self._peers.check_room()
         valid = await self._parse(request.request)
         completions = [generation_pb2.Completion() for _ in valid.samples]
         async with aclosing(self._responses(valid, context)) as responses:

@@ -1,0 +1,159 @@
+"""Which pod is asked next, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from orchestrator.backoff import Backoff
+from orchestrator.load import STALE_SECONDS, Load
+from orchestrator.pods import Pod, Pods
+from specdec.v1 import model_pb2
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Wire:
+    """A channel as far as pods care."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def pods(addresses: Iterable[str], clock: Clock | None = None) -> Pods:
+    return Pods(addresses, connect=lambda address: Wire(), clock=clock or Clock())  # type: ignore[arg-type, return-value]
+
+
+def chosen(among: Pods, times: int, **wishes: object) -> list[str]:
+    found = [among.choose(**wishes) for _ in range(times)]  # type: ignore[arg-type]
+    return [pod.address if pod else "" for pod in found]
+
+
+def test_equals_take_turns() -> None:
+    assert chosen(pods("abc"), 6) == list("abcabc")
+
+
+def test_the_least_loaded_is_first() -> None:
+    three = pods("abc")
+    for pod, sessions in zip(three, (5, 2, 9), strict=True):
+        pod.load.tell(model_pb2.Load(sessions=sessions))
+    assert chosen(three, 2) == ["b", "b"]
+
+
+def test_what_was_opened_since_counts() -> None:
+    two = pods("ab")
+    first, second = two
+    first.load.tell(model_pb2.Load(sessions=1))
+    with second.load.session(), second.load.session():
+        assert chosen(two, 1) == ["a"]
+    assert chosen(two, 1) == ["b"]
+
+
+def test_open_breakers_are_left_alone() -> None:
+    clock = Clock()
+    two = pods("ab", clock)
+    first, _ = two
+    first.breaker.failed(conclusive=True)
+    assert chosen(two, 3) == ["b", "b", "b"]
+    assert chosen(two, 1, but=set(two)) == [""]
+    clock.now += 10
+    assert "a" in chosen(two, 2)
+
+
+def test_who_cannot_afford_a_trial_makes_none() -> None:
+    clock = Clock()
+    two = pods("ab", clock)
+    first, second = two
+    first.breaker.failed(conclusive=True)
+    second.load.tell(model_pb2.Load(sessions=50))
+    clock.now += 0.5  # half-open
+    assert chosen(two, 2) == ["a", "a"]
+    assert chosen(two, 2, no_trial=True) == ["b", "b"]
+    assert chosen(two, 1, no_trial=True, but={second}) == ["a"]
+
+
+def test_who_was_lost_last_comes_last() -> None:
+    two = pods("ab")
+    first, second = two
+    second.load.tell(model_pb2.Load(sessions=50))
+    assert chosen(two, 2, rather_not=[first]) == ["b", "b"]
+    assert chosen(two, 1, rather_not=[first], but={second}) == ["a"]
+
+
+def test_equal_numerics_come_first() -> None:
+    three = pods("abc")
+    for pod, numerics in zip(three, ("x", "y", ""), strict=True):
+        pod.numerics = numerics
+    assert set(chosen(three, 4, numerics="y")) == {"b", "c"}  # c has not said yet
+
+
+def test_the_unfit_are_never_asked() -> None:
+    two = pods("ab")
+    first, _ = two
+    first.unfit = "another tokenizer"
+    assert chosen(two, 2) == ["b", "b"]
+
+
+async def test_pods_that_stay_keep_what_is_known_of_them() -> None:
+    some = pods("ab")
+    first, second = some
+    some.become("bc")
+    assert [pod.address for pod in some] == ["b", "c"]
+    assert second in some
+    with first.load.session():
+        await some.close_idle()
+        assert not wire_of(first).closed  # its last session still runs
+    await some.close_idle()
+    assert wire_of(first).closed
+    await some.close()
+    assert all(wire_of(pod).closed for pod in some)
+
+
+def wire_of(pod: Pod) -> Wire:
+    assert isinstance(pod.channel, Wire)
+    return pod.channel
+
+
+def test_others_sessions_are_forgotten_when_they_are_old_news() -> None:
+    clock = Clock()
+    load = Load(clock)
+    with load.session():
+        load.tell(model_pb2.Load(sessions=7))
+        assert load.sessions == 7
+    assert load.sessions == 6
+    clock.now += 1.1 * STALE_SECONDS
+    assert load.told is None
+    assert load.sessions == 0
+
+
+def test_pauses_double_and_come_to_an_end() -> None:
+    clock = Clock()
+    backoff = Backoff(10.0, longest=2.0, clock=clock, jitter=lambda: 1.0)
+    assert not backoff.exhausted
+    clock.now += 100  # waiting for memory, say: nothing has failed
+    backoff.failed()
+    pauses = [backoff.pause() for _ in range(8)]
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
+    clock.now += 9.9
+    backoff.failed()
+    assert not backoff.exhausted
+    clock.now += 0.2
+    assert backoff.exhausted
+    backoff.progressed()
+    assert not backoff.exhausted
+    assert backoff.pause() == pytest.approx(0.05)
+
+
+def test_no_two_pauses_are_the_same() -> None:
+    pauses = {Backoff(1.0).pause() for _ in range(20)}
+    assert len(pauses) > 10
+    assert all(0.025 <= pause <= 0.05 for pause in pauses)
