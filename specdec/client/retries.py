@@ -14,6 +14,8 @@ from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
+_MODEL_CHANGED = "MODEL_CHANGED"
+"""The server has no model to go on with; another may have, but it will not have one again soon."""
 
 
 class Retries:
@@ -54,12 +56,13 @@ class Retries:
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
         if not (lost or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
             raise seen from error
+        changed = seen.reason == _MODEL_CHANGED
         self._failures[self.address] += 1
-        if lost:
+        if lost and not changed:
             self._rotation.failed(self.address)
         self.address = self._rotation.take(self._failures)
         again = self._failures[self.address]
-        if again > self._most:
+        if again > (0 if changed else self._most):
             raise seen from error
         if not again:
             return 0.0  # another one, which may be well
@@ -69,5 +72,7 @@ class Retries:
         left = self.seconds_left
         if left is not None and pause >= left:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-            raise DeadlineExceeded(f"no time is left to try again after: {seen}", code=code) from error
+            raise DeadlineExceeded(
+                f"no time is left to try again after: {seen}", code=code, reason=seen.reason
+            ) from error
         return pause

@@ -244,7 +244,16 @@ async def test_another_model_is_told(connect: Any) -> None:
         with pytest.raises(Unavailable) as caught:
             [chunk async for chunk in client.generate("hi")]
     assert caught.value.reason == "MODEL_CHANGED"
-    assert [call.request.model_fingerprint for call in server.calls] == ["", MODEL, MODEL]
+    assert [call.request.model_fingerprint for call in server.calls] == ["", MODEL]
+
+
+async def test_another_server_may_have_the_model(connect: Any) -> None:
+    changed = rich(code_pb2.UNAVAILABLE, error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec"))
+    script = iter([Act(9, "abort"), changed, Act()])
+    servers = [FakeServer(script=script) for _ in range(3)]
+    async with servers[0], servers[1], servers[2], connect(*servers) as client:
+        assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+    assert [len(server.calls) for server in servers] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("address", ["", "a:1,,b:2", [], ["a:1", " "]])
