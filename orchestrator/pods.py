@@ -25,7 +25,7 @@ class Pod:
         self.channel = channel
         self.breaker = Breaker(clock)
         self.load = Load(clock)
-        self.admission = Admission(self.load)
+        self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as it last told
         self.unfit = ""  # why it can never serve here, if so
         self.turn = 0  # when it was last chosen

@@ -13,6 +13,7 @@ from functools import partial
 
 import structlog
 
+from orchestrator.admission import LeftAloneError
 from orchestrator.backoff import Backoff
 from orchestrator.drafting import Drafting
 from orchestrator.links import LostError, UnfitError, VerifierLink
@@ -58,7 +59,7 @@ class Verification:
         self._deadline = deadline
         self._backoff = Backoff(peers.failover_seconds)
         self._attempt = 1  # which session of this text is the next
-        self._tried: dict[Pod, LostError | OverloadedError] = {}  # since the last progress or pause
+        self._tried: dict[Pod, Exception] = {}  # since the last progress or pause
         self._unfit: dict[Pod, ServiceError] = {}
         self._lost: Pod | None = None  # the last one
         self.identity = model_pb2.ModelIdentity()  # of the verifier that has the text
@@ -86,8 +87,8 @@ class Verification:
                     return
                 except LostError as lost:
                     self._note_lost(link, lost)
-                except OverloadedError as full:
-                    self._tried[pod] = full
+                except (OverloadedError, LeftAloneError) as error:
+                    self._tried[pod] = error
                 except UnfitError as unfit:
                     self._unfit[pod] = unfit.error
 
