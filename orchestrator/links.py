@@ -12,13 +12,15 @@ import grpc
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.watch import Watch
-from specdec.serving.errors import NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
+from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
 from specdec.serving.interceptor import request_id
 from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20
 """A step that has lasted as long as so many of its size is stuck, or might as well be."""
+
+DEADLINE_SLACK_SECONDS = 0.1
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -118,10 +120,19 @@ class Link:
                     raise LostError(f"{error.code().name}: {error.details()}", conclusive=gone) from error
                 case NotBuiltError():
                     raise UnfitError(seen) from error
+                case DeadlineError() if not self._over:  # the peer's own, or that of somebody in between
+                    raise LostError(f"{error.code().name}: {error.details()}") from error
             raise seen from error
         if response is grpc.aio.EOF or response is None:  # None is one that cannot be read
             raise LostError("the stream ended before the text did")
         return response
+
+    @property
+    def _over(self) -> bool:
+        """Whether the caller's deadline has passed, give or take what two machines differ."""
+        assert self._call is not None
+        left = self._call.time_remaining()
+        return left is not None and left < DEADLINE_SLACK_SECONDS
 
     def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
         """UnfitError unless we can talk."""
