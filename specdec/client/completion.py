@@ -64,6 +64,8 @@ class Chunk:
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass
     step_seconds: float  # of the whole verification step
+    steps: int  # target steps that made these tokens
+    drafted: int  # candidates verified in them
     finish: Finish | None
     seed: int | None  # of the request; in the first chunk
     model_fingerprint: str  # of the model that generates; in the first chunk, else empty
@@ -120,6 +122,8 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         elapsed_seconds=before_seconds + response.timings.elapsed_us / 1e6,
         forward_seconds=response.timings.forward_us / 1e6,
         step_seconds=response.timings.step_us / 1e6,
+        steps=response.steps,
+        drafted=response.drafted,
         finish=_read_finish(response.finish) if response.HasField("finish") else None,
         seed=response.seed if response.HasField("seed") else None,
         model_fingerprint=response.model_fingerprint,

@@ -83,6 +83,7 @@ async def test_streams_chunks_and_finishes(connect: Any) -> None:
     assert (first.index, first.sources, first.finish) == (0, ["draft", "draft", "bonus"], None)
     assert first.logprobs[0] == Logprobs(-0.5, {TOKENS[0]: -0.5, 7: -2.0})
     assert (first.forward_seconds, first.step_seconds) == (200e-6, 300e-6)
+    assert (first.steps, first.drafted) == (1, CHUNK)
     assert [chunk.seed for chunk in chunks] == [5] + [None] * (len(chunks) - 1)
     assert finish is not None
     assert (finish.reason, finish.stop, finish.numerics, finish.reproducible) == ("length", "", "fake/float32", True)

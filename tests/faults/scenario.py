@@ -136,15 +136,16 @@ class Run:
                 total.update(seen.finish.speculation.switches)
         return total
 
-    def rate(self, begin: float, end: float) -> float:
-        """Tokens a second that arrived between two times."""
-        tokens = sum(
-            len(chunk.tokens)
+    def speed(self, begin: float, end: float) -> tuple[float, float]:
+        """(tokens a second, tokens a target step) of what arrived between two times."""
+        arrived = [
+            chunk
             for _, seen in self.records
             for at, chunk in zip(seen.times, seen.chunks, strict=True)
             if begin <= at < end
-        )
-        return tokens / (end - begin)
+        ]
+        tokens = sum(len(chunk.tokens) for chunk in arrived)
+        return tokens / (end - begin), tokens / max(1, sum(chunk.steps for chunk in arrived))
 
     def seen(self, chunk: Chunk) -> None:
         self.tokens += len(chunk.tokens)
