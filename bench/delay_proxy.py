@@ -55,6 +55,8 @@ class DelayProxy:
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
         self.traffic: dict[str, Traffic] = {}  # by server
+        self.stalled = False  # by `stall`
+        self.waiting: set[End] = set()  # for `resume`
         self._listening: list[asyncio.Server] = []
         self._ends: set[End] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -73,8 +75,26 @@ class DelayProxy:
             server.close()
         for task in self._connecting:
             task.cancel()
+        self.reset()
+
+    def carry(self, data: bytes) -> bytes:
+        """What arrives of what was sent: here, all of it. (Tests have networks that are worse.)"""
+        return data
+
+    def reset(self) -> None:
+        """Break what is open."""
         for end in list(self._ends):
             end.abort()
+
+    def stall(self) -> None:
+        """Deliver nothing until `resume`; connections stay open."""
+        self.stalled = True
+
+    def resume(self) -> None:
+        self.stalled = False
+        waiting, self.waiting = self.waiting, set()
+        for end in waiting:
+            end.forward()
 
     async def to(self, server: str) -> str:
         """An address, HOST:PORT, that leads to the server at HOST:PORT."""
@@ -122,8 +142,8 @@ class End(asyncio.Protocol):
     def join(self, other: End) -> None:
         """They are the two ends of one connection."""
         self._other, other._other = other, self
-        self._forward()
-        other._forward()
+        self.forward()
+        other.forward()
 
     # --- what the other end does to this one ------------------------------------------------------------
 
@@ -153,7 +173,8 @@ class End(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._count(len(data))
-        self._put(lambda other: other.write(data))
+        carried = self._proxy.carry(data)
+        self._put(lambda other: other.write(carried))
 
     def eof_received(self) -> bool:
         self._put(End.write_eof)
@@ -186,18 +207,23 @@ class End(asyncio.Protocol):
             due = max(due, self._on_the_way[-1][0])  # the delay may have been made shorter
         self._on_the_way.append((due, action))
         if self._timer is None:
-            self._forward()
+            self.forward()
 
-    def _forward(self) -> None:
+    def forward(self) -> None:
         """Hand on what is due, and come back for the rest."""
-        self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._other is None:
             return  # `join` comes back
+        if self._proxy.stalled:
+            self._proxy.waiting.add(self)
+            return  # `resume` comes back
         while self._on_the_way and self._on_the_way[0][0] <= self._loop.time():
             _, action = self._on_the_way.popleft()
             action(self._other)
         if self._on_the_way:
-            self._timer = self._loop.call_at(self._on_the_way[0][0], self._forward)
+            self._timer = self._loop.call_at(self._on_the_way[0][0], self.forward)
 
 
 class DelayProcess:

@@ -2,7 +2,8 @@
 
 In a flood every request would otherwise be carried to the verifier to be refused there, and the refusals would be slow
 when they are wanted most. A verifier tells how many sessions more it takes: beyond these, requests are refused without
-asking it. While that is not known, one goes ahead and finds out; its answer waits for no step.
+asking it. While that is not known, one goes ahead and finds out; its answer waits for no step. If there is no answer,
+those behind it need not find that out one after another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from orchestrator.breaker import Breaker
 from orchestrator.load import Load
 from specdec.serving.errors import OverloadedError
 from specdec.v1 import model_pb2
@@ -22,22 +24,29 @@ MOMENT = 0.05
 """Seconds for which a refusal stands for others."""
 
 
+class LeftAloneError(Exception):
+    """Others have just found that the verifier does not answer."""
+
+
 class Admission:
     """To one verifier."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, breaker: Breaker) -> None:
         self._load = load
+        self._breaker = breaker
         self._changed = asyncio.Event()  # an opening is over
 
     @asynccontextmanager
     async def opening(self, *, again: bool = False) -> AsyncIterator[None]:
-        """Around the opening of a session; OverloadedError if there is no room. A text that is taken up `again` is
-        not kept waiting: the verifier will take it."""
+        """Around the opening of a session; OverloadedError if there is no room, LeftAloneError if it is no use to wait
+        for it. A text that is taken up `again` is not kept waiting: the verifier will take it."""
         load = self._load
         load.coming += 1
         try:
             while not (again or self._go_ahead()):
                 await self._changed.wait()
+                if self._breaker.state == "open":
+                    raise LeftAloneError("left alone after failures")
             load.opening += 1
             try:
                 yield

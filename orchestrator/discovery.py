@@ -6,7 +6,6 @@ A headless service's name has a record for each of its pods, and they come and g
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,8 +72,7 @@ class Discovery:
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
+            await asyncio.wait([self._watching])
 
     async def _watch(self) -> None:
         while True:

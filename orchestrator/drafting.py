@@ -7,7 +7,6 @@ or lost costs speed, nothing else: another replica takes over, and while there i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from types import TracebackType
 from typing import Self
@@ -15,7 +14,7 @@ from typing import Self
 import structlog
 
 from orchestrator.backoff import Backoff
-from orchestrator.links import DraftLink, LostError, UnfitError, VerifierLink
+from orchestrator.links import DraftLink, LostError, OtherTokenizerError, VerifierLink
 from orchestrator.pacing import Pacing
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
@@ -89,8 +88,7 @@ class Drafting:
     ) -> None:
         if self._working is not None:
             self._working.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._working
+            await asyncio.wait([self._working])  # to await it itself could not tell its cancellation from ours
 
     # --- what happens to the text -------------------------------------------------------------------
 
@@ -111,8 +109,11 @@ class Drafting:
         draft, pacing = self._draft, self._pacing
         if draft is None or pacing is None:
             return
+        rested = pacing.resting
         for message in pacing.messages(commit):
             draft.tell(message)
+        if draft.at_work and pacing.resting is not rested:
+            self._switches.note("draft_works" if rested else "draft_rests", draft.pod)
         self._judge(draft, commit)
 
     def _judge(self, draft: DraftLink, commit: verifier_pb2.Commit) -> None:
@@ -153,9 +154,8 @@ class Drafting:
             try:
                 with pod.load.session():
                     await self._relay(link)
-            except UnfitError as unfit:
+            except OtherTokenizerError as unfit:
                 pod.unfit = str(unfit)
-                self._trouble = "tokenizer_mismatch", f"{pod}: {unfit}"
             except LostError as lost:
                 pod.breaker.failed(conclusive=lost.conclusive)
                 reason: Reason = "draft_useless" if isinstance(lost, UselessError) else "draft_lost"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,14 +12,15 @@ import grpc
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.watch import Watch
-from specdec.serving.errors import PeerLostError, ProtocolError, ServiceError, from_rpc
+from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
 from specdec.serving.interceptor import request_id
 from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
-STUCK_SECONDS = 2.0
 STUCK_STEPS = 20
-"""A step that has lasted as long as so many of its size, and this time at least, will not end."""
+"""A step that has lasted as long as so many of its size is stuck, or might as well be."""
+
+DEADLINE_SLACK_SECONDS = 0.1
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -42,6 +42,10 @@ class UnfitError(Exception):
     def __init__(self, error: ServiceError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class OtherTokenizerError(UnfitError):
+    """It will never serve here."""
 
 
 class Link:
@@ -110,13 +114,25 @@ class Link:
             raise self._given_up from None
         except grpc.aio.AioRpcError as error:
             seen = from_rpc(error, self.peer)
-            if isinstance(seen, PeerLostError):
-                gone = error.code() is grpc.StatusCode.UNAVAILABLE
-                raise LostError(f"{error.code().name}: {error.details()}", conclusive=gone) from error
+            match seen:
+                case PeerLostError() | ProtocolError():  # the one may have come of messages that broke on their way
+                    gone = error.code() is grpc.StatusCode.UNAVAILABLE
+                    raise LostError(f"{error.code().name}: {error.details()}", conclusive=gone) from error
+                case NotBuiltError():
+                    raise UnfitError(seen) from error
+                case DeadlineError() if not self._over:  # the peer's own, or that of somebody in between
+                    raise LostError(f"{error.code().name}: {error.details()}") from error
             raise seen from error
         if response is grpc.aio.EOF or response is None:  # None is one that cannot be read
             raise LostError("the stream ended before the text did")
         return response
+
+    @property
+    def _over(self) -> bool:
+        """Whether the caller's deadline has passed, give or take what two machines differ."""
+        assert self._call is not None
+        left = self._call.time_remaining()
+        return left is not None and left < DEADLINE_SLACK_SECONDS
 
     def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
         """UnfitError unless we can talk."""
@@ -125,7 +141,7 @@ class Link:
                 ProtocolError(f"{self.peer}: speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}")
             )
         if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
-            raise UnfitError(
+            raise OtherTokenizerError(
                 ProtocolError(
                     f"{self.peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here"
                 )
@@ -140,8 +156,10 @@ class VerifierLink(Link):
 
     peer = "verifier"
 
-    def __init__(self, pod: Pod, timeout: float | None, silence: float) -> None:
+    def __init__(self, pod: Pod, timeout: float | None, silence: float, longest_step: Callable[[], float]) -> None:
+        """`longest_step`: seconds that a step may last in any case."""
         super().__init__(pod, timeout, silence)
+        self._longest_step = longest_step
         self.identity = model_pb2.ModelIdentity()
         self.max_nodes = 0
         self.speculates = False  # as it was last told
@@ -206,7 +224,7 @@ class VerifierLink(Link):
         if progress.HasField("load"):
             self.pod.load.tell(progress.load)
         age, expected = progress.step_age_us / 1e6, progress.step_expected_us / 1e6
-        if age > max(STUCK_SECONDS, STUCK_STEPS * expected):
+        if age > STUCK_STEPS * expected and age > self._longest_step():
             raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s are usual", conclusive=True)
 
     async def extend(self, extend: model_pb2.Extend) -> None:
@@ -243,11 +261,12 @@ class DraftLink(Link):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._feeding is not None:
-            self._feeding.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._feeding
-        await super().__aexit__(kind, error, trace)
+        try:
+            if self._feeding is not None:
+                self._feeding.cancel()
+                await asyncio.wait([self._feeding])  # to await it itself could not tell its cancellation from ours
+        finally:
+            await super().__aexit__(kind, error, trace)
 
     async def open(self, sample: Sample, generated: Sequence[int], model: Model, policy: draft_pb2.DraftPolicy) -> None:
         """Begin; UnfitError if it serves another tokenizer's model."""

@@ -32,6 +32,11 @@ class Pacing:
         self._untold = model_pb2.Committed()
         self._step_us = 0.0  # moving average of T_v
 
+    @property
+    def resting(self) -> bool:
+        """Whether nothing is worth guessing now."""
+        return self._policy.min_reach >= 1
+
     def messages(self, commit: verifier_pb2.Commit) -> Iterator[draft_pb2.DraftRequest]:
         """What the target decided, and what is worth guessing; while nothing is, tokens are kept."""
         if commit.step_us:  # else it tells of steps long past
@@ -43,7 +48,7 @@ class Pacing:
         if not self._untold.tokens:
             self._untold.base = commit.committed.base
         self._untold.tokens.extend(commit.committed.tokens)
-        if self._policy.min_reach < 1 or len(self._untold.tokens) >= KEEP_UP_EVERY:
+        if not self.resting or len(self._untold.tokens) >= KEEP_UP_EVERY:
             yield draft_pb2.DraftRequest(committed=self._untold)
             self._untold = model_pb2.Committed()
 

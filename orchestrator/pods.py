@@ -25,7 +25,7 @@ class Pod:
         self.channel = channel
         self.breaker = Breaker(clock)
         self.load = Load(clock)
-        self.admission = Admission(self.load)
+        self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as it last told
         self.unfit = ""  # why it can never serve here, if so
         self.turn = 0  # when it was last chosen
@@ -77,12 +77,15 @@ class Pods:
         but: Collection[Pod] = (),
         rather_not: Collection[Pod] = (),
         numerics: str = "",
+        no_trial: bool = False,
     ) -> Pod | None:
-        """The least loaded one that a breaker lets through, if there is one; those of the given numerics first."""
+        """The least loaded one that a breaker lets through, if there is one. First those of the given numerics, and if
+        there is to be `no_trial`, those that have not failed lately."""
 
-        def cost(pod: Pod) -> tuple[bool, bool, int, int]:
+        def cost(pod: Pod) -> tuple[bool, bool, bool, int, int]:
+            trial = no_trial and pod.breaker.state != "closed"
             foreign = bool(numerics and pod.numerics and pod.numerics != numerics)
-            return (pod in rather_not, foreign, pod.load.sessions, pod.turn)
+            return (pod in rather_not, trial, foreign, pod.load.sessions, pod.turn)
 
         chosen = min((pod for pod in self.willing if pod not in but), key=cost, default=None)
         if chosen is not None:

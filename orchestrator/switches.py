@@ -1,4 +1,4 @@
-"""Changes of pods under one text: each is logged and counted."""
+"""Changes of pods under one text, and of whether a draft is worth its while: each is logged and counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import structlog
 
 log = structlog.get_logger()
 
-Reason = Literal["verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back"]
+Reason = Literal[
+    "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_rests", "draft_works"
+]
+
+ORDINARY: frozenset[Reason] = frozenset({"draft_back", "draft_rests", "draft_works"})
+"""Nobody need be told of at once."""
 
 
 class Switches:
@@ -20,4 +25,5 @@ class Switches:
 
     def note(self, reason: Reason, pod: object, why: str = "") -> None:
         self.counts[reason] += 1
-        log.warning("switched", reason=reason, pod=str(pod), why=why)
+        tell = log.info if reason in ORDINARY else log.warning
+        tell("switched", reason=reason, pod=str(pod), why=why)

@@ -96,6 +96,8 @@ class Transcript:
                 step_us=commit.step_us,
                 queued_us=commit.queued_us,
             ),
+            steps=commit.steps,
+            drafted=commit.offered,
         )
         if reason:
             response.finish.CopyFrom(self._finish(reason, stop))

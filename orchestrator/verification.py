@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import structlog
 
+from orchestrator.admission import LeftAloneError
 from orchestrator.backoff import Backoff
 from orchestrator.drafting import Drafting
 from orchestrator.links import LostError, UnfitError, VerifierLink
@@ -27,6 +29,9 @@ log = structlog.get_logger()
 
 CONSUMED_EVERY = 64
 """Tokens between two reports to the verifier of how far the client has read."""
+
+STUCK_SECONDS = 2.0
+"""However short steps usually are, one may last so long before the text is taken elsewhere."""
 
 SOURCES = frozenset(model_pb2.TokenSource.values())
 
@@ -54,7 +59,7 @@ class Verification:
         self._deadline = deadline
         self._backoff = Backoff(peers.failover_seconds)
         self._attempt = 1  # which session of this text is the next
-        self._tried: dict[Pod, LostError | OverloadedError] = {}  # since the last progress or pause
+        self._tried: dict[Pod, Exception] = {}  # since the last progress or pause
         self._unfit: dict[Pod, ServiceError] = {}
         self._lost: Pod | None = None  # the last one
         self.identity = model_pb2.ModelIdentity()  # of the verifier that has the text
@@ -66,7 +71,8 @@ class Verification:
         """In order, each once, until the last. To ask for the next one says that the client has read this one."""
         while True:
             pod = await self._next_pod()
-            async with VerifierLink(pod, self._timeout(), self._silence) as link:
+            longest_step = partial(self._longest_step, pod)
+            async with VerifierLink(pod, self._timeout(), self._silence, longest_step) as link:
                 try:
                     await self._open(link)
                     with pod.load.session():
@@ -81,10 +87,16 @@ class Verification:
                     return
                 except LostError as lost:
                     self._note_lost(link, lost)
-                except OverloadedError as full:
-                    self._tried[pod] = full
+                except (OverloadedError, LeftAloneError) as error:
+                    self._tried[pod] = error
                 except UnfitError as unfit:
                     self._unfit[pod] = unfit.error
+
+    def _longest_step(self, pod: Pod) -> float:
+        """Seconds. Where nobody else could take the text, a step that lasts is better waited for: the verifier has
+        all of it in memory, and would have to begin anew."""
+        elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
+        return STUCK_SECONDS if elsewhere else self._backoff.budget
 
     async def _next_pod(self) -> Pod:
         """At once if there is one that was not tried, else after a pause; what is to be told the client if there is no
@@ -95,6 +107,7 @@ class Verification:
                 but=self._tried.keys() | self._unfit.keys(),
                 rather_not=rather_not,
                 numerics=self.identity.numerics_fingerprint,
+                no_trial=self._attempt > 1,  # one pause is enough
             )
             if pod is not None:
                 return pod

@@ -172,7 +172,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="One JSON object a line, each with `text` or `tokens`.")
     ] = None,
-    address: Annotated[str, typer.Option(help="Of an orchestrator.")] = "127.0.0.1:50050",
+    address: Annotated[str, typer.Option(help="Of an orchestrator; of several, joined by commas.")] = "127.0.0.1:50050",
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,

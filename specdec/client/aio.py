@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack, cast
 
@@ -25,10 +24,8 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
-class AsyncClient(Endpoint):
+class AsyncClient(Endpoint[grpc.aio.Channel]):
     """Calls a specdec server. After `close` it may be used again: it connects anew."""
-
-    _channel: grpc.aio.Channel | None = None
 
     def generate(
         self,
@@ -42,7 +39,7 @@ class AsyncClient(Endpoint):
         `timeout` replaces the client's own; the options are described at `GenerateOptions`.
         """
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return AsyncStream(partial(self._stub().Generate, metadata=self._metadata), transcript)
+        return AsyncStream(self._send, transcript)
 
     async def complete(
         self,
@@ -53,16 +50,17 @@ class AsyncClient(Endpoint):
     ) -> Result:
         """Ask for a completion and wait for all of it. Takes what `generate` takes."""
         request = CompleteRequest(request=build_request(prompt, **options))
-        return read_result(await self._ask(self._stub().Complete, request, timeout))
+        return read_result(await self._ask(lambda stub: stub.Complete, request, timeout))
 
     async def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
         """The models that requests may name."""
-        return read_models(await self._ask(self._stub().ListModels, ListModelsRequest(), timeout))
+        return read_models(await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout))
 
     async def close(self) -> None:
-        """End all calls and the connection."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
+        """End all calls and connections."""
+        self._closed += 1
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
             await channel.close()
 
     async def __aenter__(self) -> Self:
@@ -73,29 +71,38 @@ class AsyncClient(Endpoint):
     ) -> None:
         await self.close()
 
-    def _stub(self) -> GenerationServiceAsyncStub:
-        if self._channel is None:
+    def _stub(self, address: str) -> GenerationServiceAsyncStub:
+        channel = self._channels.get(address)
+        if channel is None:
             asyncio.get_running_loop()  # a channel made outside would belong to another loop
             if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._address, self._options)
+                channel = grpc.aio.insecure_channel(address, self._options)
             else:
-                self._channel = grpc.aio.secure_channel(self._address, self._credentials, self._options)
-        return cast("GenerationServiceAsyncStub", GenerationServiceStub(self._channel))
+                channel = grpc.aio.secure_channel(address, self._credentials, self._options)
+            self._channels[address] = channel
+        return cast("GenerationServiceAsyncStub", GenerationServiceStub(channel))
+
+    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None) -> _Call:
+        return self._stub(address).Generate(request, timeout=timeout, metadata=self._metadata)
 
     async def _ask(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Answer],
+        method: Callable[[GenerationServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Request, Answer]],
         request: Request,
         timeout: float | EllipsisType | None,
     ) -> Answer:
         retries = self._retries(timeout)
         while True:
+            ask = method(self._stub(retries.address))
             try:
-                return await method(request, timeout=retries.seconds_left, metadata=self._metadata)
+                answer = await ask(request, timeout=retries.seconds_left, metadata=self._metadata)
             except grpc.RpcError as error:
                 pause = retries.pause(error)
             except asyncio.CancelledError as error:
                 raise _seen_as(error) from None
+            else:
+                retries.progressed()
+                return answer
             await asyncio.sleep(pause)
 
 
@@ -108,7 +115,7 @@ class _Call(Protocol):
 
 
 class _Send(Protocol):
-    def __call__(self, request: GenerateRequest, *, timeout: float | None) -> _Call: ...
+    def __call__(self, address: str, request: GenerateRequest, *, timeout: float | None) -> _Call: ...
 
 
 class AsyncStream:
@@ -137,6 +144,8 @@ class AsyncStream:
                 self._transcript.end()
                 raise
             except grpc.RpcError as error:
+                if self._cancelled.is_set():
+                    break
                 pause = self._transcript.pause(error)
             except asyncio.CancelledError as error:
                 self._cancelled.set()  # grpc.aio ends a call whose reader is cancelled
@@ -159,8 +168,8 @@ class AsyncStream:
         self.cancel()
 
     def _ask(self) -> _Call:
-        request, seconds = self._transcript.ask()
-        return self._send(request, timeout=seconds)
+        address, request, seconds = self._transcript.ask()
+        return self._send(address, request, timeout=seconds)
 
 
 def _seen_as(error: asyncio.CancelledError) -> BaseException:

@@ -18,7 +18,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What speculation did for one completion; after a resumption, since then."""
+    """What speculation did for one completion. Of a part that was interrupted counts what arrived."""
 
     steps: int  # target steps that committed tokens
     drafted: int  # candidates verified
@@ -27,6 +27,7 @@ class Speculation:
     accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
     undrafted_reason: str  # why drafting was off for part of the request; empty if it was not
     sources: dict[str, int]  # tokens by where they came from
+    switches: dict[str, int]  # changes of pod by reason, and "resumed": how often the client took up the stream again
 
     @property
     def mean_tokens_per_step(self) -> float:
@@ -63,8 +64,11 @@ class Chunk:
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass
     step_seconds: float  # of the whole verification step
+    steps: int  # target steps that made these tokens
+    drafted: int  # candidates verified in them
     finish: Finish | None
     seed: int | None  # of the request; in the first chunk
+    model_fingerprint: str  # of the model that generates; in the first chunk, else empty
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,11 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         elapsed_seconds=before_seconds + response.timings.elapsed_us / 1e6,
         forward_seconds=response.timings.forward_us / 1e6,
         step_seconds=response.timings.step_us / 1e6,
+        steps=response.steps,
+        drafted=response.drafted,
         finish=_read_finish(response.finish) if response.HasField("finish") else None,
         seed=response.seed if response.HasField("seed") else None,
+        model_fingerprint=response.model_fingerprint,
     )
 
 
@@ -158,6 +165,7 @@ def _read_finish(finish: pb.Finish) -> Finish:
             accepted_histogram=list(statistics.accepted_histogram),
             undrafted_reason=statistics.undrafted_reason,
             sources=dict(statistics.sources),
+            switches=dict(statistics.switches),
         ),
         numerics=finish.numerics_fingerprint,
         exact=finish.numerics_mode == model_pb2.NUMERICS_MODE_EXACT,

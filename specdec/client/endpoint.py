@@ -5,28 +5,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import EllipsisType
+from typing import Generic, TypeVar
 
 import grpc
 
 from specdec.client.retries import Retries
+from specdec.client.rotation import Rotation
 
 _OPTIONS: dict[str, int | str] = {
-    # A retry must reach another server where there is one; pick_first would return to the same.
+    # A name may stand for several servers, and a retry must reach another one; pick_first would return to the same.
     "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
     # gRPC fails calls at once while it puts off reconnecting, by default longer than the retries last.
     "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.max_reconnect_backoff_ms": 2_000,
+    "grpc.max_reconnect_backoff_ms": 1_000,
+    # After a failure names are resolved again: pods come back under other addresses. By default twice a minute at most.
+    "grpc.dns_min_time_between_resolutions_ms": 2_000,
     # A long completion with log-probabilities passes gRPC's 4 MiB.
     "grpc.max_receive_message_length": 64 * 1024 * 1024,
 }
 
 
-class Endpoint:
-    """The settings that both clients share."""
+Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
+
+
+class Endpoint(Generic[Channel]):
+    """What both clients share: settings, and a connection to each server that was asked."""
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         timeout: float | None = None,
         max_retries: int = 5,
@@ -36,19 +43,31 @@ class Endpoint:
     ) -> None:
         """Settings of all calls; nothing connects before the first one.
 
-        `address` is "host:port" or any target of gRPC's, such as "dns:///host:port" for every server
-        that a name resolves to. `timeout` is in seconds and bounds a call with all its retries; None is
-        no bound. `max_retries` is how often in a row, without a new token, a call is tried again while
-        the server is unavailable. Without `credentials` the connection is not encrypted. `metadata` goes
-        with every call, and `options` are gRPC channel arguments.
+        `address` is "host:port", or several of them, joined by commas or as a sequence; each may be any target of
+        gRPC's, such as "dns:///host:port", and a name stands for every server it resolves to. Calls take turns at
+        them, and a stream that breaks off goes on at another. `timeout` is in seconds and bounds a call with all its
+        retries; None is no bound. `max_retries` is how often in a row, without a new token, an address is tried again
+        while it is unavailable. Without `credentials` the connection is not encrypted. `metadata` goes with every
+        call, and `options` are gRPC channel arguments.
         """
-        self._address = address
+        self._rotation = Rotation(_addresses(address))
         self._timeout = timeout
         self._max_retries = max_retries
         self._credentials = credentials
         self._metadata = tuple(metadata)
         self._options = list((_OPTIONS | dict(options)).items())
+        self._channels: dict[str, Channel] = {}  # by address
+        self._closed = 0  # times
         self._connecting = threading.Lock()  # threads may share a synchronous client
 
     def _retries(self, timeout: float | EllipsisType | None) -> Retries:
-        return Retries(self._max_retries, self._timeout if timeout is ... else timeout)
+        timeout = self._timeout if timeout is ... else timeout
+        closed = self._closed
+        return Retries(self._rotation, self._max_retries, timeout, lambda: self._closed > closed)
+
+
+def _addresses(given: str | Sequence[str]) -> list[str]:
+    addresses = [address.strip() for address in (given.split(",") if isinstance(given, str) else given)]
+    if not addresses or "" in addresses:
+        raise ValueError(f"address = {given!r}: each must be a host:port")
+    return list(dict.fromkeys(addresses))

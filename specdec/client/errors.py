@@ -131,6 +131,14 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
     )
 
 
+def is_loss(error: SpecdecError) -> bool:
+    """Whether the server, not the request, is to blame: another one may well answer.
+
+    A server that is ending cancels calls that reach it too late, without a word; nobody here has cancelled those.
+    """
+    return isinstance(error, Unavailable) or (isinstance(error, Cancelled) and not error.reason)
+
+
 def _details(error: grpc.RpcError) -> list[tuple[str, bytes]]:
     """(type, encoded message) of what the server attached to a status (google.rpc.Status)."""
     status = b""

@@ -60,6 +60,7 @@ class GenerateOptions(TypedDict, total=False):
 
     tenant: str  # computed prompts are shared within a tenant only
     generated_tokens: Sequence[int]  # takes up a text that broke off; needs its seed, and n = 1
+    model_fingerprint: str  # with these: what the text's first chunk said; another model is then refused
 
 
 _MODES = {
@@ -77,7 +78,7 @@ _RULES = {
 # The options that are fields under their own names, by the message that has them.
 _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "n", "logprobs", "generated_tokens",
-    "tenant",
+    "tenant", "model_fingerprint",
 }  # fmt: skip
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",

@@ -1,26 +1,36 @@
-"""How often one call is tried, and how long."""
+"""Where one call is tried, how often, and how long."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import grpc
 
-from specdec.client.errors import DeadlineExceeded, Unavailable, from_rpc
+from specdec.client.errors import Cancelled, DeadlineExceeded, Overloaded, from_rpc, is_loss
+from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
+_MODEL_CHANGED = "MODEL_CHANGED"
+"""The server has no model to go on with; another may have, but it will not have one again soon."""
 
 
 class Retries:
     """The patience of one call: begins with it, and is spent by failures in a row."""
 
-    def __init__(self, most: int, timeout: float | None) -> None:
+    def __init__(self, rotation: Rotation, most: int, timeout: float | None, is_closed: Callable[[], bool]) -> None:
+        """`is_closed` tells whether the client was closed since, and so has cancelled the call itself."""
+        self._rotation = rotation
+        self._is_closed = is_closed
         self._most = most
-        self._failures = 0
+        self._failures: Counter[str] = Counter()  # in a row, by address
         self._begin = time.monotonic()
         self._timeout = timeout
+        self.address = rotation.take(self._failures)
+        """Of the server to ask now."""
 
     @property
     def seconds_passed(self) -> float:
@@ -34,19 +44,35 @@ class Retries:
 
     def progressed(self) -> None:
         """The failures so far no longer count."""
-        self._failures = 0
+        self._failures.clear()
+        self._rotation.answered(self.address)
 
-    def pause(self, error: grpc.RpcError) -> float:
-        """Seconds to wait before the next try; raises the error instead where there is to be none."""
+    def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
+        """Seconds to wait before the next try, at what is `address` then; raises the error where there is none.
+
+        A server that is full is left to the caller; but a text that has `begun` is waited for.
+        """
         seen = from_rpc(error)
-        if not isinstance(seen, Unavailable) or self._failures >= self._most:
+        full, lost = isinstance(seen, Overloaded), is_loss(seen)
+        if not (lost or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
             raise seen from error
+        changed = seen.reason == _MODEL_CHANGED
+        self._failures[self.address] += 1
+        if lost and not changed:
+            self._rotation.failed(self.address)
+        self.address = self._rotation.take(self._failures)
+        again = self._failures[self.address]
+        if again > (0 if changed else self._most):
+            raise seen from error
+        if not again:
+            return 0.0  # another one, which may be well
         # Doubled each time and never the same for two clients, lest they all return at once.
-        pause = _SHORTEST_PAUSE * (1 << min(self._failures, 6)) * random.uniform(1, 2)
+        pause = _SHORTEST_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
         pause = max(min(pause, _LONGEST_PAUSE), seen.retry_after or 0.0)
-        self._failures += 1
         left = self.seconds_left
         if left is not None and pause >= left:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-            raise DeadlineExceeded(f"no time is left to try again after: {seen}", code=code) from error
+            raise DeadlineExceeded(
+                f"no time is left to try again after: {seen}", code=code, reason=seen.reason
+            ) from error
         return pause

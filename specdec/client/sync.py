@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
+from collections.abc import Callable
 from types import EllipsisType, TracebackType
 from typing import Protocol, Self, TypeVar, Unpack
 
@@ -22,10 +22,8 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
-class Client(Endpoint):
+class Client(Endpoint[grpc.Channel]):
     """Calls a specdec server. After `close` it may be used again: it connects anew."""
-
-    _channel: grpc.Channel | None = None
 
     def generate(
         self,
@@ -39,7 +37,7 @@ class Client(Endpoint):
         `timeout` replaces the client's own; the options are described at `GenerateOptions`.
         """
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return Stream(partial(self._stub().Generate, metadata=self._metadata), transcript)
+        return Stream(self._send, transcript)
 
     def complete(
         self,
@@ -50,17 +48,18 @@ class Client(Endpoint):
     ) -> Result:
         """Ask for a completion and wait for all of it. Takes what `generate` takes."""
         request = CompleteRequest(request=build_request(prompt, **options))
-        return read_result(self._ask(self._stub().Complete, request, timeout))
+        return read_result(self._ask(lambda stub: stub.Complete, request, timeout))
 
     def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
         """The models that requests may name."""
-        return read_models(self._ask(self._stub().ListModels, ListModelsRequest(), timeout))
+        return read_models(self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout))
 
     def close(self) -> None:
-        """End all calls and the connection."""
+        """End all calls and connections."""
         with self._connecting:
-            channel, self._channel = self._channel, None
-        if channel is not None:
+            self._closed += 1
+            channels, self._channels = self._channels, {}
+        for channel in channels.values():
             channel.close()
 
     def __enter__(self) -> Self:
@@ -71,27 +70,36 @@ class Client(Endpoint):
     ) -> None:
         self.close()
 
-    def _stub(self) -> GenerationServiceStub:
+    def _stub(self, address: str) -> GenerationServiceStub:
         with self._connecting:
-            if self._channel is None:
+            channel = self._channels.get(address)
+            if channel is None:
                 if self._credentials is None:
-                    self._channel = grpc.insecure_channel(self._address, self._options)
+                    channel = grpc.insecure_channel(address, self._options)
                 else:
-                    self._channel = grpc.secure_channel(self._address, self._credentials, self._options)
-            return GenerationServiceStub(self._channel)
+                    channel = grpc.secure_channel(address, self._credentials, self._options)
+                self._channels[address] = channel
+            return GenerationServiceStub(channel)
+
+    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None) -> _Call:
+        return self._stub(address).Generate(request, timeout=timeout, metadata=self._metadata)
 
     def _ask(
         self,
-        method: grpc.UnaryUnaryMultiCallable[Request, Answer],
+        method: Callable[[GenerationServiceStub], grpc.UnaryUnaryMultiCallable[Request, Answer]],
         request: Request,
         timeout: float | EllipsisType | None,
     ) -> Answer:
         retries = self._retries(timeout)
         while True:
+            ask = method(self._stub(retries.address))
             try:
-                return method(request, timeout=retries.seconds_left, metadata=self._metadata)
+                answer = ask(request, timeout=retries.seconds_left, metadata=self._metadata)
             except grpc.RpcError as error:
                 time.sleep(retries.pause(error))
+            else:
+                retries.progressed()
+                return answer
 
 
 class _Call(Protocol):
@@ -103,7 +111,7 @@ class _Call(Protocol):
 
 
 class _Send(Protocol):
-    def __call__(self, request: GenerateRequest, *, timeout: float | None) -> _Call: ...
+    def __call__(self, address: str, request: GenerateRequest, *, timeout: float | None) -> _Call: ...
 
 
 class Stream:
@@ -132,6 +140,8 @@ class Stream:
                 self._transcript.end()
                 raise
             except grpc.RpcError as error:
+                if self._cancelled.is_set():
+                    break
                 pause = self._transcript.pause(error)
             if pause is None:
                 raise StopIteration
@@ -149,5 +159,5 @@ class Stream:
         self.cancel()
 
     def _ask(self) -> _Call:
-        request, seconds = self._transcript.ask()
-        return self._send(request, timeout=seconds)
+        address, request, seconds = self._transcript.ask()
+        return self._send(address, request, timeout=seconds)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import grpc
 
 from specdec.client.completion import Chunk, read_chunk
-from specdec.client.errors import ServerError, from_rpc
+from specdec.client.errors import ServerError, SpecdecError, Unavailable, from_rpc, is_loss
 from specdec.client.retries import Retries
+from specdec.client.tally import Tally
 from specdec.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 
@@ -14,33 +15,37 @@ class Transcript:
     """One stream's account: a request that always asks for exactly what has not arrived yet.
 
     The tokens a server was given as generated, and the seed, determine the rest of the text, so a
-    stream of one sample can go on anywhere. Several samples cannot be told in one request: there
-    only a call that has delivered nothing is tried again.
+    stream of one sample can go on anywhere where the same model is served. Several samples cannot be told in one
+    request: there only a call that has delivered nothing is tried again.
     """
 
     def __init__(self, request: GenerateRequest, retries: Retries) -> None:
         self._request = request
         self._retries = retries
-        self._single = request.n <= 1
-        self._unfinished = max(1, request.n)
+        self._samples = max(1, request.n)
+        self._unfinished = self._samples
         self._empty = True
+        self._tally = Tally()
         self._before_seconds = 0.0
 
     def take(self, response: GenerateResponse) -> Chunk:
         """Enter a response."""
         if response.HasField("seed"):
             self._request.sampling.seed = response.seed
-        if not self._empty:
-            response.ClearField("seed")  # a server that resumes says it again
-        chunk = read_chunk(response, before_seconds=self._before_seconds)
-        if chunk.tokens:
+        if response.model_fingerprint:
+            self._request.model_fingerprint = response.model_fingerprint
+        if not self._empty:  # a server that resumes says it again
+            response.ClearField("seed")
+            response.ClearField("model_fingerprint")
+        if self._samples == 1:
+            self._request.generated_tokens.extend(response.tokens)
+            self._tally.take(response)
+        if response.tokens:
             self._retries.progressed()
-        if chunk.finish is not None:
+        if response.HasField("finish"):
             self._unfinished -= 1
-        if self._single:
-            self._request.generated_tokens.extend(chunk.tokens)
         self._empty = False
-        return chunk
+        return read_chunk(response, before_seconds=self._before_seconds)
 
     def end(self) -> None:
         """The server closed the stream; raises if something is missing."""
@@ -54,11 +59,25 @@ class Transcript:
         """
         if self._unfinished <= 0:
             return None  # the caller has it all: how the connection ended is of no interest
-        if not self._empty and not (self._single and self._request.sampling.HasField("seed")):
-            raise from_rpc(error) from error
-        return self._retries.pause(error)
+        if self._empty:
+            return self._retries.pause(error)
+        if self._samples > 1:
+            raise _not_resumed(f"a stream of {self._samples} samples cannot be resumed", error) from error
+        if not self._request.sampling.HasField("seed"):
+            raise _not_resumed("the server told no seed to resume with", error) from error
+        pause = self._retries.pause(error, begun=True)
+        self._tally.broke_off()
+        return pause
 
-    def ask(self) -> tuple[GenerateRequest, float | None]:
-        """The request to send now, and the seconds it may take."""
+    def ask(self) -> tuple[str, GenerateRequest, float | None]:
+        """Whom to send what now, and the seconds it may take."""
         self._before_seconds = self._retries.seconds_passed
-        return self._request, self._retries.seconds_left
+        return self._retries.address, self._request, self._retries.seconds_left
+
+
+def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:
+    """What ended the stream; where it is a loss that another stream would survive, also why this one does not."""
+    seen = from_rpc(error)
+    if is_loss(seen):
+        return Unavailable(f"{why}: {seen}", code=seen.code, reason=seen.reason, retry_after=seen.retry_after)
+    return seen

@@ -386,6 +386,8 @@ class GenerateResponse(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    DRAFTED_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n samples this belongs to."""
     text: builtins.str
@@ -394,6 +396,10 @@ class GenerateResponse(google.protobuf.message.Message):
     """The seed of the request; on the first response."""
     model_fingerprint: builtins.str
     """The revision of the model: ModelIdentity.model_fingerprint; on the first response of each sample."""
+    steps: builtins.int
+    """Target steps that made these tokens."""
+    drafted: builtins.int
+    """Candidates verified in them."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last response of this sample."""
@@ -431,9 +437,11 @@ class GenerateResponse(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         token_texts: collections.abc.Iterable[builtins.str] | None = ...,
         model_fingerprint: builtins.str = ...,
+        steps: builtins.int = ...,
+        drafted: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "seed", b"seed", "sources", b"sources", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "drafted", b"drafted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
@@ -615,7 +623,9 @@ class SpeculationStatistics(google.protobuf.message.Message):
 
     @property
     def switches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Changes of pods, by reason: "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back"."""
+        """What changed under the text, by reason: "verifier_lost", "numerics_changed", "draft_lost", "draft_useless",
+        "draft_back"; "draft_rests" and "draft_works" when drafting was found not to pay, and to pay again.
+        """
 
     def __init__(
         self,

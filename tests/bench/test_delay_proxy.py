@@ -156,6 +156,52 @@ async def test_leaving_breaks_what_is_open() -> None:
         assert proxy.connections == 0
 
 
+async def test_a_stall_delivers_nothing_and_loses_nothing() -> None:
+    async with server(echo) as address, DelayProxy() as proxy:
+        reader, writer = await connect(await proxy.to(address))
+        writer.write(b"a")
+        assert await reader.readexactly(1) == b"a"
+        proxy.stall()
+        writer.write(b"b")
+        await until(lambda: bool(proxy.waiting))
+        writer.write(b"c")
+        other, late = await connect(await proxy.to(address))  # connections are made, and are as dead
+        late.write(b"d")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 2 * DELAY)
+        proxy.resume()
+        assert await reader.readexactly(2) == b"bc"
+        assert await other.readexactly(1) == b"d"
+        for end in (writer, late):
+            end.close()
+        await until(lambda: proxy.connections == 0)
+
+
+async def test_a_peer_that_left_in_a_stall_is_missed_after_it() -> None:
+    async with server(echo) as address, DelayProxy() as proxy:
+        reader, writer = await connect(await proxy.to(address))
+        writer.write(b"a")
+        assert await reader.readexactly(1) == b"a"
+        proxy.stall()
+        writer.close()
+        await until(lambda: bool(proxy.waiting))
+        proxy.resume()
+        await until(lambda: proxy.connections == 0)
+
+
+async def test_a_reset_breaks_what_is_open_and_nothing_else() -> None:
+    async with server(echo) as address, DelayProxy() as proxy:
+        place = await proxy.to(address)
+        for _ in range(2):
+            reader, writer = await connect(place)
+            writer.write(b"x")
+            assert await reader.readexactly(1) == b"x"
+            proxy.reset()
+            with pytest.raises(ConnectionResetError):
+                await reader.readexactly(1)
+            await until(lambda: proxy.connections == 0)
+
+
 async def test_as_a_process() -> None:
     with DelayProcess.start() as proxy:
         async with server(echo) as address:

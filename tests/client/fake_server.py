@@ -23,6 +23,7 @@ from specdec.v1.generation_pb2_grpc import GenerationServiceServicer, add_Genera
 TEXT = "déjà vu… ½ café, 東京 🦀"
 TOKENS = list(TEXT.encode())
 CHUNK = 3  # tokens a response
+MODEL = "f1"  # its fingerprint
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def responses(
             tokens=tokens,
             sources=[model_pb2.TOKEN_SOURCE_DRAFT] * (len(tokens) - 1) + [model_pb2.TOKEN_SOURCE_BONUS],
             timings=pb.ChunkTimings(elapsed_us=1000 * (at - begin + 1), forward_us=200, step_us=300),
+            steps=1,
+            drafted=CHUNK,
         )
         if request.HasField("logprobs"):
             for token in tokens:
@@ -142,9 +145,13 @@ def responses(
                 )
         if at == begin and index == 0:
             response.seed = request.sampling.seed if request.sampling.HasField("seed") else drawn_seed
+            response.model_fingerprint = MODEL
         yield response
     if most is None:
         steps = -(-(end - begin) // CHUNK)
+        histogram = [0] * CHUNK
+        for at in range(begin, end, CHUNK):
+            histogram[min(CHUNK, end - at) - 1] += 1
         yield pb.GenerateResponse(
             index=index,
             finish=pb.Finish(
@@ -152,8 +159,9 @@ def responses(
                 usage=pb.Usage(prompt_tokens=2, completion_tokens=len(TOKENS), found_tokens=1),
                 speculation=pb.SpeculationStatistics(
                     steps=steps,
-                    drafted=3 * steps,
+                    drafted=CHUNK * steps,
                     accepted=end - begin - steps,
+                    accepted_histogram=histogram,
                     sources={"draft": end - begin - steps, "bonus": steps},
                 ),
                 numerics_fingerprint="fake/float32",

@@ -25,7 +25,7 @@ from specdec.client import (
     Unavailable,
 )
 from tests.client.both import ThreadedClient
-from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer
+from tests.client.fake_server import CHUNK, MODEL, TEXT, TOKENS, Act, FakeServer
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -38,9 +38,9 @@ ROUNDING = 1.05  # gRPC rounds timeouts up on the wire
 def connect(request: pytest.FixtureRequest) -> Any:
     """Makes a client, of either kind, that never waits for ever."""
 
-    def make(*servers: FakeServer, **settings: Any) -> Any:
-        address = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-        return request.param(f"ipv4:{address}" if len(servers) > 1 else address, **{"timeout": EVENTUALLY, **settings})
+    def make(*servers: FakeServer, address: Any = None, **settings: Any) -> Any:
+        address = ",".join(server.address for server in servers) if address is None else address
+        return request.param(address, **{"timeout": EVENTUALLY, **settings})
 
     return make
 
@@ -83,6 +83,7 @@ async def test_streams_chunks_and_finishes(connect: Any) -> None:
     assert (first.index, first.sources, first.finish) == (0, ["draft", "draft", "bonus"], None)
     assert first.logprobs[0] == Logprobs(-0.5, {TOKENS[0]: -0.5, 7: -2.0})
     assert (first.forward_seconds, first.step_seconds) == (200e-6, 300e-6)
+    assert (first.steps, first.drafted) == (1, CHUNK)
     assert [chunk.seed for chunk in chunks] == [5] + [None] * (len(chunks) - 1)
     assert finish is not None
     assert (finish.reason, finish.stop, finish.numerics, finish.reproducible) == ("length", "", "fake/float32", True)
@@ -135,12 +136,14 @@ async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
     first, *resumed = [call.request for call in server.calls]
     assert not first.sampling.HasField("seed")
     assert [list(request.generated_tokens) for request in resumed] == [TOKENS[:1], TOKENS[:14], TOKENS[:18]]
-    for request in resumed:  # the first server's seed, and otherwise what was asked for at first
+    for request in resumed:  # the first server's seed and model, and otherwise what was asked for at first
         assert request.sampling.seed == chunks[0].seed == 1001
+        assert request.model_fingerprint == chunks[0].model_fingerprint == MODEL
         request.ClearField("generated_tokens")
+        request.ClearField("model_fingerprint")
         request.sampling.ClearField("seed")
         assert request == first
-    assert [chunk.seed for chunk in chunks[1:]] == [None] * (len(chunks) - 1)
+    assert {(chunk.seed, chunk.model_fingerprint) for chunk in chunks[1:]} == {(None, "")}
     elapsed = [chunk.elapsed_seconds for chunk in chunks[:-1]]
     assert elapsed == sorted(elapsed)
 
@@ -164,6 +167,102 @@ async def test_goes_on_at_another_server(connect: Any) -> None:
     assert (len(one.calls), len(other.calls)) == (1, 1)
 
 
+async def test_goes_on_at_another_server_a_name_stands_for(connect: Any) -> None:
+    """One address of gRPC's that resolves to several."""
+    script = iter([Act(9, "hold")])
+    async with FakeServer(script=script) as one, FakeServer(script=script) as other:
+        name = [f"ipv4:{one.address},{other.address}"]
+        async with connect(address=name) as client:
+            chunks = []
+            async for chunk in client.generate("hi"):
+                chunks.append(chunk)
+                if len(chunks) == 3:
+                    await (one if one.calls else other).stop()
+    assert written(chunks) == (TEXT, TOKENS)
+    assert (len(one.calls), len(other.calls)) == (1, 1)
+
+
+async def test_calls_take_turns(connect: Any) -> None:
+    async with FakeServer() as one, FakeServer() as other, connect(one, other) as client:
+        for _ in range(4):
+            await client.complete("hi")
+        for _ in range(4):
+            assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+    assert (len(one.calls), len(other.calls)) == (4, 4)
+
+
+async def test_a_server_that_fails_is_left_alone(connect: Any) -> None:
+    always = itertools.repeat(BREAK)
+    async with FakeServer(script=always) as bad, FakeServer() as good, connect(bad, good, max_retries=0) as client:
+        for _ in range(8):
+            assert (await client.complete("hi")).text == TEXT
+    assert (len(bad.calls), len(good.calls)) == (1, 8)
+
+
+async def test_another_server_is_asked_at_once(connect: Any) -> None:
+    script = iter([rich(code_pb2.UNAVAILABLE, retry_info(3600))] * 2)  # of the first calls, whichever they reach
+    async with (
+        FakeServer(script=script) as one,
+        FakeServer(script=script) as other,
+        FakeServer(script=script) as third,
+        connect(one, other, third) as client,
+    ):
+        assert (await client.complete("hi")).text == TEXT
+    assert [len(server.calls) for server in (one, other, third)] == [1, 1, 1]
+
+
+async def test_statistics_of_all_parts_are_joined(connect: Any) -> None:
+    async with FakeServer(Act(7, "abort"), Act(6, "abort")) as server, connect(server) as client:
+        chunks = [chunk async for chunk in client.generate("hi", logprobs=2)]
+    finish = chunks[-1].finish
+    assert finish is not None
+    speculation = finish.speculation
+    pieces = [len(chunk.tokens) for chunk in chunks if chunk.tokens]  # each a step; its last token is the target's own
+    assert speculation.steps == len(pieces)
+    assert speculation.drafted == CHUNK * len(pieces)
+    assert speculation.accepted == len(TOKENS) - len(pieces)
+    assert speculation.accepted_histogram == [pieces.count(n) for n in (1, 2, 3)]
+    assert speculation.sources == {"draft": len(TOKENS) - len(pieces), "bonus": len(pieces)}
+    assert speculation.switches == {"resumed": 2}
+    assert [entry for chunk in chunks for entry in chunk.logprobs] == [
+        Logprobs(-0.5, {t: -0.5, 7: -2.0}) for t in TOKENS
+    ]
+    assert finish.completion_tokens == len(TOKENS)
+
+
+async def test_a_text_that_has_begun_waits_for_room(connect: Any) -> None:
+    full = rich(code_pb2.RESOURCE_EXHAUSTED, retry_info(0, 250_000_000))
+    async with FakeServer(Act(9, "abort"), full, full) as server, connect(server) as client:
+        assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+    assert len(server.calls) == 4
+    assert server.calls[3].seconds_left <= (EVENTUALLY - 0.55) * ROUNDING
+
+
+async def test_another_model_is_told(connect: Any) -> None:
+    changed = error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec")
+    script = itertools.chain([Act(9, "abort")], itertools.repeat(rich(code_pb2.UNAVAILABLE, changed)))
+    async with FakeServer(script=script) as server, connect(server, max_retries=2) as client:
+        with pytest.raises(Unavailable) as caught:
+            [chunk async for chunk in client.generate("hi")]
+    assert caught.value.reason == "MODEL_CHANGED"
+    assert [call.request.model_fingerprint for call in server.calls] == ["", MODEL]
+
+
+async def test_another_server_may_have_the_model(connect: Any) -> None:
+    changed = rich(code_pb2.UNAVAILABLE, error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec"))
+    script = iter([Act(9, "abort"), changed, Act()])
+    servers = [FakeServer(script=script) for _ in range(3)]
+    async with servers[0], servers[1], servers[2], connect(*servers) as client:
+        assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+    assert [len(server.calls) for server in servers] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("address", ["", "a:1,,b:2", [], ["a:1", " "]])
+async def test_an_address_that_is_none_is_refused(connect: Any, address: Any) -> None:
+    with pytest.raises(ValueError, match="address = "):
+        connect(address=address)
+
+
 async def test_breaks_before_the_first_chunk_are_retried(connect: Any) -> None:
     async with FakeServer(BREAK, BREAK) as server, connect(server) as client:
         chunks = [chunk async for chunk in client.generate("hi", n=2)]
@@ -173,7 +272,7 @@ async def test_breaks_before_the_first_chunk_are_retried(connect: Any) -> None:
 
 async def test_several_samples_do_not_resume(connect: Any) -> None:
     async with FakeServer(Act(6, "abort")) as server, connect(server) as client:
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match="a stream of 2 samples cannot be resumed: scripted"):
             [chunk async for chunk in client.generate("hi", n=2)]
     assert len(server.calls) == 1
 
@@ -206,6 +305,14 @@ async def test_complete_and_models_are_retried(connect: Any) -> None:
         assert (await client.complete("hi")).text == TEXT
         assert len(await client.models()) == 1
     assert len(server.calls) == 4
+
+
+async def test_a_server_that_ends_cancels_and_is_left(connect: Any) -> None:
+    """Calls that reach it too late are cancelled, and not by us."""
+    late = Act(6, "abort", grpc.StatusCode.CANCELLED)
+    async with FakeServer(late, BREAK, late) as server, connect(server) as client:
+        assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
+        assert (await client.complete("hi")).text == TEXT
 
 
 async def test_only_unavailable_is_retried(connect: Any) -> None:

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from orchestrator.admission import AT_ONCE, MOMENT, Admission
+from orchestrator.admission import AT_ONCE, MOMENT, Admission, LeftAloneError
+from orchestrator.breaker import Breaker
 from orchestrator.load import STALE_SECONDS, Load
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.v1 import model_pb2
@@ -25,7 +26,8 @@ class Verifier:
     def __init__(self, room: int) -> None:
         self.clock = Clock()
         self.load = Load(self.clock)
-        self.admission = Admission(self.load)
+        self.breaker = Breaker(self.clock)
+        self.admission = Admission(self.load, self.breaker)
         self.room = room
         self.sessions = 0
         self.asked = 0
@@ -104,9 +106,34 @@ async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float
 
 
 async def test_other_errors_shut_nobody_out() -> None:
-    admission = Admission(Load())
+    admission = Admission(Load(), Breaker())
     with pytest.raises(PeerLostError):
         async with admission.opening():
             raise PeerLostError("gone", "VERIFIER_LOST")
     async with admission.opening():
         pass
+
+
+async def test_a_verifier_that_does_not_answer_is_found_out_once() -> None:
+    breaker = Breaker()
+    admission = Admission(Load(), breaker)
+    asked = 0
+    silence = asyncio.Event()
+
+    async def enter() -> None:
+        nonlocal asked
+        try:
+            async with admission.opening():
+                asked += 1
+                await silence.wait()
+                raise PeerLostError("silent", "VERIFIER_LOST")
+        except PeerLostError:
+            breaker.failed(conclusive=True)
+            raise
+
+    entering = [asyncio.create_task(enter()) for _ in range(20)]
+    await asyncio.sleep(0)
+    silence.set()
+    results = await asyncio.gather(*entering, return_exceptions=True)
+    assert asked == 1
+    assert [type(r) for r in results].count(LeftAloneError) == 19

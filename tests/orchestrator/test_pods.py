@@ -69,6 +69,18 @@ def test_open_breakers_are_left_alone() -> None:
     assert "a" in chosen(two, 2)
 
 
+def test_who_cannot_afford_a_trial_makes_none() -> None:
+    clock = Clock()
+    two = pods("ab", clock)
+    first, second = two
+    first.breaker.failed(conclusive=True)
+    second.load.tell(model_pb2.Load(sessions=50))
+    clock.now += 0.5  # half-open
+    assert chosen(two, 2) == ["a", "a"]
+    assert chosen(two, 2, no_trial=True) == ["b", "b"]
+    assert chosen(two, 1, no_trial=True, but={second}) == ["a"]
+
+
 def test_who_was_lost_last_comes_last() -> None:
     two = pods("ab")
     first, second = two

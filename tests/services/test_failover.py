@@ -20,7 +20,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
-from tests.stack import Stack, request_of, stack, until
+from tests.stack import Stack, VerifierPod, request_of, stack, until
 from verifier_service.servicer import VerifierServicer
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -303,8 +303,8 @@ async def test_a_frozen_verifier_is_left(directories: Directories) -> None:
 async def test_a_frozen_verifier_is_not_waited_for_at_the_beginning(directories: Directories) -> None:
     async with stack(directories.target, None, verifiers=2, verifier_kind=Frozen, silence_seconds=0.6) as services:
         service_of(services, 0).thawed.clear()
-        answers = [await services.generate(PROMPT, max_tokens=10) for _ in range(2)]
-        assert [len(a.tokens) for a in answers] == [10, 10]
+        answers = await asyncio.gather(*(services.generate(PROMPT, max_tokens=10) for _ in range(8)))
+        assert [len(a.tokens) for a in answers] == 8 * [10]
         service_of(services, 0).thawed.set()
 
 
@@ -328,29 +328,43 @@ class Gate:
         time.sleep(0.005)
 
 
+class Gates:
+    """One for each verifier's thread."""
+
+    def __init__(self) -> None:
+        self._gates: dict[threading.Thread, Gate] = {}
+
+    def __call__(self) -> None:
+        self._gates.setdefault(threading.current_thread(), Gate())()
+
+    def of(self, pod: VerifierPod) -> Gate:
+        (gate,) = (gate for thread, gate in self._gates.items() if thread is pod.loop._thread)
+        return gate
+
+
 async def test_a_verifier_that_answers_and_does_not_step_is_left(directories: Directories) -> None:
     fields: dict[str, Any] = {"max_tokens": 60, "ignore_end_token": True, "sampling": WARM}
-    gates: list[Gate] = []
-
-    def pass_gate() -> None:
-        """Each verifier's thread has a gate of its own."""
-        me = threading.current_thread()
-        if not hasattr(me, "gate"):
-            me.gate = Gate()  # type: ignore[attr-defined]
-            gates.append(me.gate)  # type: ignore[attr-defined]
-        me.gate()  # type: ignore[attr-defined]
-
-    async with stack(directories.target, directories.near, verifiers=2, target_delay=pass_gate) as services:
+    gates = Gates()
+    async with stack(directories.target, directories.near, verifiers=2, target_delay=gates) as services:
         want = await services.generate(PROMPT, **dict(fields))
         reader = Reader(services, **fields)
         await reader.read(10)
-        stuck = services.verifiers[serving(services)]
-        gate: Gate = stuck.loop._thread.gate  # type: ignore[attr-defined]
-        with gate.closed():
+        with gates.of(services.verifiers[serving(services)]).closed():
             got = await reader.rest()
         same(directories, want, got, WARM)
         assert got.finish.speculation.switches == {"verifier_lost": 1}
         await until(lambda: services.idle)
+
+
+async def test_a_verifier_that_is_alone_may_take_long_over_a_step(directories: Directories) -> None:
+    gates = Gates()
+    async with stack(directories.target, directories.near, target_delay=gates) as services:
+        reader = Reader(services, max_tokens=60, ignore_end_token=True)
+        await reader.read(10)
+        with gates.of(services.verifiers[0]).closed():
+            await asyncio.sleep(3.0)  # longer than any other would be given
+        got = await reader.rest()
+        assert not got.finish.speculation.switches
 
 
 async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> None:

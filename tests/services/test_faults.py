@@ -12,6 +12,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection
 
 from orchestrator.servicer import GenerationServicer
+from specdec.client.errors import from_rpc
 from specdec.decoding.choice import Chooser
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
@@ -108,6 +109,8 @@ async def test_a_small_memory_is_a_small_context(directories: Directories) -> No
         with pytest.raises(grpc.aio.AioRpcError, match=f"the context is {room}") as never:
             await services.generate([5] * room, max_tokens=1)
         assert never.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        ((field, _),) = from_rpc(never.value).violations  # which the verifier found, and named
+        assert field == "prompt_tokens"
 
 
 async def test_a_client_that_does_not_read_stalls_only_itself(directories: Directories) -> None:

@@ -1,0 +1,50 @@
+"""Which of several servers is asked next: each in its turn, but for those that failed lately."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+_SHORTEST_REST = 1.0  # seconds
+_LONGEST_REST = 10.0
+
+
+class Rotation:
+    """The servers of a client. All of its calls share it, and so may threads.
+
+    Turns begin anywhere, lest all clients begin at the same server. One that fails rests, twice as long each
+    time in a row; it is asked all the same where there is no other.
+    """
+
+    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._turns = list(addresses)
+        turn = random.randrange(len(self._turns))
+        self._turns = self._turns[turn:] + self._turns[:turn]  # whose turn it is comes first
+        self._rests = dict.fromkeys(addresses, (0.0, 0.0))  # (until when, how long)
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def take(self, failures: Mapping[str, int]) -> str:
+        """Whose turn it is for a call which has failed that often at each."""
+        with self._lock:
+            now = self._clock()
+            address = min(self._turns, key=lambda a: (failures.get(a, 0), max(0.0, self._rests[a][0] - now)))
+            self._turns.remove(address)
+            self._turns.append(address)
+            return address
+
+    def answered(self, address: str) -> None:
+        """It works."""
+        with self._lock:
+            self._rests[address] = (0.0, 0.0)
+
+    def failed(self, address: str) -> None:
+        """It does not answer. All the calls that break off together are one failure."""
+        with self._lock:
+            until, seconds = self._rests[address]
+            now = self._clock()
+            if until <= now:
+                seconds = min(max(_SHORTEST_REST, 2 * seconds), _LONGEST_REST)
+                self._rests[address] = (now + seconds, seconds)

@@ -1,0 +1,94 @@
+"""A small deployment: pods of every role, and who is told of whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tests.faults.pods import Pod, free_address
+
+DRAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Models:
+    """Directories of what the pods serve."""
+
+    target: Path
+    draft: Path  # often agrees with the target
+    revision: Path  # another target with the same tokenizer
+
+
+class Cluster:
+    """Pods named by role and number, such as "verifier-1". `make_whole` starts them; they are gone when it is left."""
+
+    def __init__(self, models: Models, logs: Path) -> None:
+        self.models = models
+        self.pods: dict[str, Pod] = {}
+        self.spares: dict[str, Pod] = {}  # that are started only when somebody says so
+        self._logs = logs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pod in (*self.pods.values(), *self.spares.values()):
+            pod.kill()
+
+    def deploy(self, verifiers: int, drafts: int, orchestrators: int) -> Self:
+        """So many of each, where each orchestrator knows all verifiers and drafts."""
+        of_verifiers = [self.verifier().address for _ in range(verifiers)]
+        of_drafts = [self.draft().address for _ in range(drafts)]
+        for _ in range(orchestrators):
+            self.orchestrator(of_verifiers, of_drafts)
+        return self
+
+    def verifier(self, *options: str, model: Path | None = None) -> Pod:
+        return self._add("verifier", "verifier_service", "--model", str(model or self.models.target), *options)
+
+    def draft(self, *options: str) -> Pod:
+        return self._add("draft", "draft_service", "--model", str(self.models.draft), "--engine", "torch", *options)
+
+    def orchestrator(self, verifiers: Sequence[str], drafts: Sequence[str], *options: str) -> Pod:
+        """Told of pods at these addresses."""
+        peers = [word for address in verifiers for word in ("--verifier", address)]
+        peers += [word for address in drafts for word in ("--draft", address)]
+        return self._add("orchestrator", "orchestrator", "--model", str(self.models.target), *peers, *options)
+
+    def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
+        """A spare verifier with another model, at the address of one that must have ended before it is started."""
+        address = self.pods[for_verifier].address
+        self.spares[name] = self._pod(name, "verifier_service", address, "--model", str(model))
+
+    def _add(self, role: str, module: str, *options: str) -> Pod:
+        name = f"{role}-{len(self.of(role))}"
+        self.pods[name] = self._pod(name, module, free_address(), *options)
+        return self.pods[name]
+
+    def _pod(self, name: str, module: str, address: str, *options: str) -> Pod:
+        options += ("--drain-seconds", str(DRAIN_SECONDS), "--log-level", "info")
+        return Pod(name, module, address, options, self._logs / f"{name}.log")
+
+    def of(self, role: str) -> list[Pod]:
+        return [pod for name, pod in self.pods.items() if name.startswith(role)]
+
+    @property
+    def address(self) -> str:
+        """For clients: of all orchestrators."""
+        return ",".join(pod.address for pod in self.of("orchestrator"))
+
+    @property
+    def died(self) -> list[str]:
+        """Names of those that ended by themselves, which none should."""
+        return [name for name, pod in (self.pods | self.spares).items() if pod.died]
+
+    async def make_whole(self) -> None:
+        """Thaw, start again, wait until all are ready."""
+        for pod in self.pods.values():
+            pod.thaw()
+            if not pod.running:
+                pod.start()
+        await asyncio.gather(*(pod.until_ready() for pod in self.pods.values()))

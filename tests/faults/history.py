@@ -1,0 +1,140 @@
+"""What clients saw, piece by piece with its time, and what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from specdec.client import AsyncClient, Chunk, Finish, SpecdecError
+from tests.faults.asks import Ask
+from tests.margins import Oracle
+from tests.models import END, tokenizer
+
+LOGPROB_TOLERANCE = 1e-3
+LONGEST_END = 5.0
+"""Seconds between a stream's last piece and its end, on a busy machine."""
+
+_TOKENIZER = tokenizer()
+
+
+@dataclass
+class Record:
+    """One stream as its client saw it."""
+
+    ask: Ask
+    began: float = field(default_factory=time.monotonic)
+    chunks: list[Chunk] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # when each arrived
+    ended: float = 0.0
+    error: SpecdecError | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def finish(self) -> Finish | None:
+        return self.chunks[-1].finish if self.chunks else None
+
+    @property
+    def wait(self) -> float:
+        """Seconds until the first piece, or until the end."""
+        return [*self.times, self.ended][0] - self.began
+
+    @property
+    def pause(self) -> tuple[float, float]:
+        """(its length, when it began) of the longest silence between two pieces."""
+        return max(((b - a, a) for a, b in pairwise(self.times)), default=(0.0, self.began))
+
+    @property
+    def lingered(self) -> float:
+        """Seconds for which the call went on when there was nothing more to come."""
+        return self.ended - self.times[-1] if self.times and self.finish is not None else 0.0
+
+
+async def record(client: AsyncClient, ask: Ask, seen: Callable[[Chunk], None] = lambda _: None) -> Record:
+    """Ask, and write down what comes; `seen` is told each piece. An error ends the record, and is part of it."""
+    record = Record(ask)
+    try:
+        async with client.generate(tokens=ask.prompt, **ask.options) as stream:
+            async for chunk in stream:
+                record.times.append(time.monotonic())
+                record.chunks.append(chunk)
+                seen(chunk)
+    except SpecdecError as error:
+        record.error = error
+    record.ended = time.monotonic()
+    return record
+
+
+async def undisturbed(client: AsyncClient, asks: list[Ask], at_once: int = 32) -> dict[int, Record]:
+    """Plain decoding while nothing is wrong: what each is to be compared with, by its place."""
+    room = asyncio.Semaphore(at_once)
+
+    async def one(ask: Ask) -> Record:
+        async with room:
+            return await record(client, Ask(ask.prompt, ask.options | {"speculation": "off"}))
+
+    records = await asyncio.gather(*map(one, asks))
+    for found in records:
+        assert not wrong_by_itself(found), wrong_by_itself(found)
+    return dict(enumerate(records))
+
+
+def wrong_by_itself(got: Record) -> str:
+    """What no stream may do, whatever its tokens: end with an error, leave out, repeat. Empty if all is well."""
+    if got.error is not None:
+        return f"lost after {len(got.tokens)} tokens: {type(got.error).__name__} {got.error.reason}: {got.error}"
+    if got.finish is None:
+        return "no finish"
+    if got.lingered > LONGEST_END:
+        return f"the call went on for {got.lingered:.1f} s after its last piece"
+    tokens = got.tokens
+    if got.finish.completion_tokens != len(tokens):
+        return f"{len(tokens)} tokens arrived, the server counts {got.finish.completion_tokens}"
+    if got.finish.reason == "length" and len(tokens) != got.ask.options["max_tokens"]:
+        return f"{len(tokens)} tokens, {got.ask.options['max_tokens']} were asked for"
+    spelt = _TOKENIZER.decode([token for token in tokens if token != END])
+    if not got.finish.stop and _readable(got.text) != _readable(spelt):
+        return f"the text is {got.text!r}, its tokens say {spelt!r}"
+    speculation = got.finish.speculation
+    if sum(speculation.sources.values()) != len(tokens):
+        return f"{len(tokens)} tokens arrived, by source {speculation.sources}"
+    return ""
+
+
+def wrong(got: Record, want: Record, oracle: Oracle) -> str:
+    """The same, and what differs from plain decoding."""
+    found = wrong_by_itself(got)
+    if found or not got.ask.repeatable:
+        return found
+    try:
+        oracle.same(list(got.ask.prompt), want.tokens, got.tokens, got.ask.chooser)
+    except AssertionError as error:
+        return f"spliced: {error}"
+    if want.tokens != got.tokens:
+        return ""  # a tie, which the oracle has counted
+    assert want.finish is not None
+    assert got.finish is not None
+    if (got.text, got.finish.reason, got.finish.stop) != (want.text, want.finish.reason, want.finish.stop):
+        return f"text, reason or stop differ: {got.text!r} {got.finish}, not {want.text!r} {want.finish}"
+    for a, b in zip(_logprobs(got), _logprobs(want), strict=True):
+        if abs(a - b) > LOGPROB_TOLERANCE:
+            return f"a log-probability of {a}, plain decoding has {b}"
+    return ""
+
+
+def _readable(text: str) -> str:
+    """Without what is left of bytes that are no characters: that depends on how many were looked at together."""
+    return "".join(character for character in text if character.isascii())
+
+
+def _logprobs(record: Record) -> list[float]:
+    return [entry.chosen for chunk in record.chunks for entry in chunk.logprobs]

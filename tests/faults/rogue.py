@@ -1,0 +1,94 @@
+"""A verifier that has lost its mind: it stands before one that has not, and breaks the protocol now and then.
+
+What it says of tokens it leaves alone: a verifier decides them, and nobody could tell. Everything else about a session
+must be noticed, and cost at most that session's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
+
+STATUSES = [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)]
+
+
+class EndedError(Exception):
+    """The rogue ends the stream as if nothing had happened."""
+
+
+class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+    """As a service of the tests' own process."""
+
+    name = "specdec.v1.VerifierService"
+
+    def __init__(self, verifier: str, seed: int) -> None:
+        self._channel = grpc.aio.insecure_channel(verifier)
+        self._generator = random.Random(seed)
+        self.odds = 0.0  # of breaking it, at every message
+        self.broken = 0  # times
+
+    def register(self, server: grpc.aio.Server) -> None:
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:
+        return verifier_pb2.GetLoadResponse()
+
+    async def Verify(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+        call = stub.Verify()
+
+        async def forward() -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                async for request in request_iterator:
+                    await call.write(request)
+                await call.done_writing()
+
+        forwarding = asyncio.create_task(forward())
+        try:
+            async for response in call:
+                for said in await self._say(response, context):
+                    await context.write(said)
+        except EndedError:
+            return
+        finally:
+            forwarding.cancel()
+            call.cancel()
+
+    async def _say(self, response: verifier_pb2.VerifyResponse, context: Any) -> list[verifier_pb2.VerifyResponse]:
+        """Instead of a message: these."""
+        generator = self._generator
+        if generator.random() >= self.odds:
+            return [response]
+        self.broken += 1
+        changed = verifier_pb2.VerifyResponse()
+        changed.CopyFrom(response)
+        match generator.randrange(9):
+            case 0:
+                return []
+            case 1:
+                return [response, response]
+            case 2:
+                return [verifier_pb2.VerifyResponse(), response]
+            case 3:
+                await context.abort(generator.choice(STATUSES), "the rogue says so")
+            case 4:
+                raise EndedError
+            case 5:
+                await asyncio.Event().wait()  # not a word more
+            case 6:
+                changed.commit.committed.base += generator.choice((1, 7, 2**31))
+            case 7:
+                del changed.commit.committed.tokens[:]
+            case _:
+                changed.commit.sources.append(model_pb2.TOKEN_SOURCE_DRAFT)
+        return [changed]

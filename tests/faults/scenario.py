@@ -1,0 +1,205 @@
+"""Scenarios as data: what clients ask, what happens meanwhile, and what came of it.
+
+Events happen in order, each when its condition holds. Every request is asked once at least, and the requests go on from
+the beginning until the events are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from bench.delay_proxy import DelayProxy
+from specdec.client import AsyncClient, Chunk
+from tests.faults.asks import Ask
+from tests.faults.cluster import Cluster
+from tests.faults.history import Record, record, wrong
+from tests.faults.pods import Pod
+from tests.margins import Oracle
+
+
+@dataclass(frozen=True)
+class After:
+    """So many seconds after the event before."""
+
+    seconds: float
+
+    def __call__(self, run: Run) -> bool:
+        return run.seconds_since_event >= self.seconds
+
+
+@dataclass(frozen=True)
+class Received:
+    """The clients have received so many tokens since the event before."""
+
+    tokens: int
+
+    def __call__(self, run: Run) -> bool:
+        return run.tokens_since_event >= self.tokens
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A pod is no more."""
+
+    pod: str
+
+    def __call__(self, run: Run) -> bool:
+        return not run.pod(self.pod).running
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A pod takes calls."""
+
+    pod: str
+
+    def __call__(self, run: Run) -> bool:
+        return run.pod(self.pod).ready
+
+
+Condition = After | Received | Ended | Ready
+
+
+@dataclass(frozen=True)
+class Event:
+    """When it holds, this is done to that: a method of a pod (start, kill, terminate, freeze, thaw) or of a network
+    (stall, resume, reset, ...). Without either, it is only waited for."""
+
+    when: Condition
+    do: str = ""
+    whom: str = ""
+
+
+def kills(seed: int, pods: Sequence[str], seconds: float, gap: tuple[float, float]) -> Iterator[Event]:
+    """Any pod is killed, and started again at once, as whatever runs containers does."""
+    generator = random.Random(seed)
+    while seconds > 0:
+        pause = generator.uniform(*gap)
+        pod = generator.choice(pods)
+        seconds -= pause
+        yield Event(After(pause), "kill", pod)
+        yield Event(Ended(pod), "start", pod)
+
+
+def rolling_restart(pods: Sequence[str], pause: float) -> Iterator[Event]:
+    """One after the other drains, ends and comes back."""
+    for pod in pods:
+        yield Event(After(pause), "terminate", pod)
+        yield Event(Ended(pod), "start", pod)
+        yield Event(Ready(pod))
+
+
+class Run:
+    """A scenario under way, and what came of it."""
+
+    def __init__(self, cluster: Cluster, **networks: DelayProxy) -> None:
+        self.cluster = cluster
+        self.records: list[tuple[int, Record]] = []  # with the number of what was asked
+        self.timeline: list[tuple[float, Event]] = []
+        self.tokens = 0
+        self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **networks}
+        self.began = self._event_time = time.monotonic()
+        self._event_tokens = 0
+
+    def pod(self, name: str) -> Pod:
+        found = self._things[name]
+        assert isinstance(found, Pod)
+        return found
+
+    @property
+    def seconds_since_event(self) -> float:
+        return time.monotonic() - self._event_time
+
+    @property
+    def tokens_since_event(self) -> int:
+        return self.tokens - self._event_tokens
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds without a piece, of any stream that had begun."""
+        return max((seen.pause[0] for _, seen in self.records), default=0.0)
+
+    @property
+    def switches(self) -> Counter[str]:
+        """How often a stream had to go on elsewhere, by reason."""
+        total: Counter[str] = Counter()
+        for _, seen in self.records:
+            if seen.finish is not None:
+                total.update(seen.finish.speculation.switches)
+        return total
+
+    def speed(self, begin: float, end: float) -> tuple[float, float]:
+        """(tokens a second, tokens a target step) of what arrived between two times."""
+        arrived = [
+            chunk
+            for _, seen in self.records
+            for at, chunk in zip(seen.times, seen.chunks, strict=True)
+            if begin <= at < end
+        ]
+        tokens = sum(len(chunk.tokens) for chunk in arrived)
+        return tokens / (end - begin), tokens / max(1, sum(chunk.steps for chunk in arrived))
+
+    def seen(self, chunk: Chunk) -> None:
+        self.tokens += len(chunk.tokens)
+
+    async def play(self, client: AsyncClient, asks: Sequence[Ask], events: Iterable[Event], at_once: int) -> Self:
+        """Until each was asked, no event is left, and all that was begun is over."""
+        playing = asyncio.create_task(self._act(events))
+        numbers = itertools.count()
+
+        async def ask_on() -> None:
+            while (number := next(numbers)) < len(asks) or not playing.done():
+                ask = asks[number % len(asks)]
+                self.records.append((number % len(asks), await record(client, ask, self.seen)))
+
+        try:
+            await asyncio.gather(playing, *(ask_on() for _ in range(at_once)))
+        finally:
+            playing.cancel()
+        return self
+
+    async def _act(self, events: Iterable[Event]) -> None:
+        for event in events:
+            while not event.when(self):
+                await asyncio.sleep(0.005)
+            self._event_time, self._event_tokens = time.monotonic(), self.tokens
+            if event.do:
+                getattr(self._things[event.whom], event.do)()
+                self.timeline.append((self._event_time, event))
+
+    def faults(self, wants: Mapping[int, Record], oracle: Oracle) -> list[str]:
+        """What went wrong, a line for each stream; and pods that ended by themselves."""
+        found = [
+            f"stream {n}, {seen.ask.options}: {fault}"
+            for n, seen in self.records
+            if (fault := wrong(seen, wants[n], oracle))
+        ]
+        return found + [f"{name} died:\n{self.pod(name).log_tail()}" for name in self.cluster.died]
+
+    def report(self) -> str:
+        """What was seen, in a few lines."""
+        done = Counter(event.do for _, event in self.timeline)
+        interrupted = sum(bool(r.finish and r.finish.speculation.switches) for _, r in self.records)
+        lines = [
+            f"{len(self.records)} streams, {self.tokens} tokens in {time.monotonic() - self.began:.0f} s; "
+            f"events: {dict(done)}; {interrupted} streams interrupted: {dict(self.switches)}"
+        ]
+        waits = max((seen.wait, seen.began) for _, seen in self.records)
+        lines.append(f"longest wait for a first piece: {waits[0]:.2f} s from {waits[1] - self.began:.1f} s")
+        for length, start in sorted((seen.pause for _, seen in self.records), reverse=True)[:3]:
+            about = [
+                f"{event.do} {event.whom} at {at - start:+.2f} s"
+                for at, event in self.timeline
+                if -2.0 < at - start < length
+            ]
+            lines.append(f"pause of {length:.2f} s from {start - self.began:.1f} s; {', '.join(about)}")
+        lines.append(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""Faults of the everyday kind, each in a second or two, on pods that the tests share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.asks import asks
+from tests.faults.cluster import Cluster, Models
+from tests.faults.conftest import client_of
+from tests.faults.history import Record, undisturbed
+from tests.faults.scenario import After, Ended, Event, Ready, Received, Run, rolling_restart
+from tests.margins import Oracle
+
+ASKS = asks(16, seed=1, tokens=(200, 400))
+
+
+@pytest.fixture(scope="module")
+def pods(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(models, tmp_path_factory.mktemp("logs")) as made:
+        yield made.deploy(verifiers=2, drafts=2, orchestrators=2)
+
+
+@pytest.fixture(scope="module")
+def wants() -> dict[int, Record]:
+    return {}  # filled by whoever comes first
+
+
+async def play(pods: Cluster, wants: dict[int, Record], oracle: Oracle, *events: Event) -> Counter[str]:
+    """The switches of all streams, of which none may be lost or different."""
+    await pods.make_whole()
+    async with client_of(pods.address) as client:
+        if not wants:
+            wants.update(await undisturbed(client, ASKS))
+        run = await Run(pods).play(client, ASKS, events, at_once=12)
+    print(f"\n{run.report()}")
+    assert run.faults(wants, oracle) == []
+    return run.switches
+
+
+async def test_nothing_happens(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    switches = await play(pods, wants, oracle)
+    assert not switches["resumed"]
+    assert not switches["verifier_lost"]
+
+
+async def test_a_verifier_is_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    switches = await play(
+        pods,
+        wants,
+        oracle,
+        Event(Received(500), "kill", "verifier-0"),
+        Event(Ended("verifier-0"), "start", "verifier-0"),
+        Event(Ready("verifier-0")),
+        Event(Received(300), "kill", "verifier-1"),
+    )
+    assert switches["verifier_lost"]
+    assert not switches["resumed"]  # the orchestrator's affair
+
+
+async def test_both_verifiers_are_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    switches = await play(
+        pods,
+        wants,
+        oracle,
+        Event(Received(500), "kill", "verifier-0"),
+        Event(After(0), "kill", "verifier-1"),
+        Event(After(1), "start", "verifier-1"),
+    )
+    assert switches["verifier_lost"]
+
+
+async def test_an_orchestrator_is_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    switches = await play(
+        pods,
+        wants,
+        oracle,
+        Event(Received(500), "kill", "orchestrator-0"),
+        Event(Ended("orchestrator-0"), "start", "orchestrator-0"),
+        Event(Ready("orchestrator-0")),
+        Event(Received(300), "kill", "orchestrator-1"),
+    )
+    assert switches["resumed"]
+
+
+async def test_drafts_are_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    await play(
+        pods,
+        wants,
+        oracle,
+        Event(Received(500), "kill", "draft-0"),
+        Event(Received(500), "kill", "draft-1"),
+        Event(Received(500), "start", "draft-0"),
+    )
+
+
+async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    switches = await play(
+        pods,
+        wants,
+        oracle,
+        Event(Received(500), "freeze", "draft-0"),
+        Event(Received(500), "freeze", "verifier-0"),
+        Event(After(4), "thaw", "verifier-0"),
+        Event(After(0), "thaw", "draft-0"),
+    )
+    assert switches["verifier_lost"]
+
+
+async def test_everybody_is_restarted_in_turn(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    await play(pods, wants, oracle, *rolling_restart(list(pods.pods), pause=0.2))
