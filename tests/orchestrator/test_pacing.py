@@ -1,0 +1,71 @@
+"""What a draft is told of each commit, and when it may rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.pacing import AHEAD, KEEP_UP_EVERY, Pacing
+from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
+
+
+class Text:
+    """Commits of a token each."""
+
+    def __init__(self) -> None:
+        self.base = 10
+
+    def commit(self, price: float, **fields: Any) -> verifier_pb2.Commit:
+        self.base += 1
+        committed = model_pb2.Committed(base=self.base - 1, tokens=[self.base])
+        return verifier_pb2.Commit(committed=committed, price=price, steps=1, **fields)
+
+
+def kinds(messages: list[draft_pb2.DraftRequest]) -> list[str | None]:
+    return [message.WhichOneof("message") for message in messages]
+
+
+def test_a_draft_grows_what_may_be_worth_its_row_a_step_later() -> None:
+    pacing, text = Pacing(draft_pb2.DraftPolicy(), needed=False), Text()
+    policy, committed = pacing.messages(text.commit(0.5, step_us=1000))
+    assert abs(policy.policy.min_reach - AHEAD * 0.5) < 1e-6
+    assert (committed.committed.base, list(committed.committed.tokens)) == (10, [11])
+    assert kinds(list(pacing.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly another price
+
+
+def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None:
+    pacing, text = Pacing(draft_pb2.DraftPolicy(), needed=False), Text()
+    assert not pacing.resting
+    assert kinds(list(pacing.messages(text.commit(1.0)))) == ["policy"]
+    assert pacing.resting
+    told = [message for _ in range(KEEP_UP_EVERY - 1) for message in pacing.messages(text.commit(1.0))]
+    assert kinds(told) == ["committed"]
+    assert (told[0].committed.base, len(told[0].committed.tokens)) == (10, KEEP_UP_EVERY)
+    assert kinds(list(pacing.messages(text.commit(0.3)))) == ["policy", "committed"]
+    assert not pacing.resting
+
+
+def test_one_that_is_needed_never_rests() -> None:
+    pacing, text = Pacing(draft_pb2.DraftPolicy(), needed=True), Text()
+    assert kinds(list(pacing.messages(text.commit(1.0)))) == ["committed"]
+    assert not pacing.resting
+
+
+def test_many_sessions_send_fewer_messages_each() -> None:
+    alone, crowded = (
+        next(
+            Pacing(draft_pb2.DraftPolicy(), needed=False).messages(
+                Text().commit(0.5, step_us=40_000, drafted_sessions=n)
+            )
+        )
+        for n in (1, 100)
+    )
+    assert alone.policy.extend_interval_us == 10_000
+    assert crowded.policy.extend_interval_us == 40_000  # one a step
+
+
+def test_another_verifier_is_told_all_candidates_anew() -> None:
+    pacing = Pacing(draft_pb2.DraftPolicy(max_nodes=64), needed=False)
+    assert kinds(list(pacing.another_verifier(64))) == ["resend"]
+    policy, resend = pacing.another_verifier(32)
+    assert policy.policy.max_nodes == 32
+    assert resend.WhichOneof("message") == "resend"
