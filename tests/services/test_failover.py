@@ -17,11 +17,14 @@ from specdec.client.errors import from_rpc
 from specdec.decoding.choice import Chooser
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
+from specdec.engine.blocks import BLOCK
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
 from tests.stack import Stack, VerifierPod, request_of, stack, until
+from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
+from verifier_service.step_loop import MOST_CANDIDATES
 
 PROMPT = [50, 60, 70, 80, 90]
 CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
@@ -606,3 +609,39 @@ async def test_a_crowd_moves(directories: Directories) -> None:
         for answer in answers:
             directories.oracle.same(PROMPT, list(want.tokens), list(answer.tokens), chooser(WARM))
         await until(lambda: services.idle)
+
+
+async def test_who_moves_is_not_turned_away(directories: Directories) -> None:
+    """Two texts that have lost their verifier wait at the other, where the only place to wait is taken."""
+    limits = VerifierLimits(max_waiting=1)
+    text = [3 + i % 200 for i in range(2 * BLOCK + 20)]  # as large as the memory
+
+    async def complete() -> generation_pb2.Completion:
+        return await services.generate(text, max_tokens=20, ignore_end_token=True)
+
+    gates = Gates()
+    async with stack(
+        directories.target,
+        None,
+        verifiers=2,
+        target_delay=gates,
+        verifier_limits=limits,
+        capacity=MOST_CANDIDATES + 4 * BLOCK,
+        stuck_seconds=60,
+    ) as services:
+        want = await complete()
+        assert list((await complete()).tokens) == list(want.tokens)  # each has made its steps, and has a gate
+        with gates.of(services.verifiers[0]).closed(), gates.of(services.verifiers[1]).closed():
+            texts = []
+            for number in range(4):
+                texts.append(asyncio.create_task(complete()))
+                await until(lambda: sum(p.service.load().sessions for p in services.verifiers) == number + 1)  # noqa: B023
+            assert [pod.service.load().sessions for pod in services.verifiers] == [2, 2]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await complete()
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await services.verifiers[0].stop()
+            await until(lambda: services.verifiers[1].service.load().sessions == 4)
+        answers = await asyncio.gather(*texts)
+    assert [list(answer.tokens) for answer in answers] == 4 * [list(want.tokens)]
+    assert sum(answer.finish.speculation.switches["verifier_lost"] for answer in answers) == 2
