@@ -1,8 +1,9 @@
-"""Where the verifier's step thread spends its time, by py-spy: the model's forward pass, the rest of a step, no step.
+"""Where the verifier's step thread spends its time, by py-spy: the model's forward pass, or the rest of a step.
 
     python -m bench.overhead --streams 16
 
-Samples the running verifier a hundred times a second while streams decode. Undrafted unless --draft is given.
+Samples the running verifier a hundred times a second while streams decode. Undrafted unless --draft is given; the
+verifier's own guesses are part of it, unless --speculation off.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from bench.prompts import held_out
 from specdec.client import AsyncClient
@@ -24,13 +26,18 @@ SETTLE_SECONDS = 2.0
 """Until prompts are through and the first tokens are out."""
 
 
-async def decode(address: str, streams: int, profile: list[str]) -> None:
+async def decode(address: str, streams: int, speculation: Any, profile: list[str]) -> None:
     """Keep all streams busy for as long as the profiler samples."""
 
     async def one(client: AsyncClient, number: int, prompt: list[int]) -> None:
         while True:
             async with client.generate(
-                tokens=prompt, max_tokens=TOKENS, temperature=0.8, seed=number, ignore_end_token=True
+                tokens=prompt,
+                max_tokens=TOKENS,
+                temperature=0.8,
+                seed=number,
+                ignore_end_token=True,
+                speculation=speculation,
             ) as stream:
                 async for _ in stream:
                     pass
@@ -54,10 +61,10 @@ def shares(stacks: str) -> tuple[Counter[str], Counter[str]]:
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
         names = [frame.partition(" (")[0] for frame in frames.split(";")]
-        if "StepLoop._step" not in names:
-            parts["no step"] += int(count) if "StepLoop.turn" in names else 0
+        if "StepLoop.turn" not in names:
             continue
-        inner = [*names[names.index("StepLoop._step") + 1 :], "StepLoop._step itself"][0]
+        outer = "StepLoop._step" if "StepLoop._step" in names else "StepLoop.turn"
+        inner = [*names[names.index(outer) + 1 :], f"{outer} itself"][0]
         if inner.endswith("Engine.forward"):
             parts["forward"] += int(count)
         else:
@@ -72,6 +79,7 @@ def main() -> None:
     parser.add_argument("--draft", default="none")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--speculation", choices=["auto", "off"], default="auto")
     parser.add_argument("--seconds", type=int, default=10)
     args = parser.parse_args()
     spy = Path(sys.executable).parent / "py-spy"
@@ -82,7 +90,7 @@ def main() -> None:
         out = Path(folder, "stacks")
         pid = str(stack.children["verifier"].process.pid)
         profile = [str(spy), "record", "--pid", pid, "--duration", str(args.seconds), "--format", "raw"]
-        asyncio.run(decode(stack.address, args.streams, [*profile, "--idle", "--output", str(out)]))
+        asyncio.run(decode(stack.address, args.streams, args.speculation, [*profile, "--idle", "--output", str(out)]))
         parts, rest = shares(out.read_text())
     step = parts["forward"] + parts["rest of the step"]
     print(f"{args.streams} streams, {sum(parts.values())} samples of the step thread")

@@ -1,11 +1,12 @@
-"""Tokens a second on the demo pair: drafted against plain decoding at its own best, and against
+"""Tokens a second on the demo pair: with a draft and without one against plain decoding at its own best, and against
 transformers' `generate`, plain and assisted.
 
     python -m bench.speed --dtype bfloat16 --prompts 8 --tokens 128
 
 The arms take turns prompt by prompt, so that a machine that slows down slows all of them; a ratio is
 the median over prompts of the ratio within one prompt. "Plain at its own best" is the service without
-a draft: fast numerics, speculative code bypassed, every core but the one that the event loops share.
+a draft, asked for no speculation: fast numerics, speculative code bypassed, all cores. "Undrafted" is the same
+service asked for what it guesses by itself.
 """
 
 from __future__ import annotations
@@ -97,13 +98,17 @@ def main() -> None:
     prompts = held_out(args.prompts + 1)
     with contextlib.ExitStack() as exits:
 
-        def served(**stack: Any) -> Served:
-            running = exits.enter_context(Stack.start(dtype=args.dtype, **stack))
-            return Served(exits.enter_context(Client(running.address)), options)
+        def served(**stack: Any) -> Client:
+            return exits.enter_context(Client(exits.enter_context(Stack.start(dtype=args.dtype, **stack)).address))
 
-        drafted = served()
-        plain = served(draft="none", verifier_options=("--no-exact",))
-        arms: dict[str, Arm] = {"plain at its best": plain, "drafted": drafted}
+        alone = served(draft="none", verifier_options=("--no-exact",))
+        plain = Served(alone, {**options, "speculation": "off"})
+        drafted = Served(served(), options)
+        arms: dict[str, Arm] = {
+            "plain at its best": plain,
+            "undrafted": Served(alone, options),
+            "drafted": drafted,
+        }
         if not args.no_transformers:
             arms["transformers plain"] = Transformers(args.dtype, args.tokens, args.temperature, assisted=False)
             arms["transformers assisted"] = Transformers(args.dtype, args.tokens, args.temperature, assisted=True)

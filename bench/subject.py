@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from specdec.client import AsyncClient
 from specdec.local import Stack
@@ -66,15 +66,27 @@ class Ours:
     name: str
     about: Mapping[str, Any]
     stack: Stack
+    speculation: Literal["auto", "off"]
 
     @classmethod
     @contextlib.contextmanager
     def start(
-        cls, name: str, target: Path, draft: str, dtype: str, verifier_options: tuple[str, ...]
+        cls,
+        name: str,
+        target: Path,
+        draft: str,
+        dtype: str,
+        verifier_options: tuple[str, ...],
+        speculation: Literal["auto", "off"],
     ) -> Iterator[Ours]:
         with Stack.start(target, draft, dtype=dtype, verifier_options=verifier_options) as stack:
-            flags = {"draft": Path(draft).name, "dtype": dtype, "verifier_options": verifier_options}
-            yield cls(name, {"flags": flags}, stack)
+            flags = {
+                "draft": Path(draft).name,
+                "dtype": dtype,
+                "verifier_options": verifier_options,
+                "speculation": speculation,
+            }
+            yield cls(name, {"flags": flags}, stack, speculation)
 
     def run(self, load: Load) -> float:
         return asyncio.run(self._run(load))
@@ -91,6 +103,7 @@ class Ours:
                     temperature=load.temperature,
                     seed=number,
                     ignore_end_token=True,
+                    speculation=self.speculation,
                 ) as stream:
                     async for chunk in stream:
                         tokens += len(chunk.tokens)

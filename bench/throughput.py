@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from bench.processor import Watch, await_quiet
 from bench.prompts import held_out
@@ -55,16 +56,17 @@ def starters(args: argparse.Namespace) -> dict[str, Starter]:
     most, context = max(args.streams), args.prompt_tokens + args.tokens
     found: dict[str, Starter] = {}
 
-    def ours(name: str, draft: str, *options: str) -> None:
-        found[name] = lambda: Ours.start(name, args.target, draft, args.dtype, options)
+    def ours(name: str, draft: str, speculation: Literal["auto", "off"], *options: str) -> None:
+        found[name] = lambda: Ours.start(name, args.target, draft, args.dtype, options, speculation)
 
     def peer(name: str, python: str, module: str, *options: str) -> None:
         common = ["--model", str(args.target.resolve()), "--dtype", args.dtype, "--streams", str(most)]
         found[name] = lambda: Peer.start(name, python, module, [*common, *options])
 
-    ours("specdec plain", "none", *args.verifier_option, *args.plain_verifier_option)
+    ours("specdec plain", "none", "off", *args.verifier_option, *args.plain_verifier_option)
+    ours("specdec undrafted", "none", "auto", *args.verifier_option)
     if args.draft is not None:
-        ours("specdec drafted", str(args.draft), *args.verifier_option)
+        ours("specdec drafted", str(args.draft), "auto", *args.verifier_option)
     if "transformers" in args.peers:
         peer("transformers", sys.executable, "transformers_batching", "--context", str(context))
     if "vllm" in args.peers:

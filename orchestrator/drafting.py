@@ -74,6 +74,8 @@ class Drafting:
             max_candidates=sample.speculation.max_candidates,
             patience_us=int(1e6 * peers.patience_seconds),
             always=sample.speculation.always,
+            guess=sample.speculation.guess,
+            lookahead=sample.speculation.lookahead,
         )
         if self._needed and self._pods is None:
             self._give_up("there is none")

@@ -9,8 +9,16 @@ from orchestrator.tokenizer import ChatTemplateError, Tokenizer
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
-from specdec.serving.wire import rule_of, rule_violations, sampling_violations, token_violations
+from specdec.serving.wire import lookahead_violations, rule_of, rule_violations, sampling_violations, token_violations
 from specdec.v1 import generation_pb2, model_pb2
+
+UNDRAFTED = (generation_pb2.SPECULATION_MODE_OFF, generation_pb2.SPECULATION_MODE_LOOKAHEAD)
+GUESSED = (
+    generation_pb2.SPECULATION_MODE_UNSPECIFIED,
+    generation_pb2.SPECULATION_MODE_AUTO,
+    generation_pb2.SPECULATION_MODE_LOOKAHEAD,
+)
+"""Modes in which the verifier's own guesses have a part."""
 
 MOST_SAMPLES = 16
 MOST_STOP_STRINGS = 16
@@ -35,11 +43,13 @@ class Model:
 class Speculation:
     """How a request wants to speculate; 0 leaves a value to the services."""
 
-    enabled: bool
+    enabled: bool  # with a draft
+    guess: bool  # with the verifier's own guesses
     always: bool  # whether or not it pays
     max_candidates: int
     max_depth: int
     max_branches: int
+    lookahead: model_pb2.Lookahead | None
 
 
 @dataclass(frozen=True)
@@ -120,10 +130,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
     if logprobs > MOST_LOGPROBS + 1:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
-    if message.speculation.mode not in generation_pb2.SpeculationMode.values():
-        violations.append(("speculation.mode", f"is {message.speculation.mode}, which is no SpeculationMode"))
-    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and _off(message):
-        violations.append(("speculation.mode", "is OFF, the CONTRASTIVE rule needs the draft"))
+    speculation = _speculation(message, violations)
     if len(message.tenant) > LONGEST_TENANT:
         violations.append(("tenant", f"has {len(message.tenant)} characters, must have at most {LONGEST_TENANT}"))
     if violations:
@@ -139,13 +146,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
         end_tokens=end_tokens,
         stop=tuple(message.stop),
         logprobs=logprobs,
-        speculation=Speculation(
-            enabled=not _off(message),
-            always=message.speculation.mode == generation_pb2.SPECULATION_MODE_ALWAYS,
-            max_candidates=message.speculation.max_candidates,
-            max_depth=message.speculation.max_depth,
-            max_branches=message.speculation.max_branches,
-        ),
+        speculation=speculation,
         tenant=message.tenant,
         rule=rule_of(message.rule, sampling),
         contrast=message.contrast,
@@ -160,8 +161,33 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
     )
 
 
-def _off(message: generation_pb2.GenerateRequest) -> bool:
-    return message.speculation.mode == generation_pb2.SPECULATION_MODE_OFF
+def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
+    """How to speculate; what is wrong with it is added to `violations`."""
+    wanted = message.speculation
+    mode = wanted.mode
+    if mode not in generation_pb2.SpeculationMode.values():
+        violations.append(("speculation.mode", f"is {mode}, which is no SpeculationMode"))
+    drafted = mode not in UNDRAFTED
+    guessed = mode in GUESSED
+    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and not drafted:
+        name = generation_pb2.SpeculationMode.Name(mode).removeprefix("SPECULATION_MODE_")
+        violations.append(("speculation.mode", f"is {name}, the CONTRASTIVE rule needs the draft"))
+    lookahead = wanted.lookahead if wanted.HasField("lookahead") else None
+    if lookahead is not None:
+        violations += lookahead_violations("speculation.lookahead", lookahead)
+        if not guessed or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
+            violations.append(
+                ("speculation.lookahead", "is set, has a place with mode AUTO or LOOKAHEAD, not with CONTRASTIVE")
+            )
+    return Speculation(
+        enabled=drafted,
+        guess=guessed,
+        always=mode == generation_pb2.SPECULATION_MODE_ALWAYS,
+        max_candidates=wanted.max_candidates,
+        max_depth=wanted.max_depth,
+        max_branches=wanted.max_branches,
+        lookahead=lookahead,
+    )
 
 
 def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> list[int]:

@@ -180,7 +180,14 @@ def generate(
     min_p: float = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Drawn and reported if not given.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
-    speculation: Literal["auto", "off", "always"] = "auto",
+    speculation: Annotated[
+        Literal["auto", "off", "always", "draft", "lookahead"],
+        typer.Option(help="auto: what pays; draft, lookahead: that alone; always: the draft, paying or not."),
+    ] = "auto",
+    lookahead: Annotated[
+        tuple[int, int, int] | None,
+        typer.Option(help="Of the lookahead window, W N G; if not given, one that pays."),
+    ] = None,
     rule: Annotated[
         Literal["coupled", "rejection", "contrastive"], typer.Option(help="How candidates become tokens.")
     ] = "coupled",
@@ -202,6 +209,7 @@ def generate(
         "seed": seed,
         "stop": stop or (),
         "speculation": speculation,
+        "lookahead": lookahead,
         "rule": rule,
         "alpha": alpha,
     }

@@ -35,6 +35,7 @@ from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import StepLoop
 
 CAPACITY = 8192
+ALWAYS = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
 
 
 @dataclass

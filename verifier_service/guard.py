@@ -1,14 +1,16 @@
-"""Never slower than plain decoding: whether to speculate at all, by what it brings.
+"""Never slower than plain decoding: which candidates to take at all, by what they bring.
 
 What speculation costs is not only what the cost model knows: drafts may share the verifier's cores, messages take
-the event loop's time. So tokens a second are measured as they come out, with candidates and without, for each
-number of sessions (by powers of two, since the more there are, the less speculation brings), and the better of the
-two goes on. The other is tried again now and then, less often each time that it loses.
+the event loop's time. So tokens a second are measured as they come out, in each of three ways (plain, with the
+verifier's own guesses, with drafts as well) and for each number of sessions (by powers of two, since the more there
+are, the less speculation brings), and the best of them goes on. The others are tried again now and then, less often
+each time that they lose.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 EPOCH = 0.5
 """Seconds of steps that make a measurement."""
@@ -16,30 +18,48 @@ EPOCH = 0.5
 SETTLING = 0.05
 """Seconds after a change that are not measured: drafts have to hear of it."""
 
-BETTER = 1.1
-"""By so much the other way must be better to be taken."""
+BETTER = 1.05
+"""By so much another way must be better to be taken."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
-"""Seconds until the other way is tried again."""
+"""Seconds until another way is tried again."""
+
+
+class Way(Enum):
+    """What is verified."""
+
+    PLAIN = "plain"
+    """Nothing: a token a step."""
+    LOCAL = "local"
+    """What the verifier guesses by itself."""
+    DRAFTED = "drafted"
+    """The drafts' candidates as well."""
+
+
+@dataclass
+class Trial:
+    """When a way is tried next, and how long it rests if it loses again."""
+
+    at: float = 0.0
+    pause: float = FIRST_PAUSE
 
 
 @dataclass
 class Experience:
-    """With one number of sessions. Tokens a second; None: never measured."""
+    """With one number of sessions. Tokens a second, of the ways that were measured."""
 
-    rates: dict[bool, float | None] = field(default_factory=lambda: {True: None, False: None})
-    speculate: bool = True  # the better way, as far as is known
-    trying: bool = False  # the other one, now
-    pause: float = FIRST_PAUSE
-    try_at: float = 0.0  # when the other way is tried again
+    best: Way  # as far as is known
+    others: dict[Way, Trial]
+    rates: dict[Way, float] = field(default_factory=dict)
+    trying: Way | None = None  # another one, now
     settling: float = 0.0  # seconds left of it
     tokens: int = 0  # of the measurement under way
     seconds: float = 0.0
 
     @property
-    def way(self) -> bool:
-        """Whether to speculate now."""
-        return self.speculate is not self.trying
+    def way(self) -> Way:
+        """What to verify now."""
+        return self.trying or self.best
 
     def observe(self, now: float, tokens: int, seconds: float, plain_rate: float) -> None:
         """A step was made in its way."""
@@ -55,49 +75,58 @@ class Experience:
 
     def _conclude(self, now: float, plain_rate: float) -> None:
         """An epoch is over: what it says of its way, and which is next."""
-        rate = self.tokens / self.seconds
+        rate, first = self.tokens / self.seconds, not self.rates
         self.tokens, self.seconds = 0, 0.0
-        before = self.rates[self.way]
-        self.rates[self.way] = rate if before is None else before + 0.5 * (rate - before)
-        mine, other = self.rates[self.speculate], self.rates[not self.speculate]
-        assert mine is not None
-        if self.trying:
-            assert other is not None
-            self.trying = False
-            self._judge(now, other > BETTER * mine)
-        elif other is None:  # plain decoding: as long as speculation beats what is expected of it, it need not be tried
-            self.trying = mine < plain_rate
-        else:
-            self.trying = now >= self.try_at
+        before = self.rates.get(self.best, rate) if self.trying is None else rate  # what is long past tells nothing
+        self.rates[self.way] = before + 0.5 * (rate - before)
+        disappoints = self.rates[self.best] < plain_rate
+        if first and not disappoints:  # what it goes on with is good, the guesses alone can wait
+            for trial in self.others.values():
+                trial.at = now + trial.pause
+        if self.trying is not None:
+            self._judge(now, self.trying)
+        due = [way for way, trial in self.others.items() if now >= trial.at]
+        if not disappoints and Way.PLAIN not in self.rates and Way.PLAIN in due:
+            due.remove(Way.PLAIN)  # while more comes than is expected of it, it need not be measured
+        self.trying = min(due, key=lambda way: self.others[way].at, default=None)
 
-    def _judge(self, now: float, better: bool) -> None:
-        """The other way has been measured."""
-        if better:
-            self.speculate = not self.speculate
-            self.pause = FIRST_PAUSE
+    def _judge(self, now: float, tried: Way) -> None:
+        """Another way has been measured."""
+        trial = self.others[tried]
+        if self.rates[tried] > BETTER * self.rates[self.best]:
+            del self.others[tried]
+            self.others[self.best] = Trial(now + FIRST_PAUSE)
+            self.best = tried
         else:
-            self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        self.try_at = now + self.pause
+            trial.at = now + trial.pause
+            trial.pause = min(2 * trial.pause, LONGEST_PAUSE)
 
 
 class Guard:
     """Told of every step; times are those of `time.monotonic`."""
 
     def __init__(self) -> None:
-        self._experience: dict[int, Experience] = {}
-        self._speculating = True
+        self._experience: dict[tuple[int, bool], Experience] = {}
+        self._way = Way.DRAFTED
 
     @property
-    def speculating(self) -> bool:
-        """Whether candidates are verified and waited for, as decided after the last step."""
-        return self._speculating
+    def way(self) -> Way:
+        """What is verified, as decided after the last step. Where there are no drafts, DRAFTED means LOCAL."""
+        return self._way
 
-    def observe(self, now: float, *, sessions: int, tokens: int, seconds: float, plain_rate: float) -> None:
-        """A step of `sessions` that could have speculated brought `tokens`, `seconds` after the step before it or,
-        if there was nothing to do, after its start. `plain_rate` is what plain decoding is expected to bring.
+    def observe(
+        self, now: float, *, sessions: int, drafted: bool, tokens: int, seconds: float, plain_rate: float
+    ) -> None:
+        """A step of `sessions` that could have speculated, some of them `drafted`, brought `tokens`, `seconds` after
+        the step before it or, if there was nothing to do, after its start. `plain_rate` is what plain decoding is
+        expected to bring.
 
         A measurement goes on where it was left when there are as many sessions again."""
-        known = self._experience.setdefault(sessions.bit_length(), Experience())
-        if known.way is self._speculating:  # else it was planned for another number of sessions
+        key = sessions.bit_length(), drafted
+        known = self._experience.get(key)
+        if known is None:
+            best, *others = [Way.DRAFTED, Way.LOCAL, Way.PLAIN][not drafted :]
+            known = self._experience[key] = Experience(best, {way: Trial() for way in others})
+        if known.way is self._way:  # else it was planned for other sessions
             known.observe(now, tokens, seconds, plain_rate)
-        self._speculating = known.way
+        self._way = known.way

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node
 from verifier_service.cost import StepCost
 
@@ -57,6 +58,15 @@ def candidates(offers: Sequence[Offers], cost: StepCost, rows: int, most: int) -
 def _numbered(index: int, offers: Offers) -> Iterator[tuple[float, int, Node]]:
     for reach, node in offers:
         yield -reach, index, node
+
+
+def window_size(sizes: Sequence[Lookahead], gain: float, tokens: float, cost: StepCost, rows: int) -> Lookahead | None:
+    """The first size of window that costs no more than it brings: `gain` tokens a step. The step has `rows` rows
+    and is expected to bring `tokens` without it."""
+    for size in sizes:
+        if tokens * (cost.of(rows + size.rows) / cost.of(rows) - 1.0) <= gain:
+            return size
+    return None
 
 
 def prompt_rows(remaining: Sequence[int], decoding: int, cost: StepCost, rows: int, most: int) -> list[int]:

@@ -15,6 +15,8 @@ from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
     chooser_of,
+    lookahead_from,
+    lookahead_violations,
     paths_from,
     rule_violations,
     sampling_from,
@@ -129,6 +131,10 @@ class VerifierServicer(
             case "extend":
                 self._extend(session, request.extend, arrived)
             case "policy":
+                if request.policy.HasField("lookahead"):
+                    wrong = lookahead_violations("lookahead", request.policy.lookahead)
+                    if wrong:
+                        raise ValueError("; ".join(" ".join(each) for each in wrong))
                 session.adopt(self._policy(request.policy))
             case "consumed":
                 session.consumed = len(session.request.prompt) + request.consumed.tokens
@@ -169,6 +175,8 @@ class VerifierServicer(
             max_candidates=min(message.max_candidates or most, most),
             patience=message.patience_us * 1e-6,
             always=message.always,
+            guess=message.guess,
+            lookahead=lookahead_from(message.lookahead) if message.HasField("lookahead") else None,
         )
 
     def parse(self, request: verifier_pb2.VerifyRequest) -> Session:
@@ -184,6 +192,8 @@ class VerifierServicer(
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
         if message.logprobs > MOST_LOGPROBS + 1:
             violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS + 1}"))
+        if message.policy.HasField("lookahead"):
+            violations += lookahead_violations("policy.lookahead", message.policy.lookahead)
         if violations:
             raise InvalidRequestError(violations)
         chooser = chooser_of(sampling, end_tokens, len(prompt) + message.min_tokens, message)

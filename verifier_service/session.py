@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec.decoding.choice import Ask, Chooser
 from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.processing import History
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import Rule
@@ -17,6 +18,7 @@ from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv import PoolFullError, Slots
+from verifier_service.guesses import MOST_NODES, Foresight, Guesser
 from verifier_service.pace import Pace, Prospect
 
 DRAFT, CORRECTION, BONUS, PLAIN = 1, 2, 3, 4  # specdec.v1.TokenSource
@@ -68,10 +70,12 @@ class SessionRequest:
 class Policy:
     """A validated VerifyPolicy."""
 
-    speculate: bool
+    speculate: bool  # with a draft
     max_candidates: int
     patience: float  # seconds
     always: bool = False  # whether or not it pays
+    guess: bool = False  # without one as well
+    lookahead: Lookahead | None = None  # the window that is wanted, whether or not it pays; None: one that pays
 
 
 @dataclass
@@ -82,6 +86,8 @@ class Planned:
     tip: int | None = None  # None: a piece of prompt that does not reach the tip
     results: dict[int, int] = field(default_factory=dict)  # id(node) -> index among the results
     slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
+    foresight: Foresight | None = None
+    foreseen: list[int] = field(default_factory=list)  # for each place it asks about, an index among the results
 
 
 class Session:
@@ -103,13 +109,14 @@ class Session:
             vocabulary=vocabulary,
             last_position=self.end - 1,
             end_tokens=request.end_tokens,
-            max_nodes=max_nodes,
+            max_nodes=max_nodes + MOST_NODES,
             sampled=request.chooser.rule is Rule.REJECTION,
         )
         self.history = (
             History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
         )
         self.pace = Pace()
+        self.guesser = Guesser(text, self.end, request.chooser)
         self.table: BlockTable | None = None
         self.computed = 0
         self.found = 0  # tokens that were in memory already when it was first given some
@@ -188,9 +195,31 @@ class Session:
         self._outlook = None
 
     @property
+    def guesses(self) -> bool:
+        """Whether it may have candidates that come of no draft. Where they are drawn they would take the place of
+        better ones; where tokens are contrasted nothing can be chosen below them."""
+        rule = self.request.chooser.rule
+        return self.policy.guess and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.speculate))
+
+    def guess(self, price: float) -> None:
+        """Put its own candidates into the tree, once for each length of the text."""
+        sampled, every = self.request.chooser.rule is Rule.REJECTION, self.policy.lookahead is not None
+        if self.guesser.propose(self.tree, price, every=every, sampled=sampled):
+            self._outlook = None
+
+    def look_ahead(self, size: Lookahead | None) -> Foresight | None:
+        """A lookahead window of this size for the coming step, if any."""
+        if size is None or (size.ngram == 2 and self.request.chooser.rule is Rule.REJECTION):
+            self.guesser.look_away()  # a trunk that is not drawn cannot be accepted
+            return None
+        return self.guesser.look_ahead(self.tree, size)
+
+    @property
     def allowance(self) -> int:
         """Candidates it may have in a step."""
-        return self.policy.max_candidates if self.policy.speculate and not self.remaining_prompt else 0
+        if self.remaining_prompt or not (self.policy.speculate or self.guesses):
+            return 0
+        return self.policy.max_candidates
 
     def offers(self) -> Iterator[tuple[float, Node]]:
         """The candidates it would like to have in a step, best first, each with its reach."""
@@ -209,10 +238,17 @@ class Session:
 
     # --- a step -------------------------------------------------------------------------------------
 
-    def plan(self, packer: Packer, count: int, nodes: list[Node], scratch: list[int]) -> Planned:
+    def plan(
+        self,
+        packer: Packer,
+        count: int,
+        nodes: list[Node],
+        scratch: list[int],
+        foresight: Foresight | None = None,
+    ) -> Planned:
         """Add rows to a batch: `count` committed tokens that are not computed yet and, if the tip is the last of
-        them, candidates, best first, as far as there is room to accept them. `scratch` holds free slots for side
-        branches; its end is used up."""
+        them, candidates, best first, as far as there is room to accept them, and a window. `scratch` holds free slots
+        for side branches; its end is used up."""
         start, end = self.computed, self.computed + count
         own = self.slots
         nodes = [node for node in nodes if node.position < len(own)]
@@ -220,16 +256,22 @@ class Session:
         planned = Planned(count)
         if end == self.tree.base:
             planned.tip = packer.want(rows[-1])
-        if planned.tip is not None and nodes:
-            self._plan_tree(packer, nodes, list(rows), planned, scratch)
+        if planned.tip is not None and (nodes or foresight):
+            self._plan_tree(packer, nodes, list(rows), planned, scratch, foresight)
         else:
             packer.add_path(own[:end], rows)
         return planned
 
     def _plan_tree(
-        self, packer: Packer, nodes: list[Node], rows: list[int], planned: Planned, scratch: list[int]
+        self,
+        packer: Packer,
+        nodes: list[Node],
+        rows: list[int],
+        planned: Planned,
+        scratch: list[int],
+        foresight: Foresight | None,
     ) -> None:
-        """Rows for candidates, and a path of keys to each leaf.
+        """Rows for candidates and a window, and a path of keys to each leaf.
 
         The most probable path is written where its tokens will stand if they are accepted; only side branches
         need scratch slots, and copying if one of them wins.
@@ -248,6 +290,15 @@ class Session:
             planned.results[id(node)] = packer.want(row)
             row_of[id(node)] = row
             inner.add(id(node.parent))
+        if foresight is not None:
+            ahead = [node for node in foresight.nodes if id(node) not in row_of]  # a trunk may be among the candidates
+            for node in ahead:
+                planned.slots[id(node)] = slot = scratch.pop()
+                row_of[id(node)] = packer.add_row(node.token, node.position, slot)
+                inner.add(id(node.parent))
+            planned.foresight = foresight
+            planned.foreseen = [_result(packer, planned, node, row_of) for node in foresight.asked]
+            nodes = nodes + ahead
         prefix = own[: self.tree.base]
         for leaf in nodes:
             if id(leaf) in inner:
@@ -258,6 +309,11 @@ class Session:
             packer.add_path(keys, rows)
             rows = []
 
+    def asks_ahead(self, planned: Planned) -> Iterator[Ask]:
+        """What is to be chosen below the window of a step."""
+        assert planned.foresight is not None
+        return self.guesser.asks(planned.foresight, self.history)
+
     def settle(self, descent: Descent, now: float) -> Verdict:
         """Take what the walk has found into the text."""
         verdict = descent.verdict
@@ -265,6 +321,7 @@ class Session:
         self.pace.walked(verdict.accepted, CORRECTION in verdict.sources)
         self.tree.commit(verdict.tokens)
         self.pace.committed(self.tree.base, now)
+        self.guesser.extend(verdict.tokens, verdict.sources)
         self._outlook = None
         if self.history is not None:
             self.history.extend(verdict.tokens)
@@ -277,6 +334,15 @@ class Session:
         if position + 1 >= self.end:
             return LENGTH if self.end == len(self.request.prompt) + self.request.max_tokens else CONTEXT
         return 0
+
+
+def _result(packer: Packer, planned: Planned, node: Node, row_of: dict[int, int]) -> int:
+    """Where a window's node finds its logits: it may be the tip, or a candidate."""
+    if node.parent is None:
+        assert planned.tip is not None
+        return planned.tip
+    known = planned.results.get(id(node))
+    return packer.want(row_of[id(node)]) if known is None else known
 
 
 class Descent:
@@ -301,6 +367,9 @@ class Descent:
     def take(self, token: int) -> bool:
         node, planned, verdict = self._node, self.planned, self.verdict
         position = node.position + 1
+        for guessed in node.children.values():
+            if guessed.origin != DRAFT and id(guessed) in planned.results:
+                self.session.guesser.tested(guessed, guessed.token == token)
         child = node.children.get(token)
         if child is not None and id(child) not in planned.results:
             child = None  # not in this step

@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from specdec.decoding.choice import choose
 from specdec.decoding.logprobs import logprobs
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -27,9 +28,10 @@ from specdec.engine.kv import NOWHERE, PoolFullError, Slots
 from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
 from verifier_service.cost import StepCost
-from verifier_service.guard import Guard
+from verifier_service.guard import Guard, Way
+from verifier_service.guesses import Foresight
 from verifier_service.pace import Prospect, wait_until
-from verifier_service.schedule import candidates, prompt_rows
+from verifier_service.schedule import candidates, prompt_rows, window_size
 from verifier_service.session import Descent, Planned, Session, Verdict
 from verifier_service.walk import walk
 
@@ -180,9 +182,12 @@ class StepLoop(Worker):
             self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
         self._count_foreseen(ready)
+        for attached in ready:
+            if self._guesses(attached) and not attached.session.remaining_prompt:
+                attached.session.guess(self._price)
         now = time.monotonic()
         if not any(a.session.remaining_prompt for a in ready):
-            prospects = [a.session.prospect(now, self._price) if self._speculates(a) else UNDRAFTED for a in ready]
+            prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]
             until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
             if until is not None:
                 self._put_off = self._put_off or now
@@ -221,6 +226,7 @@ class StepLoop(Worker):
             if piece.tip is None:
                 attached.session.computed += piece.count
         kept = [(a, descent) for a, descent in descents if descent.error is None]
+        self._look([descent for _, descent in kept], logits)
         self._move([move for _, descent in kept for move in descent.moves])
         self._add_logprobs([descent for _, descent in kept], logits)
         begin = start if self._idle else self._last_step
@@ -234,7 +240,7 @@ class StepLoop(Worker):
                 self._quarantine(attached, descent.error)
         self._observe(rows, end - start, verdicts)
         if len(planned) == len(descents):  # a step with prompts in it tells nothing of speculation
-            self._watch(end, end - begin, verdicts)
+            self._watch(end, end - begin, start - begin - waited, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
@@ -242,19 +248,53 @@ class StepLoop(Worker):
         decoding = [a for a in ready if not a.session.remaining_prompt]
         prompts = [a for a in ready if a.session.remaining_prompt]
         scratch = list(self._scratch)
-        offers = [a.session.offers() if self._speculates(a) else iter(()) for a in decoding]
+        offers = [a.session.offers() if self._drafts(a) or self._guesses(a) else iter(()) for a in decoding]
         planned: list[tuple[Attached, Planned]] = []
         chosen, price = candidates(offers, self._cost, len(decoding), len(scratch))
         if decoding:
             self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
-        for attached, nodes in zip(decoding, chosen, strict=True):
+        foresights = self._look_ahead(decoding, chosen)
+        for attached, nodes, foresight in zip(decoding, chosen, foresights, strict=True):
             self._reserve_for(attached.session, nodes)
-            planned.append((attached, attached.session.plan(packer, 1, nodes, scratch)))
+            planned.append((attached, attached.session.plan(packer, 1, nodes, scratch, foresight)))
         remaining = [a.session.computable for a in prompts]
         shares = prompt_rows(remaining, len(decoding), self._cost, len(packer.tokens), self._step_rows)
         for attached, share in zip(prompts, shares, strict=True):
             planned.append((attached, attached.session.plan(packer, share, [], scratch)))
         return planned
+
+    def _look_ahead(self, decoding: list[Attached], chosen: list[list[Node]]) -> list[Foresight | None]:
+        """The lookahead windows of a step, which is to hold the `chosen` candidates; a Jacobi window's join them."""
+        rows = len(decoding) + sum(map(len, chosen))
+        free = len(self._scratch) - sum(map(len, chosen))
+        foresights: list[Foresight | None] = []
+        for attached, nodes in zip(decoding, chosen, strict=True):
+            session, size = attached.session, None
+            if self._guesses(attached):
+                guesser, tokens = session.guesser, len(decoding)
+                size = session.policy.lookahead or window_size(guesser.sizes, guesser.gain, tokens, self._cost, rows)
+            if size is not None and size.most_rows > free:
+                size = None
+            foresight = session.look_ahead(size)
+            foresights.append(foresight)
+            if foresight is not None:
+                planned = {id(node) for node in nodes}
+                nodes += [node for node in foresight.candidates if id(node) not in planned]
+                rows += len(foresight.nodes)
+                free -= len(foresight.nodes)
+        return foresights
+
+    def _look(self, descents: list[Descent], logits: NDArray[np.float32]) -> None:
+        """Tell the windows what the target chooses below them."""
+        looking = [descent for descent in descents if descent.planned.foresight is not None]
+        if not looking:
+            return
+        rows = [row for descent in looking for row in descent.planned.foreseen]
+        asks = [ask for descent in looking for ask in descent.session.asks_ahead(descent.planned)]
+        chosen = iter(choose(logits[rows], asks).tolist())
+        for descent in looking:
+            tokens = list(itertools.islice(chosen, len(descent.planned.foreseen)))
+            descent.session.guesser.looked(tokens, len(descent.verdict.tokens))
 
     # --- memory -------------------------------------------------------------------------------------
 
@@ -285,9 +325,14 @@ class StepLoop(Worker):
         self._count()
         return True
 
-    def _speculates(self, attached: Attached) -> bool:
-        """Whether it may have candidates. Tokens that are contrasted need the draft anyway: the guard has no say."""
-        return attached.session.policy.speculate and (self._unguarded(attached) or self._guard.speculating)
+    def _drafts(self, attached: Attached) -> bool:
+        """Whether it is worth its draft's while. Tokens that are contrasted need it anyway: the guard has no say."""
+        policy = attached.session.policy
+        return policy.speculate and (self._unguarded(attached) or self._guard.way is Way.DRAFTED)
+
+    def _guesses(self, attached: Attached) -> bool:
+        """Whether it may have candidates of the verifier's own."""
+        return attached.session.guesses and (self._unguarded(attached) or self._guard.way is not Way.PLAIN)
 
     def _unguarded(self, attached: Attached) -> bool:
         return attached.session.policy.always or attached.session.contrasts
@@ -372,7 +417,7 @@ class StepLoop(Worker):
             attached.decided = True
             attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
             waits = not attached.session.computable  # for its draft, which must hear of this
-            at_once = verdict.finish or waits or self._speculates(attached) or self._stalled(attached)
+            at_once = verdict.finish or waits or self._drafts(attached) or self._stalled(attached)
             if at_once or now - attached.told >= spacing:  # who is stalled waits for what its reader hears of
                 messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
@@ -385,7 +430,7 @@ class StepLoop(Worker):
     ) -> tuple[Outbox[Any], Callable[[], Any]]:
         """What is untold of a session, to be put into its outbox."""
         found, attached.session.found = attached.session.found, 0
-        price = self._price if self._speculates(attached) else NOTHING_PAYS
+        price = self._price if self._drafts(attached) else NOTHING_PAYS
         times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions, price, self._drafted)
         verdict, attached.untold = attached.untold, None
         attached.queued, attached.told = 0.0, time.monotonic()
@@ -403,13 +448,23 @@ class StepLoop(Worker):
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
 
-    def _watch(self, now: float, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
-        """Let the guard know what a step of sessions that could speculate has brought."""
-        if any(a.session.policy.speculate for a, _ in verdicts) and not any(self._unguarded(a) for a, _ in verdicts):
+    def _watch(self, now: float, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+        """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`, of which
+        those `between` it and the last one were spent neither on it nor on waiting for candidates."""
+        if any(self._unguarded(a) for a, _ in verdicts):
+            return
+        drafted = any(a.session.policy.speculate for a, _ in verdicts)
+        if drafted or any(a.session.guesses for a, _ in verdicts):
             sessions = len(verdicts)
             tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
-            plain_rate = sessions / self._cost.of(sessions)
-            self._guard.observe(now, sessions=sessions, tokens=tokens, seconds=seconds, plain_rate=plain_rate)
+            self._guard.observe(
+                now,
+                sessions=sessions,
+                drafted=drafted,
+                tokens=tokens,
+                seconds=seconds,
+                plain_rate=sessions / (self._cost.of(sessions) + between),
+            )
 
     def _count_foreseen(self, ready: list[Attached]) -> None:
         """What came while the last step was under way is in place; nothing has been waited for yet."""

@@ -172,10 +172,12 @@ class Deployment:
             logprobs=0,
             speculation=Speculation(
                 enabled=bool(self._drafts),
+                guess=False,  # the language of the simulation is drawn anew, token by token: it repeats nothing
                 always=self._scenario.always or self._scenario.synchronous,
                 max_candidates=0,
                 max_depth=self._scenario.nodes if self._scenario.synchronous else 0,
                 max_branches=0,
+                lookahead=None,
             ),
             tenant="",
             rule=Rule.COUPLED,

@@ -48,13 +48,15 @@ class GenerateOptions(TypedDict, total=False):
     banned_tokens: Iterable[int]  # token ids that are never chosen
     seed: int | None  # default: drawn by the server and told in the first chunk
 
-    speculation: Literal["auto", "off", "always"]  # always: even where it is found not to pay
+    # draft, lookahead: with that alone; always: with the draft alone, even where it is found not to pay
+    speculation: Literal["auto", "off", "always", "draft", "lookahead"]
     rule: Literal["coupled", "rejection", "contrastive"]  # how candidates become tokens
     alpha: float | None  # contrastive: least probability, relative to the most probable token's; default 0.1
     amateur_temperature: float | None  # contrastive: divides the draft's logits; default 1
     max_candidates: int  # verified in one step at most; 0 is the server's default
     max_depth: int  # drafted ahead at most; 0 is the server's default
     max_branches: int  # alternatives at one place at most; 0 is the server's default
+    lookahead: tuple[int, int, int]  # a window of this size, whether or not it pays: W positions, N-grams, G guesses
 
     tenant: str  # computed prompts are shared within a tenant only
     generated_tokens: Sequence[int]  # takes up a text that broke off; needs its seed, and n = 1
@@ -65,6 +67,8 @@ _MODES = {
     "auto": pb.SPECULATION_MODE_AUTO,
     "off": pb.SPECULATION_MODE_OFF,
     "always": pb.SPECULATION_MODE_ALWAYS,
+    "draft": pb.SPECULATION_MODE_DRAFT,
+    "lookahead": pb.SPECULATION_MODE_LOOKAHEAD,
 }
 _RULES = {
     "coupled": model_pb2.ACCEPTANCE_RULE_COUPLED,
@@ -112,6 +116,10 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             _put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
             _put(request.speculation, "mode", name, _named(_MODES, name, value))
+        elif name == "lookahead":
+            if not isinstance(value, Sequence) or len(value) != 3:
+                raise ValueError(f"lookahead = {value!r}: not (W, N, G)")
+            _put(request.speculation, name, name, dict(zip(("window", "ngram", "guesses"), value, strict=True)))
         elif name == "rule":
             _put(request, name, name, _named(_RULES, name, value))
         else:

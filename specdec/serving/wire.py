@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from specdec.decoding.choice import Chooser
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftRow
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.tree import Paths
@@ -154,6 +155,28 @@ def rule_violations(
     elif contrast.ByteSize():
         found.append(("contrast", "is set, means something to the CONTRASTIVE rule only"))
     return found
+
+
+MOST_WINDOW_ROWS = 128
+MOST_GUESSES = 64
+
+
+def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple[str, str]]:
+    """What is wrong with the size of a window."""
+    found = []
+    if message.window < 2:
+        found.append((f"{field}.window", f"is {message.window}, must be at least 2"))
+    if message.ngram < 2:
+        found.append((f"{field}.ngram", f"is {message.ngram}, must be at least 2"))
+    if not 1 <= message.guesses <= MOST_GUESSES:
+        found.append((f"{field}.guesses", f"is {message.guesses}, must be 1 to {MOST_GUESSES}"))
+    if not found and (rows := lookahead_from(message).most_rows) > MOST_WINDOW_ROWS:
+        found.append((field, f"adds {rows} tokens to a step, may add {MOST_WINDOW_ROWS} at most"))
+    return found
+
+
+def lookahead_from(message: model_pb2.Lookahead) -> Lookahead:
+    return Lookahead(message.window, message.ngram, message.guesses)
 
 
 def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:

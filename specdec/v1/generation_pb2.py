@@ -26,7 +26,7 @@ from specdec.v1 import model_pb2 as specdec_dot_v1_dot_model__pb2
 from specdec.v1 import verifier_pb2 as specdec_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecdec/v1/generation.proto\x12\nspecdec.v1\x1a\x16specdec/v1/model.proto\x1a\x19specdec/v1/verifier.proto\"\xc7\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.specdec.v1.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.specdec.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.specdec.v1.SamplingParameters\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x13\n\x0bstop_tokens\x18\t \x03(\r\x12\x18\n\x10ignore_end_token\x18\n \x01(\x08\x12\t\n\x01n\x18\x0b \x01(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x32\n\x0bspeculation\x18\r \x01(\x0b\x32\x1d.specdec.v1.SpeculationPolicy\x12(\n\x04rule\x18\x0e \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x18\n\x10generated_tokens\x18\x0f \x03(\r\x12\x13\n\x0bjson_schema\x18\x10 \x01(\t\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12&\n\x08\x63ontrast\x18\x12 \x01(\x0b\x32\x14.specdec.v1.Contrast\x12\x19\n\x11model_fingerprint\x18\x13 \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe2\x03\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x08 \x03(\x0b\x32-.specdec.v1.SamplingParameters.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seed\"\x7f\n\x11SpeculationPolicy\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.specdec.v1.SpeculationMode\x12\x16\n\x0emax_candidates\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x14\n\x0cmax_branches\x18\x04 \x01(\r\"\xd1\x02\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x07sources\x18\x04 \x03(\x0e\x32\x17.specdec.v1.TokenSource\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12)\n\x07timings\x18\x06 \x01(\x0b\x32\x18.specdec.v1.ChunkTimings\x12\"\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x12.specdec.v1.Finish\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0btoken_texts\x18\t \x03(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\r\n\x05steps\x18\x0b \x01(\r\x12\x0f\n\x07\x64rafted\x18\x0c \x01(\rB\x07\n\x05_seed\"Z\n\x0c\x43hunkTimings\x12\x12\n\nelapsed_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x0f\n\x07step_us\x18\x03 \x01(\r\x12\x11\n\tqueued_us\x18\x04 \x01(\x04\"\x94\x02\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32!.specdec.v1.SpeculationStatistics\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x14\n\x0creproducible\x18\x06 \x01(\x08\x12/\n\rnumerics_mode\x18\x07 \x01(\x0e\x32\x18.specdec.v1.NumericsMode\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x66ound_tokens\x18\x03 \x01(\r\"\xf5\x02\n\x15SpeculationStatistics\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x0f\n\x07overrun\x18\x04 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\x05 \x03(\r\x12\x18\n\x10undrafted_reason\x18\x06 \x01(\t\x12?\n\x07sources\x18\x07 \x03(\x0b\x32..specdec.v1.SpeculationStatistics.SourcesEntry\x12\x41\n\x08switches\x18\x08 \x03(\x0b\x32/.specdec.v1.SpeculationStatistics.SwitchesEntry\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rSwitchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"?\n\x0f\x43ompleteRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.GenerateRequest\"M\n\x10\x43ompleteResponse\x12+\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32\x16.specdec.v1.Completion\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"\xa5\x01\n\nCompletion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12(\n\x07sources\x18\x03 \x03(\x0e\x32\x17.specdec.v1.TokenSource\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12\"\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.specdec.v1.Finish\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ServedModel\"Z\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08*\x85\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x02\x12\x1b\n\x17SPECULATION_MODE_ALWAYS\x10\x03\x32\xf0\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.specdec.v1.CompleteRequest\x1a\x1c.specdec.v1.CompleteResponse\x12K\n\nListModels\x12\x1d.specdec.v1.ListModelsRequest\x1a\x1e.specdec.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecdec/v1/generation.proto\x12\nspecdec.v1\x1a\x16specdec/v1/model.proto\x1a\x19specdec/v1/verifier.proto\"\xc7\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.specdec.v1.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.specdec.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.specdec.v1.SamplingParameters\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x13\n\x0bstop_tokens\x18\t \x03(\r\x12\x18\n\x10ignore_end_token\x18\n \x01(\x08\x12\t\n\x01n\x18\x0b \x01(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x32\n\x0bspeculation\x18\r \x01(\x0b\x32\x1d.specdec.v1.SpeculationPolicy\x12(\n\x04rule\x18\x0e \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x18\n\x10generated_tokens\x18\x0f \x03(\r\x12\x13\n\x0bjson_schema\x18\x10 \x01(\t\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12&\n\x08\x63ontrast\x18\x12 \x01(\x0b\x32\x14.specdec.v1.Contrast\x12\x19\n\x11model_fingerprint\x18\x13 \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe2\x03\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x08 \x03(\x0b\x32-.specdec.v1.SamplingParameters.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seed\"\xa9\x01\n\x11SpeculationPolicy\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.specdec.v1.SpeculationMode\x12\x16\n\x0emax_candidates\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x14\n\x0cmax_branches\x18\x04 \x01(\r\x12(\n\tlookahead\x18\x05 \x01(\x0b\x32\x15.specdec.v1.Lookahead\"\xd1\x02\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x07sources\x18\x04 \x03(\x0e\x32\x17.specdec.v1.TokenSource\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12)\n\x07timings\x18\x06 \x01(\x0b\x32\x18.specdec.v1.ChunkTimings\x12\"\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x12.specdec.v1.Finish\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0btoken_texts\x18\t \x03(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\r\n\x05steps\x18\x0b \x01(\r\x12\x0f\n\x07\x64rafted\x18\x0c \x01(\rB\x07\n\x05_seed\"Z\n\x0c\x43hunkTimings\x12\x12\n\nelapsed_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x0f\n\x07step_us\x18\x03 \x01(\r\x12\x11\n\tqueued_us\x18\x04 \x01(\x04\"\x94\x02\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32!.specdec.v1.SpeculationStatistics\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x14\n\x0creproducible\x18\x06 \x01(\x08\x12/\n\rnumerics_mode\x18\x07 \x01(\x0e\x32\x18.specdec.v1.NumericsMode\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x66ound_tokens\x18\x03 \x01(\r\"\xf5\x02\n\x15SpeculationStatistics\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x0f\n\x07overrun\x18\x04 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\x05 \x03(\r\x12\x18\n\x10undrafted_reason\x18\x06 \x01(\t\x12?\n\x07sources\x18\x07 \x03(\x0b\x32..specdec.v1.SpeculationStatistics.SourcesEntry\x12\x41\n\x08switches\x18\x08 \x03(\x0b\x32/.specdec.v1.SpeculationStatistics.SwitchesEntry\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rSwitchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"?\n\x0f\x43ompleteRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.GenerateRequest\"M\n\x10\x43ompleteResponse\x12+\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32\x16.specdec.v1.Completion\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"\xa5\x01\n\nCompletion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12(\n\x07sources\x18\x03 \x03(\x0e\x32\x17.specdec.v1.TokenSource\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12\"\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.specdec.v1.Finish\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ServedModel\"Z\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08*\xc1\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x02\x12\x1b\n\x17SPECULATION_MODE_ALWAYS\x10\x03\x12\x1a\n\x16SPECULATION_MODE_DRAFT\x10\x04\x12\x1e\n\x1aSPECULATION_MODE_LOOKAHEAD\x10\x05\x32\xf0\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.specdec.v1.CompleteRequest\x1a\x1c.specdec.v1.CompleteResponse\x12K\n\nListModels\x12\x1d.specdec.v1.ListModelsRequest\x1a\x1e.specdec.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,8 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_options = b'8\001'
   _globals['_SPECULATIONSTATISTICS_SWITCHESENTRY']._loaded_options = None
   _globals['_SPECULATIONSTATISTICS_SWITCHESENTRY']._serialized_options = b'8\001'
-  _globals['_SPECULATIONMODE']._serialized_start=3082
-  _globals['_SPECULATIONMODE']._serialized_end=3215
+  _globals['_SPECULATIONMODE']._serialized_start=3125
+  _globals['_SPECULATIONMODE']._serialized_end=3318
   _globals['_GENERATEREQUEST']._serialized_start=95
   _globals['_GENERATEREQUEST']._serialized_end=678
   _globals['_TOKENPROMPT']._serialized_start=680
@@ -53,34 +53,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMETERS']._serialized_end=1294
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1125
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1173
-  _globals['_SPECULATIONPOLICY']._serialized_start=1296
-  _globals['_SPECULATIONPOLICY']._serialized_end=1423
-  _globals['_GENERATERESPONSE']._serialized_start=1426
-  _globals['_GENERATERESPONSE']._serialized_end=1763
-  _globals['_CHUNKTIMINGS']._serialized_start=1765
-  _globals['_CHUNKTIMINGS']._serialized_end=1855
-  _globals['_FINISH']._serialized_start=1858
-  _globals['_FINISH']._serialized_end=2134
-  _globals['_USAGE']._serialized_start=2136
-  _globals['_USAGE']._serialized_end=2215
-  _globals['_SPECULATIONSTATISTICS']._serialized_start=2218
-  _globals['_SPECULATIONSTATISTICS']._serialized_end=2591
-  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_start=2496
-  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_end=2542
-  _globals['_SPECULATIONSTATISTICS_SWITCHESENTRY']._serialized_start=2544
-  _globals['_SPECULATIONSTATISTICS_SWITCHESENTRY']._serialized_end=2591
-  _globals['_COMPLETEREQUEST']._serialized_start=2593
-  _globals['_COMPLETEREQUEST']._serialized_end=2656
-  _globals['_COMPLETERESPONSE']._serialized_start=2658
-  _globals['_COMPLETERESPONSE']._serialized_end=2735
-  _globals['_COMPLETION']._serialized_start=2738
-  _globals['_COMPLETION']._serialized_end=2903
-  _globals['_LISTMODELSREQUEST']._serialized_start=2905
-  _globals['_LISTMODELSREQUEST']._serialized_end=2924
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2926
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2987
-  _globals['_SERVEDMODEL']._serialized_start=2989
-  _globals['_SERVEDMODEL']._serialized_end=3079
-  _globals['_GENERATIONSERVICE']._serialized_start=3218
-  _globals['_GENERATIONSERVICE']._serialized_end=3458
+  _globals['_SPECULATIONPOLICY']._serialized_start=1297
+  _globals['_SPECULATIONPOLICY']._serialized_end=1466
+  _globals['_GENERATERESPONSE']._serialized_start=1469
+  _globals['_GENERATERESPONSE']._serialized_end=1806
+  _globals['_CHUNKTIMINGS']._serialized_start=1808
+  _globals['_CHUNKTIMINGS']._serialized_end=1898
+  _globals['_FINISH']._serialized_start=1901
+  _globals['_FINISH']._serialized_end=2177
+  _globals['_USAGE']._serialized_start=2179
+  _globals['_USAGE']._serialized_end=2258
+  _globals['_SPECULATIONSTATISTICS']._serialized_start=2261
+  _globals['_SPECULATIONSTATISTICS']._serialized_end=2634
+  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_start=2539
+  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_end=2585
+  _globals['_SPECULATIONSTATISTICS_SWITCHESENTRY']._serialized_start=2587
+  _globals['_SPECULATIONSTATISTICS_SWITCHESENTRY']._serialized_end=2634
+  _globals['_COMPLETEREQUEST']._serialized_start=2636
+  _globals['_COMPLETEREQUEST']._serialized_end=2699
+  _globals['_COMPLETERESPONSE']._serialized_start=2701
+  _globals['_COMPLETERESPONSE']._serialized_end=2778
+  _globals['_COMPLETION']._serialized_start=2781
+  _globals['_COMPLETION']._serialized_end=2946
+  _globals['_LISTMODELSREQUEST']._serialized_start=2948
+  _globals['_LISTMODELSREQUEST']._serialized_end=2967
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2969
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3030
+  _globals['_SERVEDMODEL']._serialized_start=3032
+  _globals['_SERVEDMODEL']._serialized_end=3122
+  _globals['_GENERATIONSERVICE']._serialized_start=3321
+  _globals['_GENERATIONSERVICE']._serialized_end=3561
 # @@protoc_insertion_point(module_scope)

@@ -30,11 +30,15 @@ class _SpeculationModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     SPECULATION_MODE_UNSPECIFIED: _SpeculationMode.ValueType  # 0
     """Treated as AUTO."""
     SPECULATION_MODE_AUTO: _SpeculationMode.ValueType  # 1
-    """Speculate where it pays."""
+    """With all there is, where it pays."""
     SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 2
     """Plain decoding."""
     SPECULATION_MODE_ALWAYS: _SpeculationMode.ValueType  # 3
-    """Speculate whether or not it pays."""
+    """With the draft model alone, whether or not it pays."""
+    SPECULATION_MODE_DRAFT: _SpeculationMode.ValueType  # 4
+    """With the draft model alone, where it pays."""
+    SPECULATION_MODE_LOOKAHEAD: _SpeculationMode.ValueType  # 5
+    """Without a draft model: what the text repeats, and lookahead decoding, where they pay."""
 
 class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper):
     """Whether to speculate."""
@@ -42,11 +46,15 @@ class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrappe
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ValueType  # 0
 """Treated as AUTO."""
 SPECULATION_MODE_AUTO: SpeculationMode.ValueType  # 1
-"""Speculate where it pays."""
+"""With all there is, where it pays."""
 SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 2
 """Plain decoding."""
 SPECULATION_MODE_ALWAYS: SpeculationMode.ValueType  # 3
-"""Speculate whether or not it pays."""
+"""With the draft model alone, whether or not it pays."""
+SPECULATION_MODE_DRAFT: SpeculationMode.ValueType  # 4
+"""With the draft model alone, where it pays."""
+SPECULATION_MODE_LOOKAHEAD: SpeculationMode.ValueType  # 5
+"""Without a draft model: what the text repeats, and lookahead decoding, where they pay."""
 global___SpeculationMode = SpeculationMode
 
 @typing.final
@@ -333,6 +341,7 @@ class SpeculationPolicy(google.protobuf.message.Message):
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
+    LOOKAHEAD_FIELD_NUMBER: builtins.int
     mode: global___SpeculationMode.ValueType
     """On or off."""
     max_candidates: builtins.int
@@ -341,6 +350,12 @@ class SpeculationPolicy(google.protobuf.message.Message):
     """Tokens drafted ahead at most; 0 for the default."""
     max_branches: builtins.int
     """Alternatives at one place at most; 0 for the default."""
+    @property
+    def lookahead(self) -> specdec.v1.model_pb2.Lookahead:
+        """A lookahead window of this size, whether or not it pays. Unset: one that pays, if any does. With AUTO and LOOKAHEAD
+        only.
+        """
+
     def __init__(
         self,
         *,
@@ -348,8 +363,10 @@ class SpeculationPolicy(google.protobuf.message.Message):
         max_candidates: builtins.int = ...,
         max_depth: builtins.int = ...,
         max_branches: builtins.int = ...,
+        lookahead: specdec.v1.model_pb2.Lookahead | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "mode", b"mode"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lookahead", b"lookahead", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "mode", b"mode"]) -> None: ...
 
 global___SpeculationPolicy = SpeculationPolicy
 

@@ -221,6 +221,32 @@ class Contrast(google.protobuf.message.Message):
 global___Contrast = Contrast
 
 @typing.final
+class Lookahead(google.protobuf.message.Message):
+    """A lookahead window (Fu et al. 2024). A step has up to (window + ngram - 3) (ngram - 1) tokens more, 128 at most."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
+    GUESSES_FIELD_NUMBER: builtins.int
+    window: builtins.int
+    """Positions ahead of the text at which tokens are guessed, W; at least 2."""
+    ngram: builtins.int
+    """Length of the n-grams that the window finds, N; at least 2, which is Jacobi decoding."""
+    guesses: builtins.int
+    """n-grams kept, and verified, for each first token, G; 1 to 64."""
+    def __init__(
+        self,
+        *,
+        window: builtins.int = ...,
+        ngram: builtins.int = ...,
+        guesses: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["guesses", b"guesses", "ngram", b"ngram", "window", b"window"]) -> None: ...
+
+global___Lookahead = Lookahead
+
+@typing.final
 class Sampling(google.protobuf.message.Message):
     """How the next token is chosen from logits. Applied in the order of the fields."""
 

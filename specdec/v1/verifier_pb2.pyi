@@ -205,14 +205,22 @@ class VerifyPolicy(google.protobuf.message.Message):
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     PATIENCE_US_FIELD_NUMBER: builtins.int
     ALWAYS_FIELD_NUMBER: builtins.int
+    GUESS_FIELD_NUMBER: builtins.int
+    LOOKAHEAD_FIELD_NUMBER: builtins.int
     speculate: builtins.bool
-    """False: no candidate is used or waited for."""
+    """False: no candidate of a draft is waited for."""
     max_candidates: builtins.int
     """Candidates verified in one step at most. 0 is the verifier's default."""
     patience_us: builtins.int
     """Longest time a step is put off for candidates that are expected, microseconds. 0 never waits."""
     always: builtins.bool
     """Speculate even where the pod finds that it does not pay."""
+    guess: builtins.bool
+    """Verify what the text repeats, and what a lookahead window finds, as well."""
+    @property
+    def lookahead(self) -> specdec.v1.model_pb2.Lookahead:
+        """With `guess`: a lookahead window of this size in every step. Unset: the pod chooses one that pays, if any does."""
+
     def __init__(
         self,
         *,
@@ -220,8 +228,11 @@ class VerifyPolicy(google.protobuf.message.Message):
         max_candidates: builtins.int = ...,
         patience_us: builtins.int = ...,
         always: builtins.bool = ...,
+        guess: builtins.bool = ...,
+        lookahead: specdec.v1.model_pb2.Lookahead | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["always", b"always", "max_candidates", b"max_candidates", "patience_us", b"patience_us", "speculate", b"speculate"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["always", b"always", "guess", b"guess", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "patience_us", b"patience_us", "speculate", b"speculate"]) -> None: ...
 
 global___VerifyPolicy = VerifyPolicy
 

@@ -17,11 +17,10 @@ from orchestrator.servicer import GenerationServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import SAMPLINGS, chooser
-from tests.stack import peers_at, request_of, served, stack
+from tests.stack import ALWAYS, peers_at, request_of, served, stack
 
 PROMPT = [50, 60, 70, 80, 90]
 TOKENS = 60
-ALWAYS = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
 
 
 @dataclass

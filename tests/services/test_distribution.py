@@ -8,15 +8,20 @@ so the outcome is too.
 from __future__ import annotations
 
 import itertools
+import random
 import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from specdec.v1 import generation_pb2, model_pb2
+from tests.models import VOCABULARY
 from tests.services.conftest import Directories
-from tests.stack import request_of, stack
+from tests.stack import Stack, request_of, stack
 
 FALSE_ALARM = 1e-6
 PROMPT = [50, 60, 70, 80, 90]
@@ -26,13 +31,14 @@ REQUESTS, SAMPLES = 150, 16
 LEAST_EXPECTED = 8.0
 
 
-def expected(directories: Directories) -> dict[tuple[int, ...], float]:
+def expected(directories: Directories, prompt: list[int], banned: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
     """Probability of each sequence of three tokens under temperature and top-k."""
     result: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer: dict[tuple[int, ...], float] = {}
         for path, probability in result.items():
-            z = directories.oracle.logits([*PROMPT, *path]).astype(np.float64) / TEMPERATURE
+            z = directories.oracle.logits([*prompt, *path]).astype(np.float64) / TEMPERATURE
+            z[list(banned)] = -np.inf
             kept = np.argsort(-z, kind="stable")[:KEPT]
             weights = np.exp(z[kept] - z[kept].max())
             for token, weight in zip(kept.tolist(), weights / weights.sum(), strict=True):
@@ -43,22 +49,39 @@ def expected(directories: Directories) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
 async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
-    want = expected(directories)
-    counts: dict[tuple[int, ...], int] = dict.fromkeys(want, 0)
-    sources: list[int] = []
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services:
-        for seed in range(REQUESTS):
-            sampling = {"temperature": TEMPERATURE, "top_k": KEPT, "seed": seed}
-            fields = {"max_tokens": 3, "n": SAMPLES, "ignore_end_token": True, "rule": f"ACCEPTANCE_RULE_{rule}"}
-            request = request_of(PROMPT, sampling=sampling, **fields)
-            answer = await services.stub.Complete(generation_pb2.CompleteRequest(request=request))
-            for completion in answer.completions:
-                counts[tuple(completion.tokens)] += 1
-                sources += completion.sources
-    drafted = sources.count(model_pb2.TOKEN_SOURCE_DRAFT)
-    corrected = sources.count(model_pb2.TOKEN_SOURCE_CORRECTION)
-    assert drafted > 100  # a part of what is tested was drafted,
-    assert corrected > 30  # and a part corrected
+        sources = await check(services, expected(directories, PROMPT), PROMPT, rule)
+    assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 100  # a part of what is tested was drafted,
+    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 30  # and a part corrected
+
+
+async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(directories: Directories) -> None:
+    """Under REJECTION, without a draft: what followed the last time is offered as if it were certain. Of few words
+    every text repeats itself."""
+    words = range(50, 56)
+    banned = [token for token in range(VOCABULARY) if token not in words]
+    prompt = random.Random(1).choices(words, k=40)
+    async with stack(directories.target, None) as services:
+        want = expected(directories, prompt, banned)
+        sources = await check(services, want, prompt, "REJECTION", banned_tokens=banned)
+    assert sources[model_pb2.TOKEN_SOURCE_NGRAM] > 100
+    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 30
+
+
+async def check(
+    services: Stack, want: dict[tuple[int, ...], float], prompt: list[int], rule: str, **more: Any
+) -> Counter[model_pb2.TokenSource.ValueType]:
+    """Ask for many samples; where their tokens came from."""
+    counts: dict[tuple[int, ...], int] = dict.fromkeys(want, 0)
+    sources: Counter[model_pb2.TokenSource.ValueType] = Counter()
+    for seed in range(REQUESTS):
+        sampling = {"temperature": TEMPERATURE, "top_k": KEPT, "seed": seed, **more}
+        fields = {"max_tokens": 3, "n": SAMPLES, "ignore_end_token": True, "rule": f"ACCEPTANCE_RULE_{rule}"}
+        request = request_of(prompt, sampling=sampling, **fields)
+        answer = await services.stub.Complete(generation_pb2.CompleteRequest(request=request))
+        for completion in answer.completions:
+            counts[tuple(completion.tokens)] += 1
+            sources.update(completion.sources)
     total = REQUESTS * SAMPLES
     assert sum(counts.values()) == total
     paths = sorted(want, key=lambda path: -want[path])
@@ -70,3 +93,4 @@ async def test_sampled_tokens_follow_the_target(directories: Directories, rule: 
     assert len(observed) > 10
     pvalue = stats.chisquare(observed, np.asarray(wanted) * (total / sum(wanted))).pvalue
     assert pvalue > FALSE_ALARM
+    return sources

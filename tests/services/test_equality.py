@@ -18,10 +18,10 @@ import pytest
 from specdec.decoding.choice import Chooser
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
-from specdec.v1 import generation_pb2
+from specdec.v1 import generation_pb2, model_pb2
 from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
-from tests.stack import Stack, stack
+from tests.stack import ALWAYS, Stack, stack
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 TRUNCATIONS: tuple[dict[str, Any], ...] = (
@@ -41,6 +41,9 @@ def prompts(count: int, seed: int = 3) -> list[list[int]]:
     generator = random.Random(seed)
     return [[generator.randrange(3, VOCABULARY) for _ in range(generator.choice((1, 5, 30, 90)))] for _ in range(count)]
 
+
+WINDOWS = ((4, 2, 1), (5, 3, 5), (7, 5, 3))
+"""W, N, G of lookahead decoding; N = 2 is Jacobi decoding."""
 
 PROMPT_OF_TEXT = list(range(40, 70))
 
@@ -98,6 +101,13 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
     await against(directories.random, "a random draft")
     await against(directories.near, "a slow draft", delay=lambda: time.sleep(0.05))
     await against(None, "no draft at all")
+    async with stack(directories.target, None) as services:
+        for window, ngram, guesses in WINDOWS:
+            size = model_pb2.Lookahead(window=window, ngram=ngram, guesses=guesses)
+            looking = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_LOOKAHEAD, lookahead=size)
+            got, drafted, _ = await run_all(services, requests, tokens, speculation=looking)
+            compare(want, got, f"lookahead {size}")
+            assert drafted > 0
 
 
 async def test_tokens_do_not_depend_on_drafting(directories: Directories) -> None:
@@ -154,7 +164,9 @@ async def test_a_draft_equal_to_the_target_is_never_corrected(
 ) -> None:
     """Which holds only if the draft's memory is right after every commit, re-rooting and catching up."""
     async with stack(directories.target, directories.target, target_delay=slow_target) as services:
-        completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)
+        completion = await services.generate(
+            PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True, speculation=ALWAYS
+        )
     sources = completion.finish.speculation.sources
     assert sources.get("draft", 0) > 20
     assert sources.get("correction", 0) == 0

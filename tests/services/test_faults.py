@@ -83,7 +83,7 @@ async def test_a_draft_with_another_tokenizer_is_not_used(directories: Directori
     async with stack(directories.target, directories.foreign) as services:
         completion = await services.generate(PROMPT, max_tokens=20)
         assert completion.finish.speculation.undrafted_reason == "tokenizer_mismatch"
-        assert completion.finish.speculation.accepted == 0
+        assert completion.finish.speculation.sources["draft"] == 0
         assert services.draft_loop is not None
         await until(lambda: services.draft_loop is not None and services.draft_loop.slots_used == 0)
 

@@ -19,6 +19,7 @@ from tests.stack import Stack, request_of, stack
 
 PROMPT = [50, 60, 70, 80, 90]
 WARM = {"temperature": 0.8, "seed": 11}
+GUESSED = (model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM, model_pb2.TOKEN_SOURCE_LOOKAHEAD)
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ async def test_counts_are_exact(services: Stack) -> None:
     speculation = finish.speculation
     sources = [s for r in responses for s in r.sources]
     assert speculation.steps == len(responses) == sum(speculation.accepted_histogram)
-    assert speculation.accepted == sources.count(model_pb2.TOKEN_SOURCE_DRAFT) > 0
+    assert model_pb2.TOKEN_SOURCE_DRAFT in sources
+    assert speculation.accepted == sum(source in GUESSED for source in sources)
     assert speculation.accepted == sum(i * n for i, n in enumerate(speculation.accepted_histogram))
     assert speculation.drafted >= speculation.accepted
     assert sum(speculation.sources.values()) == 100
@@ -183,6 +185,12 @@ async def test_models_are_listed(services: Stack) -> None:
     assert (model.name, model.context_tokens, model.vocabulary_size, model.chat) == ("target", 256, VOCABULARY, True)
 
 
+def window(width: int, ngram: int, guesses: int, mode: str = "AUTO") -> generation_pb2.SpeculationPolicy:
+    size = model_pb2.Lookahead(window=width, ngram=ngram, guesses=guesses)
+    number = generation_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{mode}")
+    return generation_pb2.SpeculationPolicy(mode=number, lookahead=size)
+
+
 GOOD = {"max_tokens": 4}
 NAN = float("nan")
 UNKNOWN: Any = 7
@@ -213,6 +221,11 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("rule", {"rule": 99}, "rule"),
     ("tenant", {"tenant": "x" * 257}, "tenant"),
     ("mode", {"speculation": generation_pb2.SpeculationPolicy(mode=UNKNOWN)}, "speculation.mode"),
+    ("window", {"speculation": window(1, 3, 3)}, "speculation.lookahead.window"),
+    ("ngram", {"speculation": window(3, 1, 3)}, "speculation.lookahead.ngram"),
+    ("guesses", {"speculation": window(3, 3, 65)}, "speculation.lookahead.guesses"),
+    ("too large a window", {"speculation": window(40, 5, 3)}, "speculation.lookahead"),
+    ("a window for nobody", {"speculation": window(4, 3, 3, mode="DRAFT")}, "speculation.lookahead"),
     ("resume without seed", {"generated_tokens": [4]}, "sampling.seed"),
     ("resume of several", {"generated_tokens": [4], "n": 2, "sampling": {"seed": 1}}, "n"),
     ("nothing left", {"generated_tokens": [4] * 4, "sampling": {"seed": 1}}, "generated_tokens"),

@@ -20,7 +20,7 @@ from specdec.engine.blocks import BLOCK
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
-from tests.stack import Stack, stack, until
+from tests.stack import ALWAYS, Stack, stack, until
 from verifier_service.servicer import Limits as VerifierLimits
 
 PROMPT = [50 + i % 60 for i in range(2 * BLOCK + 20)]
@@ -66,8 +66,8 @@ async def gated(directories: Directories, **options: Any) -> AsyncIterator[tuple
         yield services, gate
 
 
-def begin(services: Stack, prompt: list[int], tokens: int) -> asyncio.Task[generation_pb2.Completion]:
-    return asyncio.create_task(services.generate(prompt, max_tokens=tokens, ignore_end_token=True))
+def begin(services: Stack, prompt: list[int], tokens: int, **fields: Any) -> asyncio.Task[generation_pb2.Completion]:
+    return asyncio.create_task(services.generate(prompt, max_tokens=tokens, ignore_end_token=True, **fields))
 
 
 async def test_more_sessions_than_fit_wait_their_turn(directories: Directories) -> None:
@@ -224,8 +224,8 @@ async def test_the_load_counts_what_was_served(directories: Directories) -> None
         counters = {name: value for field, value in before.ListFields() if (name := field.name) not in STANDING}
         assert counters == {}
         completions = [
-            await begin(services, PROMPT, 40),
-            *await asyncio.gather(*(begin(services, PROMPT, 30) for _ in range(3))),
+            await begin(services, PROMPT, 40, speculation=ALWAYS),
+            *await asyncio.gather(*(begin(services, PROMPT, 30, speculation=ALWAYS) for _ in range(3))),
         ]
         await until(lambda: services.verifier_loop.pool.held == 0)
         await services.verifier_loop.call(lambda: None)  # until the last step has been counted

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from specdec.decoding.choice import Chooser
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.processing import History
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
 from specdec.engine.blocks import BLOCK
@@ -196,12 +196,14 @@ class Client:
         tenant: str = "",
         logprobs: int = 0,
         max_candidates: int = 8,
+        rule: Rule = Rule.COUPLED,
+        policy: Policy | None = None,
     ) -> None:
-        chooser = Chooser(sampling or Sampling(), end_tokens)
+        chooser = Chooser(sampling or Sampling(), end_tokens, rule=rule)
         request = SessionRequest(
             list(prompt), list(generated), chooser, end_tokens, max_tokens, logprobs, loop.context, tenant
         )
-        self.session = Session(request, Policy(True, max_candidates, 0.0), 64, VOCABULARY)
+        self.session = Session(request, policy or Policy(True, max_candidates, 0.0), 64, VOCABULARY)
         self.want = reference(request)
         self.mail = Mailbox()
         self.attached = Attached(self.session, self.mail, lambda verdict, times: (verdict, times))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdec.decoding.logprobs import log_softmax
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.blocks import BLOCK
@@ -34,7 +35,7 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
-from verifier_service.guard import Guard
+from verifier_service.guard import Guard, Way
 from verifier_service.schedule import LEAST_PROMPT_ROWS
 from verifier_service.session import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Policy
 from verifier_service.step_loop import MARGIN, MOST_CANDIDATES, StepLoop
@@ -78,8 +79,8 @@ class Off(Guard):
     """Speculation does not pay."""
 
     @property
-    def speculating(self) -> bool:
-        return False
+    def way(self) -> Way:
+        return Way.PLAIN
 
 
 class TestTokens:
@@ -778,9 +779,16 @@ class Crowd(RuleBasedStateMachine):
         each.session.extend(base, Paths(chain, list(range(len(chain))), [-0.1] * len(chain)), 0.0)
 
     @precondition(lambda self: self.alive)
-    @rule(who=WHO, speculate=st.booleans(), most=st.integers(1, 12))
-    def change_policy(self, who: int, speculate: bool, most: int) -> None:
-        self.alive[who % len(self.alive)].session.policy = Policy(speculate, most, 0.0)
+    @rule(
+        who=WHO,
+        speculate=st.booleans(),
+        most=st.integers(1, 12),
+        guess=st.booleans(),
+        lookahead=st.sampled_from([None, None, Lookahead(4, 2, 1), Lookahead(3, 3, 2), Lookahead(5, 5, 5)]),
+    )
+    def change_policy(self, who: int, speculate: bool, most: int, guess: bool, lookahead: Lookahead | None) -> None:
+        policy = Policy(speculate, most, 0.0, guess=guess, lookahead=lookahead)
+        self.alive[who % len(self.alive)].session.policy = policy
 
     @precondition(lambda self: self.alive)
     @rule(who=WHO)
@@ -849,6 +857,9 @@ def test_a_storm(seed: int) -> None:
             crowd.draft(who, dice.randrange(6), [dice.randrange(2, BAD) for _ in range(5)])
             crowd.draft_late(who + 1, dice.randint(1, 3))
             crowd.read(who + 2)
+        if crowd.alive and dice.random() < 0.1:
+            size = dice.choice([None, Lookahead(4, 2, 1), Lookahead(3, 3, 2)])
+            crowd.change_policy(who, dice.random() < 0.7, dice.randint(1, 12), dice.random() < 0.7, size)
         if crowd.alive and dice.random() < 0.1:
             crowd.cancel(who)
         crowd.turn(2)

@@ -1,0 +1,326 @@
+"""What a session guesses by itself: as the papers have it, and never to the cost of a token."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from specdec.decoding.choice import Chooser
+from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.engine.batch import PackedBatch
+from specdec.engine.paths import PathBatch
+from tests.verifier.fakes import BAD, DEAR, LANGUAGE, Client, FixedCost, TextEngine, run, step_loop
+from verifier_service.guard import Guard, Way
+from verifier_service.guesses import FIRST_REST, NGRAM, Confidence, Guesser
+from verifier_service.session import PLAIN, Policy, Session, SessionRequest
+
+SOUND = frozenset({BAD})  # the engine makes numbers of all but this
+SAMPLINGS = [Sampling(banned_tokens=SOUND), Sampling(temperature=0.8, seed=3, banned_tokens=SOUND)]
+REPETITIVE = [3, 4, 5, 6, 7] * 4
+
+
+def guessing(lookahead: Lookahead | None = None, candidates: int = 192) -> Policy:
+    return Policy(False, candidates, 0.0, guess=True, lookahead=lookahead)
+
+
+class Model:
+    """The target of the fakes: what it chooses after any text."""
+
+    def __init__(self, client: Client) -> None:
+        self._chooser = client.session.request.chooser
+
+    def __call__(self, text: list[int]) -> int:
+        return self._chooser.choose(LANGUAGE.logits(LANGUAGE.number_of(text)), len(text), None)
+
+
+class LookaheadDecoding:
+    """Fu et al. 2024, algorithm 2, as their code has it, one sequence and one token at a time: nothing is shared with
+    what is tested. The text is given, since more may be verified than this algorithm's guesses."""
+
+    def __init__(self, model: Model, size: Lookahead, prompt: list[int]) -> None:
+        self.model = model
+        self.window, self.level, self.guesses = size.window, size.ngram, size.guesses
+        tail = prompt[-(self.window + self.level - 3) :]
+        count = self.window + self.level - 3
+        self.past: list[list[int]] = [[tail[i % len(tail)] for i in range(count)]]
+        self.pool: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+
+    def accepted(self, text: list[int]) -> int:
+        """How many tokens this algorithm's own step would have committed."""
+        best = 1
+        first = self.model(text)
+        for guess in self.pool[text[-1]]:
+            so_far, token = list(text), first
+            for guessed in guess:
+                if guessed != token:
+                    break
+                so_far.append(token)
+                token = self.model(so_far)
+            best = max(best, len(so_far) - len(text) + 1)
+        return best
+
+    def step(self, text: list[int]) -> None:
+        past, model = self.past, self.model
+        if self.level > 2 and len(past) == 1:
+            first_level = [model(text + past[0][: i + 1]) for i in range(len(past[0]))]
+            self.past = [past[0][1:], first_level]
+        elif len(past) < self.level - 1:
+            made = [
+                model(text + past[0][:i] + [past[level][i] for level in range(1, len(past))])
+                for i in range(len(past[-1]))
+            ]
+            self.past = [level[1:] for level in past] + [made[1:]]
+        else:
+            made = [
+                model(text + past[0][:i] + [past[level][i] for level in range(1, len(past))])
+                for i in range(self.window)
+            ]
+            for i in range(self.window):
+                key = text[-1] if i == 0 else past[0][i - 1]
+                self._insert(key, (*(past[level][i] for level in range(1, len(past))), made[i]))
+            self.past = [past[1][1:], *past[2:], made]
+
+    def _insert(self, key: int, ngram: tuple[int, ...]) -> None:
+        known = self.pool[key]
+        if ngram in known:
+            known.remove(ngram)
+        elif len(known) == self.guesses:
+            known.pop(0)
+        known.append(ngram)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
+@pytest.mark.parametrize("size", [(2, 3, 1), (3, 3, 2), (5, 4, 3), (4, 5, 4), (7, 6, 2)], ids=str)
+def test_window_and_pool_are_the_papers_step_by_step(size: tuple[int, int, int], sampling: Sampling) -> None:
+    lookahead = Lookahead(*size)
+    engine = TextEngine(8)
+    loop = step_loop(engine)
+    client = Client(loop, [2, 3, 4, 5], 60, sampling=sampling, policy=guessing(lookahead))
+    loop.turn()  # the prompt; there is no window yet
+    paper = LookaheadDecoding(Model(client), lookahead, list(client.session.tree.committed))
+    guesser = client.session.guesser
+    steps = 0
+    while client.session.tree.base + size[0] + size[1] - 3 <= client.session.end:
+        steps += 1
+        text = list(client.session.tree.committed)
+        loop.turn()
+        assert guesser.window is not None
+        assert client.session.tree.base - len(text) >= min(paper.accepted(text), client.session.end - len(text))
+        paper.step(text)
+        assert guesser.window.levels == paper.past
+        assert guesser.pool is not None
+        for key in range(12):
+            assert guesser.pool.after(key) == paper.pool[key][::-1]
+    assert steps > 2 * lookahead.ngram
+    assert any(paper.pool.values())
+    run(loop, client)
+    assert client.tokens == client.want
+    assert engine.faults == []
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
+@pytest.mark.parametrize("width", [2, 5, 12])
+def test_bigrams_are_jacobi_decoding(width: int, sampling: Sampling) -> None:
+    """Santilli et al. 2023, algorithm 1, on a block that moves on: all of it is computed anew until it stands still."""
+    engine = TextEngine(8)
+    loop = step_loop(engine)
+    client = Client(loop, [2, 3, 4, 5], 60, sampling=sampling, policy=guessing(Lookahead(width, 2, 1)))
+    model = Model(client)
+    loop.turn()  # the prompt; there is no window yet
+    tail = list(client.session.tree.committed)[-(width - 1) :]
+    block = [tail[i % len(tail)] for i in range(width - 1)]
+    while client.session.tree.base + width - 1 <= client.session.end:
+        text = list(client.session.tree.committed)
+        loop.turn()
+        window = client.session.guesser.window
+        assert window is not None
+        again = [model(text + block[:i]) for i in range(width)]
+        standing = next((i for i, (old, new) in enumerate(zip(block, again, strict=False)) if old != new), width - 1)
+        committed = client.session.tree.base - len(text)
+        assert committed >= standing + 1  # the text's own repetitions may bring more
+        left = again[committed:]
+        block = left + [again[-1]] * (width - 1 - len(left))
+        assert window.levels == [block]
+    run(loop, client)
+    assert client.tokens == client.want
+    assert engine.faults == []
+
+
+def plainly(*prompts: list[int], sampling: Sampling) -> list[Client]:
+    loop = step_loop(TextEngine(30))
+    clients = [Client(loop, prompt, 60, sampling=sampling, policy=Policy(False, 8, 0.0)) for prompt in prompts]
+    run(loop, *clients)
+    return clients
+
+
+def sources(client: Client) -> list[int]:
+    return [source for verdict in client.mail.verdicts for source in verdict.sources]
+
+
+def steps(client: Client) -> int:
+    return sum(verdict.steps for verdict in client.mail.verdicts)
+
+
+class Parrot(TextEngine):
+    """A target that goes on with what followed the last time, whatever its language says."""
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        logits = super().forward(batch)
+        assert isinstance(batch, PathBatch)
+        for index, row in enumerate(batch.wanted.tolist()):
+            path = batch.keys[batch.first[row] : batch.first[row] + batch.positions[row] + 1]
+            logits[index] = 0
+            logits[index, 2 + len(path) % 7] = 9  # a period of seven, by position
+        return logits
+
+
+def test_a_text_that_repeats_itself_takes_few_steps() -> None:
+    loop = step_loop(Parrot(8))
+    client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
+    for _ in range(60):
+        loop.turn()
+    assert client.mail.finish
+    assert client.tokens == [2 + i % 7 for i in range(15, 75)]
+    assert sources(client).count(NGRAM) > 50
+    assert steps(client) < 60 / 10
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION])
+def test_guesses_join_what_a_draft_offers_only_where_nothing_is_drawn(rule: Rule) -> None:
+    """A guess in the place of a draw would keep the better one out."""
+    loop = step_loop(TextEngine(8))
+    sampling = Sampling(temperature=1.0, seed=5)
+    policy = Policy(True, 64, 0.0, guess=True)
+    drafted = Client(loop, REPETITIVE, 60, sampling=sampling, rule=rule, policy=policy)
+    loop.turn()
+    assert drafted.session.guesses is (rule is Rule.COUPLED)
+    drafted.session.policy.speculate = False
+    assert drafted.session.guesses
+
+
+def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
+    loop = step_loop(TextEngine(8))
+    sampling = Sampling(temperature=1.0, seed=5, banned_tokens=SOUND)
+    client = Client(loop, REPETITIVE, 200, sampling=sampling, rule=Rule.REJECTION, policy=guessing(Lookahead(4, 3, 4)))
+    while not client.over:
+        client.read()
+        loop.turn()
+        for node in client.session.tree.root.walk():  # a node and its distribution come together
+            assert node.parent is not None
+            assert node.parent.row is not None
+            assert list(node.parent.children) == [node.token]
+    assert NGRAM in sources(client)
+
+
+def test_what_is_contrasted_is_not_guessed() -> None:
+    chooser = Chooser(Sampling(), rule=Rule.CONTRASTIVE)
+    request = SessionRequest(REPETITIVE, [], chooser, frozenset(), 60, 0, 256)
+    assert not Session(request, Policy(True, 64, 0.0, guess=True), 64, 12).guesses
+
+
+def test_who_asks_for_no_guesses_gets_none() -> None:
+    (client,) = plainly(REPETITIVE, sampling=Sampling())
+    assert set(sources(client)) == {PLAIN}
+
+
+def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> None:
+    """Of random text nothing can be foreseen; at first it was hoped for, and after a while again."""
+    loop = step_loop(TextEngine(30), FixedCost(0.06))
+    client = Client(loop, [2, 3, 4], 1500, sampling=SAMPLINGS[1], policy=guessing())
+    open_at = []
+    while not client.over:
+        client.read()
+        loop.turn()
+        open_at.append(client.session.guesser.window is not None)
+    assert any(open_at[:5])
+    closed = open_at.index(False, open_at.index(True))
+    assert not any(open_at[closed : closed + FIRST_REST])
+    assert any(open_at[closed + FIRST_REST :])
+    assert sum(open_at) < len(open_at) / 2
+    assert client.tokens == client.want
+
+
+def test_a_window_that_is_asked_for_is_opened_whatever_it_costs() -> None:
+    loop = step_loop(TextEngine(8), DEAR)
+    client = Client(loop, REPETITIVE, 30, policy=guessing(Lookahead(3, 3, 3)))
+    loop.turn()
+    loop.turn()
+    assert client.session.guesser.window is not None
+    other = Client(loop, REPETITIVE, 30, policy=guessing())
+    loop.turn()
+    loop.turn()
+    assert other.session.guesser.window is None
+
+
+def test_windows_share_the_scratch_slots_as_far_as_they_go() -> None:
+    engine = TextEngine(30, scratch=40)
+    loop = step_loop(engine)
+    crowd = [
+        Client(loop, REPETITIVE, 40, policy=guessing(Lookahead(5, 4, 3), candidates=1), sampling=SAMPLINGS[0])
+        for _ in range(5)
+    ]
+    run(loop, *crowd)
+    assert engine.faults == []
+    for each in crowd:
+        assert each.tokens == each.want
+
+
+def test_plain_decoding_looks_neither_back_nor_ahead() -> None:
+    class Plain(Guard):
+        @property
+        def way(self) -> Way:
+            return Way.PLAIN
+
+    engine = TextEngine(8)
+    loop = step_loop(engine, guard=Plain())
+    client = Client(loop, REPETITIVE, 30, policy=guessing(Lookahead(3, 3, 3)))
+    run(loop, client)
+    assert set(engine.steps[1:]) == {1}
+    assert set(sources(client)) == {PLAIN}
+
+
+NEVER = -1e9
+
+
+class TestConfidence:
+    def test_the_longer_the_agreement_the_surer(self) -> None:
+        scores = Confidence().scores(0, 40, NEVER)
+        assert scores == sorted(scores)
+        assert len(scores) == 40
+        assert scores[0] < scores[5] < scores[15] < 0
+
+    @pytest.mark.parametrize("least", [-0.1, -0.5, -2.0])
+    def test_a_guess_ends_where_it_is_hardly_reached(self, least: float) -> None:
+        all_of_it = Confidence().scores(3, 40, NEVER)
+        scores = Confidence().scores(3, 40, least)
+        assert scores == all_of_it[: len(scores)]
+        assert sum(scores) >= least > sum(all_of_it[: len(scores) + 1])
+
+    def test_it_learns_what_was_right(self) -> None:
+        confidence = Confidence()
+        for i in range(100):
+            confidence.learn(3, right=i % 5 == 0)
+            confidence.learn(30, right=True)
+        assert math.exp(confidence.scores(3, 1, NEVER)[0]) == pytest.approx(0.2, abs=0.15)
+        assert confidence.scores(99, 1, NEVER) == pytest.approx([0], abs=0.01)
+
+    def test_nothing_is_impossible(self) -> None:
+        confidence = Confidence()
+        for _ in range(1000):
+            confidence.learn(2, right=False)
+        assert confidence.scores(2, 1, NEVER)[0] > math.log(0.005)
+
+
+def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
+    """A session's own verdicts move its scores."""
+    loop = step_loop(Parrot(8))
+    client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
+    before = Guesser([2], 9, client.session.request.chooser).copied
+    for _ in range(60):
+        loop.turn()
+    assert client.session.guesser.copied.scores(12, 1, NEVER) > before.scores(12, 1, NEVER)
