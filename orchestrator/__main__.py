@@ -78,7 +78,14 @@ def main(
             discoveries.append(Discovery(draft, drafts))
         for discovery in discoveries:
             await discovery.start()
-        peers = Peers(verifiers, drafts, patience_ms / 1000, silence_seconds, failover_seconds, discoveries)
+        peers = Peers(
+            verifiers,
+            drafts,
+            patience_seconds=patience_ms / 1000,
+            silence_seconds=silence_seconds,
+            failover_seconds=failover_seconds,
+            discoveries=discoveries,
+        )
         return GenerationServicer(served, peers)
 
     run(settings, load, "orchestrator")

@@ -17,6 +17,7 @@ class Peers:
     drafts: Pods | None = None
     patience_seconds: float = 0.05  # longest time a step may be put off for expected candidates
     silence_seconds: float = 1.5  # a peer says something every quarter of one: after this it is lost
+    stuck_seconds: float = 2.0  # of a step, however short steps usually are, before the text is taken elsewhere
     failover_seconds: float = 30.0  # without progress, for a text to be taken up by somebody
     discoveries: Sequence[Discovery] = ()  # who finds the pods
 

@@ -30,9 +30,6 @@ log = structlog.get_logger()
 CONSUMED_EVERY = 64
 """Tokens between two reports to the verifier of how far the client has read."""
 
-STUCK_SECONDS = 2.0
-"""However short steps usually are, one may last so long before the text is taken elsewhere."""
-
 SOURCES = frozenset(model_pb2.TokenSource.values())
 
 
@@ -53,6 +50,7 @@ class Verification:
         self._model = model
         self._pods = peers.verifiers
         self._silence = peers.silence_seconds
+        self._stuck_seconds = peers.stuck_seconds
         self._transcript = transcript
         self._drafting = drafting
         self._switches = switches
@@ -96,7 +94,7 @@ class Verification:
         """Seconds. Where nobody else could take the text, a step that lasts is better waited for: the verifier has
         all of it in memory, and would have to begin anew."""
         elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
-        return STUCK_SECONDS if elsewhere else self._backoff.budget
+        return self._stuck_seconds if elsewhere else self._backoff.budget
 
     async def _next_pod(self) -> Pod:
         """At once if there is one that was not tried, else after a pause; what is to be told the client if there is no

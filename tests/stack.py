@@ -94,6 +94,7 @@ class Pod:
 
 @dataclass
 class VerifierPod(Pod):
+    service: VerifierServicer
     loop: StepLoop = field(kw_only=True)
 
 
@@ -187,6 +188,7 @@ async def stack(
     draft_engine: Callable[[ModelDirectory], Engine] | None = None,
     patience_seconds: float = 0.02,
     silence_seconds: float = 1.5,
+    stuck_seconds: float = 2.0,
     failover_seconds: float = 30.0,
     draft_limits: DraftLimits | None = None,
     verifier_limits: VerifierLimits | None = None,
@@ -237,6 +239,7 @@ async def stack(
             Pods(pod.address for pod in drafting) if drafting else None,
             patience_seconds=patience_seconds,
             silence_seconds=silence_seconds,
+            stuck_seconds=stuck_seconds,
             failover_seconds=failover_seconds,
         )
         model = model_of(ModelDirectory(target))

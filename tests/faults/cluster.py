@@ -49,8 +49,9 @@ class Cluster:
     def verifier(self, *options: str, model: Path | None = None) -> Pod:
         return self._add("verifier", "verifier_service", "--model", str(model or self.models.target), *options)
 
-    def draft(self, *options: str) -> Pod:
-        return self._add("draft", "draft_service", "--model", str(self.models.draft), "--engine", "torch", *options)
+    def draft(self, *options: str, model: Path | None = None) -> Pod:
+        served = str(model or self.models.draft)
+        return self._add("draft", "draft_service", "--model", served, "--engine", "torch", *options)
 
     def orchestrator(self, verifiers: Sequence[str], drafts: Sequence[str], *options: str) -> Pod:
         """Told of pods at these addresses."""

@@ -152,7 +152,6 @@ class Run:
 
     async def play(self, client: AsyncClient, asks: Sequence[Ask], events: Iterable[Event], at_once: int) -> Self:
         """Until each was asked, no event is left, and all that was begun is over."""
-        playing = asyncio.create_task(self._act(events))
         numbers = itertools.count()
 
         async def ask_on() -> None:
@@ -160,10 +159,10 @@ class Run:
                 ask = asks[number % len(asks)]
                 self.records.append((number % len(asks), await record(client, ask, self.seen)))
 
-        try:
-            await asyncio.gather(playing, *(ask_on() for _ in range(at_once)))
-        finally:
-            playing.cancel()
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(self._act(events))
+            for _ in range(at_once):
+                group.create_task(ask_on())
         return self
 
     async def _act(self, events: Iterable[Event]) -> None:

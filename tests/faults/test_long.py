@@ -133,18 +133,21 @@ async def test_rolling_restart(models: Models, oracle: Oracle, tmp_path: Path) -
 
 async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) -> None:
     """The text goes on at plain decoding's speed within a second, and at the draft's within five of its return. The
-    target is widened, so that a draft is worth something."""
+    target is widened and the draft is what it was before, so that drafting is worth something on any machine."""
     widen(models.target, tmp_path / "wide", 60_000_000)
-    asked = asks(12, seed=81, tokens=(900, 900), ignore_end_token=True, temperature=0.0)
+    always = {"speculation": "always"}  # on a busy machine it might not pay
+    asked = asks(1, seed=81, tokens=(900, 900), **always)
     cluster = Cluster(models, tmp_path)
-    cluster.orchestrator([cluster.verifier(model=tmp_path / "wide").address], [cluster.draft().address])
+    cluster.orchestrator(
+        [cluster.verifier(model=tmp_path / "wide").address], [cluster.draft(model=models.target).address]
+    )
     with cluster:
         await cluster.make_whole()
         off = [Ask(ask.prompt, ask.options | {"speculation": "off"}) for ask in asked]
-        plain = await play(cluster, off[:1], [Event(After(12))], at_once=1)
+        plain = await play(cluster, off, [Event(After(12))], at_once=1)
         run = await play(
             cluster,
-            asked[:1],
+            asked,
             [
                 Event(After(12), "freeze", "draft-0"),
                 Event(After(8), "thaw", "draft-0"),

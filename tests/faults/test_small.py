@@ -67,7 +67,8 @@ async def test_both_verifiers_are_killed(pods: Cluster, wants: dict[int, Record]
         oracle,
         Event(Received(500), "kill", "verifier-0"),
         Event(After(0), "kill", "verifier-1"),
-        Event(After(1), "start", "verifier-1"),
+        Event(After(1)),
+        Event(Ended("verifier-1"), "start", "verifier-1"),
     )
     assert switches["verifier_lost"]
 
@@ -92,7 +93,8 @@ async def test_drafts_are_killed(pods: Cluster, wants: dict[int, Record], oracle
         oracle,
         Event(Received(500), "kill", "draft-0"),
         Event(Received(500), "kill", "draft-1"),
-        Event(Received(500), "start", "draft-0"),
+        Event(Received(500)),
+        Event(Ended("draft-0"), "start", "draft-0"),
     )
 
 
@@ -109,5 +111,5 @@ async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int,
     assert switches["verifier_lost"]
 
 
-async def test_everybody_is_restarted_in_turn(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    await play(pods, wants, oracle, *rolling_restart(list(pods.pods), pause=0.2))
+async def test_one_of_each_is_restarted(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    await play(pods, wants, oracle, *rolling_restart(["verifier-0", "draft-0", "orchestrator-0"], pause=0.2))
