@@ -18,7 +18,7 @@ class Backoff:
         self,
         budget: float,
         *,
-        longest: float = 2.0,
+        longest: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:

@@ -14,7 +14,7 @@ FAILURES = 3
 """In a row, after which a pod is left alone; one that says all is enough."""
 
 SHORTEST_PAUSE = 0.25
-LONGEST_PAUSE = 2.0
+LONGEST_PAUSE = 1.0
 """Seconds."""
 
 TRIAL_SECONDS = 1.0

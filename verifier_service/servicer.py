@@ -131,10 +131,8 @@ class VerifierServicer(
             case "extend":
                 self._extend(session, request.extend, arrived)
             case "policy":
-                if request.policy.HasField("lookahead"):
-                    wrong = lookahead_violations("lookahead", request.policy.lookahead)
-                    if wrong:
-                        raise ValueError("; ".join(" ".join(each) for each in wrong))
+                if wrong := _policy_violations(request.policy):
+                    raise ValueError("; ".join(" ".join(each) for each in wrong))
                 session.adopt(self._policy(request.policy))
             case "consumed":
                 session.consumed = len(session.request.prompt) + request.consumed.tokens
@@ -192,8 +190,7 @@ class VerifierServicer(
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
         if message.logprobs > MOST_LOGPROBS + 1:
             violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS + 1}"))
-        if message.policy.HasField("lookahead"):
-            violations += lookahead_violations("policy.lookahead", message.policy.lookahead)
+        violations += _policy_violations(message.policy)
         if violations:
             raise InvalidRequestError(violations)
         chooser = chooser_of(sampling, end_tokens, len(prompt) + message.min_tokens, message)
@@ -201,6 +198,10 @@ class VerifierServicer(
             prompt, generated, chooser, end_tokens, message.max_tokens, message.logprobs, context, message.tenant
         )
         return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
+
+
+def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
+    return lookahead_violations("policy.lookahead", policy.lookahead) if policy.HasField("lookahead") else []
 
 
 def response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:

@@ -28,8 +28,8 @@ log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 16 << 20
 
-PEER_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
-"""For channels to other services: one that comes back is found within a second or two, not gRPC's two minutes."""
+PEER_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
+"""For channels to other services: one that comes back is found within a second, not gRPC's two minutes."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
