@@ -107,9 +107,9 @@ async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             said = str(error.details())
             assert "2 sessions wait for memory, the limit is 2" in said or "no room for more" in said  # who was asked
-            # As the verifier says, or has said with the last session it took, whom there was one less to wait for: so
-            # many turns of its first guess at how long one takes.
-            assert retry_after(error).ToMilliseconds() in (2000, 3000)
+            # As the verifier says, or has said with the last session it took: one to three turns of its first guess
+            # at how long one takes.
+            assert 1000 <= retry_after(error).ToMilliseconds() <= 3000
         assert [len(r.tokens) for r in results if isinstance(r, generation_pb2.Completion)] == [10, 10]
         assert len((await served_in_the_end(services)).tokens) == 10
 
