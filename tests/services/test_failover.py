@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from orchestrator.servicer import GenerationServicer
+from orchestrator.switches import ORDINARY
 from specdec.client.errors import from_rpc
 from specdec.decoding.choice import Chooser
 from specdec.decoding.noise import sample_seed
@@ -136,6 +137,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+def changes(speculation: generation_pb2.SpeculationStatistics) -> dict[str, int]:
+    """What befell its pods. Whether a draft is worth its while depends on the machine."""
+    return {reason: count for reason, count in speculation.switches.items() if reason not in ORDINARY}
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_killed_verifier_is_replaced(directories: Directories, name: str) -> None:
     fields = {"max_tokens": 120, "ignore_end_token": True} | REQUESTS[name]
@@ -147,7 +153,7 @@ async def test_a_killed_verifier_is_replaced(directories: Directories, name: str
         before = len(reader.responses)
         got = await reader.rest()
         same(directories, want, got, fields.get("sampling", {}))
-        assert got.finish.speculation.switches == {"verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"verifier_lost": 1}
         assert got.finish.reproducible
         if fields.get("speculation") == ALWAYS:
             assert drafted(reader.responses[before + 5 :])  # its draft has come along
@@ -169,7 +175,7 @@ async def test_a_stop_string_ends_a_text_that_has_moved(directories: Directories
         await services.verifiers[serving(services)].stop()
         got = await reader.rest()
         same(directories, want, got, WARM)
-        assert got.finish.speculation.switches == {"verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"verifier_lost": 1}
 
 
 async def test_a_text_survives_every_pod_in_turn(directories: Directories) -> None:
@@ -203,7 +209,7 @@ async def test_a_verifier_that_is_alone_is_waited_for(directories: Directories) 
         await pod.start()
         got = await reader.rest()
         same(directories, want, got, WARM)
-        assert got.finish.speculation.switches == {"verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"verifier_lost": 1}
 
 
 async def test_a_verifier_that_is_drained_hands_over(directories: Directories) -> None:
@@ -220,7 +226,7 @@ async def test_a_verifier_that_is_drained_hands_over(directories: Directories) -
         await draining
         got = await reader.rest()
         same(directories, want, got, WARM)
-        assert got.finish.speculation.switches == {"verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"verifier_lost": 1}
 
 
 async def test_a_verifier_lost_for_good_is_said_so(directories: Directories) -> None:
@@ -303,7 +309,7 @@ async def test_a_frozen_verifier_is_left(directories: Directories) -> None:
         frozen.thawed.clear()
         got = await reader.rest()
         same(directories, want, got, WARM)
-        assert got.finish.speculation.switches == {"verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"verifier_lost": 1}
         assert reader.longest_pause < 3 * 3  # 3 s on a machine that is not busy
         frozen.thawed.set()
         await until(lambda: services.idle)
@@ -361,7 +367,7 @@ async def test_a_verifier_that_answers_and_does_not_step_is_left(directories: Di
         with gates.of(services.verifiers[serving(services)]).closed():
             got = await reader.rest()
         same(directories, want, got, WARM)
-        assert got.finish.speculation.switches == {"verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"verifier_lost": 1}
         await until(lambda: services.idle)
 
 
@@ -373,7 +379,7 @@ async def test_a_verifier_that_is_alone_may_take_long_over_a_step(directories: D
         with gates.of(services.verifiers[0]).closed():
             await asyncio.sleep(3.0)  # longer than any other would be given
         got = await reader.rest()
-        assert not got.finish.speculation.switches
+        assert "verifier_lost" not in got.finish.speculation.switches
 
 
 async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> None:
@@ -393,7 +399,7 @@ async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> N
         service_of(services, serving(services)).changed = shifted
         got = await reader.rest()
         same(directories, want, got, WARM)
-        assert got.finish.speculation.switches == {"verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"verifier_lost": 1}
 
 
 async def test_nobody_leaves_a_verifier_that_has_nothing_to_do_for_it(directories: Directories) -> None:
@@ -485,7 +491,7 @@ async def test_other_numerics_are_told(directories: Directories) -> None:
     assert len(got.tokens) == 40
     assert not got.finish.reproducible
     assert got.finish.numerics_fingerprint == "another"
-    assert got.finish.speculation.switches == {"verifier_lost": 1, "numerics_changed": 1}
+    assert changes(got.finish.speculation) == {"verifier_lost": 1, "numerics_changed": 1}
 
 
 async def test_equal_numerics_are_preferred(directories: Directories) -> None:
@@ -497,7 +503,7 @@ async def test_equal_numerics_are_preferred(directories: Directories) -> None:
         reader = await begun_elsewhere(services, 1, max_tokens=60, ignore_end_token=True)
         await services.verifiers[serving(services)].stop()
         got = await reader.rest()
-    assert got.finish.speculation.switches == {"verifier_lost": 1}
+    assert changes(got.finish.speculation) == {"verifier_lost": 1}
     assert got.finish.reproducible
 
 
@@ -516,7 +522,7 @@ async def test_a_killed_draft_is_replaced(directories: Directories) -> None:
         got = await reader.rest()
         same(directories, want, got, WARM)
         s = got.finish.speculation
-        assert s.switches == {"draft_lost": 1}
+        assert changes(s) == {"draft_lost": 1}
         assert not s.undrafted_reason
         assert drafted(reader.responses[-20:])
 
@@ -595,7 +601,7 @@ async def test_contrast_goes_on_with_another_draft(directories: Directories) -> 
         await services.verifiers[serving(services)].stop()
         got = await reader.rest()
         assert list(got.tokens) == list(want.tokens)
-        assert got.finish.speculation.switches == {"draft_lost": 1, "verifier_lost": 1}
+        assert changes(got.finish.speculation) == {"draft_lost": 1, "verifier_lost": 1}
         await until(lambda: services.idle)
 
 
