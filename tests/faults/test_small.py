@@ -14,7 +14,7 @@ from tests.faults.history import Record, undisturbed
 from tests.faults.scenario import After, Ended, Event, Ready, Received, Run, rolling_restart
 from tests.margins import Oracle
 
-ASKS = asks(16, seed=1, tokens=(200, 400))
+ASKS = asks(8, seed=1, tokens=(150, 300))
 
 
 @pytest.fixture(scope="module")
