@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10 * MEMORY // (64 + TOKENS))
     parser.add_argument("--bursts", type=int, default=5)
     args = parser.parse_args()
-    options = ("--kv-tokens", str(MEMORY), "--max-waiting", str(WAITING))
+    # One core computes; the other is for the orchestrator and for all clients.
+    options = ("--kv-tokens", str(MEMORY), "--max-waiting", str(WAITING), "--threads", "1")
     with Stack.start(DEMO / "target", "none", dtype="bfloat16", verifier_options=options) as stack:
         asyncio.run(measure(stack, args.requests, args.bursts))
 

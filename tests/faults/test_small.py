@@ -40,6 +40,7 @@ async def play(pods: Cluster, wants: dict[int, Record], oracle: Oracle, *events:
     return run.switches
 
 
+@pytest.mark.verify
 async def test_nothing_happens(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
     switches = await play(pods, wants, oracle)
     assert not switches["resumed"]

@@ -130,10 +130,8 @@ def same(
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"speculation": ALWAYS},
-    "warm": {"sampling": WARM, "speculation": ALWAYS},
     "penalties": {"sampling": PENALISED, "logprobs": 3},
     "end token": {"sampling": WARM, "min_tokens": 110, "ignore_end_token": False},
-    "plain": {"sampling": WARM, "plain": True},
 }
 
 
