@@ -185,6 +185,8 @@ class Verification:
             raise LostError(f"a commit of {len(tokens)} tokens from {len(sources)} sources")
         if self._sample.logprobs and len(commit.logprobs) != len(tokens):
             raise LostError(f"a commit of {len(tokens)} tokens with {len(commit.logprobs)} log-probabilities")
+        if any(len(each.top_tokens) != len(each.top_logprobs) for each in commit.logprobs):
+            raise LostError("a commit whose log-probabilities are of other tokens")
 
     def _timeout(self) -> float | None:
         """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""

@@ -37,6 +37,10 @@ LEAST_REACH = 0.02
 CHEAPER = 0.5
 """A guess is put into the tree if it is reached at least so often, and where rows cost half as much as of late."""
 
+PATIENCE, MOST_SKIPPED = 8, 7
+"""Looking takes time of the step: after every so many steps in a row in which no guess was right, one step more is left
+out between two looks, up to so many."""
+
 LEARNS = 0.1
 LEAST_RATE = 0.01
 
@@ -95,6 +99,7 @@ class Guesser:
         self._chooser = chooser if chooser.rule is Rule.COUPLED else Chooser(likeliest)
         self.copied, self.foreseen = Confidence(), Confidence()
         self._proposed = 0  # length of the text at which guesses were last made
+        self._fruitless = self._skipped = 0  # steps in a row
         self._size: Lookahead | None = None
         self.window: Window | None = None
         self.pool: NgramPool | None = None
@@ -109,6 +114,10 @@ class Guesser:
         if self._proposed == self._length:
             return False
         self._proposed = self._length
+        if self._skipped < min(self._fruitless // PATIENCE, MOST_SKIPPED) and not every:
+            self._skipped += 1
+            return False
+        self._skipped = 0
         worth = math.log(max(LEAST_REACH, price * CHEAPER))
         text = self._text[: self._length]
         for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH):
@@ -143,6 +152,7 @@ class Guesser:
         """The text goes on."""
         self._text[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
+        self._fruitless = 0 if NGRAM in sources or LOOKAHEAD in sources else self._fruitless + 1
         if self.window is None:
             self._rest -= 1
         elif self.window.full:

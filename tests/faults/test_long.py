@@ -175,7 +175,7 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
 @pytest.mark.parametrize("role", ["verifier", "draft"])
 async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Path, role: str) -> None:
     """Flipped bits between an orchestrator and a pod: streams of the other orchestrator do not notice."""
-    asked = asks(60, seed=51, tokens=(100, 300))
+    asked = asks(60, seed=51, tokens=(100, 300), speculation="always")  # there is something to be said on either link
     cluster = Cluster(models, tmp_path)
     async with BadNetwork(seed=52) as network:
         verifiers = [cluster.verifier().address for _ in range(2)]

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from specdec.decoding.choice import Chooser
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
 from specdec.engine.paths import PathBatch
 from tests.verifier.fakes import BAD, DEAR, LANGUAGE, Client, FixedCost, TextEngine, run, step_loop
 from verifier_service.guard import Guard, Way
-from verifier_service.guesses import FIRST_REST, NGRAM, Confidence, Guesser
+from verifier_service.guesses import FIRST_REST, NGRAM, PATIENCE, Confidence, Guesser
 from verifier_service.session import PLAIN, Policy, Session, SessionRequest
 
 SOUND = frozenset({BAD})  # the engine makes numbers of all but this
@@ -285,6 +286,21 @@ def test_plain_decoding_looks_neither_back_nor_ahead() -> None:
 
 
 NEVER = -1e9
+
+
+def test_who_finds_nothing_looks_less_often_and_at_once_again_when_it_does() -> None:
+    tree = TokenTree([1, 2, 3, 1], vocabulary=12, last_position=500)
+    guesser = Guesser(tree.committed, 500, Chooser(Sampling()))
+    looks = []
+    for _ in range(200):
+        looks.append(guesser.propose(tree, 0.0, None, every=False, sampled=False))
+        guesser.extend([5], [PLAIN])
+        tree.commit([5])
+    assert all(looks[:PATIENCE])
+    assert sum(looks[-80:]) == 10
+    guesser.extend([5], [NGRAM])
+    tree.commit([5])
+    assert guesser.propose(tree, 0.0, None, every=False, sampled=False)
 
 
 class TestConfidence:
