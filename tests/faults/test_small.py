@@ -47,6 +47,7 @@ async def test_nothing_happens(pods: Cluster, wants: dict[int, Record], oracle: 
     assert not switches["verifier_lost"]
 
 
+@pytest.mark.verify
 async def test_a_verifier_is_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
     switches = await play(
         pods,
@@ -87,6 +88,7 @@ async def test_an_orchestrator_is_killed(pods: Cluster, wants: dict[int, Record]
     assert switches["resumed"]
 
 
+@pytest.mark.verify
 async def test_drafts_are_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
     await play(
         pods,

@@ -51,8 +51,8 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
 async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services:
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule)
-    assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 100  # a part of what is tested was drafted,
-    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 30  # and a part corrected
+    assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 30  # a part of what is tested was drafted,
+    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 10  # and a part corrected
 
 
 async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(directories: Directories) -> None:
@@ -64,8 +64,8 @@ async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(director
     async with stack(directories.target, None) as services:
         want = expected(directories, prompt, banned)
         sources = await check(services, want, prompt, "REJECTION", banned_tokens=banned)
-    assert sources[model_pb2.TOKEN_SOURCE_NGRAM] > 100
-    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 30
+    assert sources[model_pb2.TOKEN_SOURCE_NGRAM] > 30
+    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 10
 
 
 async def check(
