@@ -72,7 +72,7 @@ def main() -> None:
         with Stack.start(dtype=args.dtype) as stack, Client(stack.address) as client:
             # One short request first: what is loaded on first use should not be timed.
             run(client, console, args.prompt, speculation="auto", show=False, max_tokens=16)
-            legend = Text.assemble(*((f" {name} ", STYLES[name]) for name in ("draft", "correction", "bonus", "plain")))
+            legend = Text.assemble(*((f" {name} ", style) for name, style in STYLES.items()))
             console.print(Text("Each token by where it came from:"), legend, "\n")
             drafted = run(client, console, args.prompt, speculation="auto", show=True, **options)
             console.print("[bold]The same, with drafting off:[/bold]\n")

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-STYLES = {"draft": "green", "correction": "red", "bonus": "cyan", "plain": "default", "ngram": "yellow"}
+STYLES = {
+    "draft": "green",
+    "ngram": "yellow",
+    "lookahead": "magenta",
+    "correction": "red",
+    "bonus": "cyan",
+    "plain": "default",
+}
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

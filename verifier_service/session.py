@@ -216,6 +216,11 @@ class Session:
         return self.guesser.look_ahead(self.tree, size)
 
     @property
+    def drafted(self) -> bool:
+        """Whether a draft's candidates for the next token are here; what the session guessed itself does not count."""
+        return any(node.origin == DRAFT for node in self.tree.root.children.values())
+
+    @property
     def allowance(self) -> int:
         """Candidates it may have in a step."""
         if self.remaining_prompt or not (self.policy.speculate or self.guesses):

@@ -220,6 +220,7 @@ class StepLoop(Worker):
             forward_time = time.monotonic() - forward_start
             descents = [(a, Descent(a.session, p)) for a, p in planned if p.tip is not None]
             walk([descent for _, descent in descents], logits)
+            self._look([descent for _, descent in descents if descent.error is None], logits)
         except Exception as error:  # the step's sessions are lost, the loop is not
             for attached, _ in planned:
                 self._quarantine(attached, error)
@@ -230,7 +231,6 @@ class StepLoop(Worker):
             if piece.tip is None:
                 attached.session.computed += piece.count
         kept = [(a, descent) for a, descent in descents if descent.error is None]
-        self._look([descent for _, descent in kept], logits)
         self._move([move for _, descent in kept for move in descent.moves])
         self._add_logprobs([descent for _, descent in kept], logits)
         begin = start if self._idle else self._last_step
@@ -476,7 +476,7 @@ class StepLoop(Worker):
         for attached in ready:
             if attached.decided and attached.session.policy.speculate:
                 self.load.outcomes += 1
-                self.load.foreseen += attached.session.tree.size > 0
+                self.load.foreseen += attached.session.drafted
             attached.decided = False
 
     def _count(self) -> None:

@@ -204,6 +204,17 @@ def test_guesses_join_what_a_draft_offers_only_where_nothing_is_drawn(rule: Rule
     assert drafted.session.guesses
 
 
+def test_what_a_session_guesses_is_no_foresight_of_its_draft() -> None:
+    loop = step_loop(Parrot(8))
+    policy = Policy(True, 64, 0.0, guess=True)
+    client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=policy)
+    for _ in range(60):
+        loop.turn()
+    assert NGRAM in sources(client)
+    assert loop.load.outcomes > 0
+    assert loop.load.foreseen == 0
+
+
 def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
     loop = step_loop(TextEngine(8))
     sampling = Sampling(temperature=1.0, seed=5, banned_tokens=SOUND)
