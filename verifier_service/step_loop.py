@@ -34,7 +34,7 @@ from verifier_service.pace import Prospect, wait_until
 from verifier_service.schedule import candidates, prompt_rows, window_size
 from verifier_service.session import Descent, Planned, Session, Verdict
 from verifier_service.shared_texts import SharedTexts
-from verifier_service.walk import walk
+from verifier_service.walk import walk, warm_up
 
 log = structlog.get_logger()
 
@@ -147,6 +147,7 @@ class StepLoop(Worker):
         self._waiting: list[Attached] = []  # for memory, in order of precedence
         self._running: list[Attached] = []  # in order of arrival
         self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
+        warm_up(engine.vocabulary)
         self._guard = guard or Guard()
         self._shared = SharedTexts(shared_tokens)
         self._price = 0.0  # of a candidate, moving average

@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import Ask, choose
+from specdec.decoding.choice import Ask, Chooser, choose
+from specdec.decoding.sampling import Sampling
 
 
 class Walker(Protocol):
@@ -45,3 +46,8 @@ def walk(walkers: Sequence[Walker], logits: NDArray[np.float32]) -> None:
             elif walker.take(token):
                 going.append(walker)
         walkers = going
+
+
+def warm_up(vocabulary: int) -> None:
+    """Draw a token, so that no request has to wait for what is compiled when it is first used."""
+    choose(np.zeros((1, vocabulary), dtype=np.float32), [Ask(Chooser(Sampling(temperature=1.0)), 0)])

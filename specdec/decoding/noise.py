@@ -24,9 +24,6 @@ GAMMA = 0x9E3779B97F4A7C15
 MULTIPLY_1 = 0xBF58476D1CE4E5B9
 MULTIPLY_2 = 0x94D049BB133111EB
 
-BOUND_ERROR = 1e-4
-"""How far `word_gumbel_bound` may fall short: float32 logarithms of up to 36.7, to several ulps, and to spare."""
-
 
 def mix(value: int) -> int:
     """One splitmix64 step (Steele, Lea, Flood 2014) on a 64-bit word."""
@@ -74,21 +71,6 @@ def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
     """
     uniform = ((value >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return np.asarray(-np.log(-np.log(uniform)))
-
-
-def word_gumbel_bound(value: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """float32, shaped as `value`, whose content is lost: not below `word_gumbel`, but for BOUND_ERROR.
-
-    Since -log(u) >= 1 - u, the noise is at most -log(1 - u), and little less where it is large: one fast
-    logarithm instead of two slow ones, and 1 - u comes exactly from the word's complement.
-    """
-    np.invert(value, out=value)
-    value >>= np.uint64(12)
-    bound = value.view(np.int64).astype(np.float32)  # faster than from unsigned ones
-    bound += np.float32(0.5)
-    bound *= np.float32(2.0**-52)
-    np.log(bound, out=bound)
-    return np.asarray(np.negative(bound, out=bound))
 
 
 def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:

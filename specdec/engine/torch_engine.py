@@ -99,6 +99,8 @@ class TorchEngine:
         self._pools = EagerPools(keys, values)
         self._memory = PathMemory(keys, values, threads) if self._by_path else None
         self._rows: RowClass | None = None
+        # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
+        self._usual_rows = RowClass(CANDIDATES) if packed else None
         self._run = self._assembled()
         self._compiled = False
         own.check(self)
@@ -123,7 +125,7 @@ class TorchEngine:
 
     def packer(self) -> Packer:
         if self._by_path:
-            return PathPacker(rows=self._rows)
+            return PathPacker(rows=self._rows or self._usual_rows)
         return LanePacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:

@@ -28,7 +28,6 @@ from scipy import special, stats
 from specdec.decoding.choice import AGREEMENT_SCALE, BLOCK, Ask, Chooser, choose
 from specdec.decoding.noise import gumbel
 from specdec.decoding.processing import History
-from specdec.decoding.race import TILE
 from specdec.decoding.sampling import Sampling
 
 FALSE_ALARM = 1e-6
@@ -347,15 +346,15 @@ class TestManyRows:
         assert together(list(zip(rows, asks, strict=True))) == list(map(naive_choice, rows, asks))
 
     def test_rows_that_are_worked_on_in_parts(self) -> None:
-        """More rows than a block holds; rows longer than a tile, with the winner in either part."""
+        """More rows than a block holds; rows that are longer than one."""
         asks = [Ask(Chooser(Sampling(temperature=0.8, seed=i)), i) for i in range(100)]
-        for vocabulary, count in ((4096, BLOCK // 4096 + 20), (TILE + 1, 20), (2 * BLOCK + 3, 2)):
+        for vocabulary, count in ((4096, BLOCK // 4096 + 20), (2 * BLOCK + 3, 2)):
             rows = np.random.default_rng(vocabulary).normal(0, 0.1, (count, vocabulary)).astype(np.float32)
             want = list(map(naive_choice, rows, asks[:count]))
             assert together(list(zip(rows, asks[:count], strict=True))) == want
-        last = np.full((1, TILE + 1), -np.inf, dtype=np.float32)
-        last[0, TILE] = 0.0
-        assert choose(last, asks[:1]).tolist() == [TILE]
+        last = np.full((1, 2 * BLOCK), -np.inf, dtype=np.float32)
+        last[0, -1] = 0.0
+        assert choose(last, asks[:1]).tolist() == [2 * BLOCK - 1]
 
     @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 3}])
     @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e35])
