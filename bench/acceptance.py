@@ -78,7 +78,7 @@ class Pair:
 
     def __init__(self, target: Path, draft: Path) -> None:
         directories = ModelDirectory(target), ModelDirectory(draft)
-        self.target, self.draft = (load_engine("torch", d, capacity=CAPACITY, threads=1) for d in directories)
+        self.target, self.draft = (load_engine("torch", d, capacity=CAPACITY, threads=(1,)) for d in directories)
         self.context = directories[0].context
 
     def run(self, prompt: list[int], chooser: Chooser, shape: Shape, tokens: int, calibration: Calibration) -> Text:

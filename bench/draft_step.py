@@ -51,7 +51,7 @@ def main() -> None:
     print("| engine | rows of a session | " + " | ".join(f"{rows} rows, ms" for rows in ROWS) + " |")
     print("|---|---|" + "---|" * len(ROWS))
     for kind, dtype in kinds:
-        engine = load_engine(kind, ModelDirectory(args.model), capacity=16384, threads=1, dtype=dtype)
+        engine = load_engine(kind, ModelDirectory(args.model), capacity=16384, threads=(1,), dtype=dtype)
         for rows_per_session in (ROWS[-1], ROWS_PER_SESSION):
             seconds: dict[int, list[float]] = defaultdict(list)
             for _ in range(args.rounds):

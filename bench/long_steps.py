@@ -23,6 +23,7 @@ class LongSteps:
         self.vocabulary = inner.vocabulary
         self.numerics = inner.numerics
         self.exact = inner.exact
+        self.threads = inner.threads
 
     def packer(self) -> Packer:
         return self._inner.packer()
@@ -35,3 +36,6 @@ class LongSteps:
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._inner.copy(source, target)
+
+    def use_threads(self, count: int) -> None:
+        self._inner.use_threads(count)

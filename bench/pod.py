@@ -29,7 +29,7 @@ from verifier_service.step_loop import StepLoop
 def verifier(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
     engine = load_engine(
-        "torch", directory, capacity=args.kv_tokens, threads=args.threads, dtype=args.dtype, exact=True
+        "torch", directory, capacity=args.kv_tokens, threads=(args.threads,), dtype=args.dtype, exact=True
     )
     loop = StepLoop(_paced(engine, args.step_ms))
     loop.start()
@@ -40,7 +40,7 @@ def verifier(args: argparse.Namespace) -> Service:
 
 def draft(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
-    engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=args.threads)
+    engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
     limits = DraftLimits()
     loop = GrowthLoop(_paced(engine, args.step_ms))
     loop.start()

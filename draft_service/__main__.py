@@ -40,7 +40,7 @@ def main(
 
     def start() -> DraftServicer:
         directory = ModelDirectory(model)
-        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=threads, dtype=dtype)
+        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype)
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)

@@ -87,15 +87,22 @@ class Stack:
         target_path, draft_path = _models(target, draft)
         cores = os.cpu_count() or 1
         large = sum(file.stat().st_size for file in target_path.glob("*.safetensors")) > LARGE_BYTES
-        drafted = draft_path is not None
-        verifier_threads = cores if large or not drafted else max(1, cores - 1)
+        beside_draft = () if large or draft_path is None else ("--threads-drafted", str(max(1, cores - 1)))
         children: dict[str, Child] = {}
         try:
             verifier = children["verifier"] = _spawn(
                 "verifier",
                 programs["verifier"],
-                ("--model", str(target_path), "--dtype", dtype, "--threads", str(verifier_threads), *verifier_options),
-                drafted,
+                (
+                    "--model",
+                    str(target_path),
+                    "--dtype",
+                    dtype,
+                    "--threads",
+                    str(cores),
+                    *beside_draft,
+                    *verifier_options,
+                ),
                 log_level,
             )
             if draft_path is not None:
@@ -103,7 +110,6 @@ class Stack:
                     "draft",
                     programs["draft"],
                     ("--model", str(draft_path), "--threads", "1", *draft_options),
-                    drafted,
                     log_level,
                 )
             options = ["--model", str(target_path), "--port", str(port)]
@@ -113,7 +119,7 @@ class Stack:
                 addresses["draft"] = children["draft"].await_address(stopped)
                 options += ["--draft", route(addresses["draft"])]
             children["orchestrator"] = _spawn(
-                "orchestrator", programs["orchestrator"], (*options, *orchestrator_options), drafted, log_level
+                "orchestrator", programs["orchestrator"], (*options, *orchestrator_options), log_level
             )
             addresses["orchestrator"] = children["orchestrator"].await_address(stopped)
             yield cls(addresses["orchestrator"], children, addresses)
@@ -148,11 +154,8 @@ def _models(target: Path | None, draft: str | None) -> tuple[Path, Path | None]:
     return target_path, draft_path
 
 
-def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], drafted: bool, log_level: str) -> Child:
-    # With a draft beside the verifier, waiting threads sleep: spinning ones would starve the other services.
-    # Alone, the verifier is faster with threads that spin between two layers.
-    shared = {"OMP_WAIT_POLICY": "PASSIVE"} if drafted else {}
-    environment = {"TOKENIZERS_PARALLELISM": "false", **shared, **os.environ}
+def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_level: str) -> Child:
+    environment = {"TOKENIZERS_PARALLELISM": "false", **os.environ}
     common = ("--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
     process = subprocess.Popen(
         [sys.executable, "-m", *program, *options, *common],

@@ -15,6 +15,9 @@ from enum import Enum
 EPOCH = 0.5
 """Seconds of steps that make a measurement."""
 
+GLANCE, HOPELESS = 0.1, 0.8
+"""Seconds that are enough to see that a way brings less than this part of what another does."""
+
 SETTLING = 0.05
 """Seconds after a change that are not measured: drafts have to hear of it."""
 
@@ -68,10 +71,16 @@ class Experience:
             return
         self.tokens += tokens
         self.seconds += seconds
-        if self.seconds >= EPOCH:
+        if self.seconds >= (GLANCE if self._hopeless(plain_rate) else EPOCH):
             before = self.way
             self._conclude(now, plain_rate)
             self.settling = SETTLING if self.way is not before else 0.0
+
+    def _hopeless(self, plain_rate: float) -> bool:
+        """Whether a way that is new here has no chance, by what it has brought so far."""
+        if self.trying is None and self.rates:
+            return False
+        return self.tokens < HOPELESS * max(self.rates.get(self.best, 0.0), plain_rate) * self.seconds
 
     def _conclude(self, now: float, plain_rate: float) -> None:
         """An epoch is over: what it says of its way, and which is next."""

@@ -27,6 +27,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE, PoolFullError, Slots
 from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
+from verifier_service.cores import Cores
 from verifier_service.cost import StepCost
 from verifier_service.guard import Guard, Way
 from verifier_service.guesses import Foresight
@@ -146,7 +147,7 @@ class StepLoop(Worker):
         self._arrivals = itertools.count()
         self._waiting: list[Attached] = []  # for memory, in order of precedence
         self._running: list[Attached] = []  # in order of arrival
-        self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
+        self._cores = Cores(engine, blocks * BLOCK, cost)
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
         self._shared = SharedTexts(shared_tokens)
@@ -160,6 +161,10 @@ class StepLoop(Worker):
     def context(self) -> int:
         """Tokens that one session can have memory for at most."""
         return self.pool.usable * BLOCK
+
+    @property
+    def _cost(self) -> StepCost:
+        return self._cores.cost
 
     # --- actions: called in the loop's thread -------------------------------------------------------
 
@@ -191,6 +196,7 @@ class StepLoop(Worker):
             if self._guesses(attached) and not attached.session.remaining_prompt:
                 attached.session.guess(self._price, self._shared.of(attached.session.request.tenant))
         now = time.monotonic()
+        self._cores.share(with_drafts=any(self._drafts(a) for a in ready))
         if not any(a.session.remaining_prompt for a in ready):
             prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]
             until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
@@ -469,7 +475,7 @@ class StepLoop(Worker):
                 drafted=drafted,
                 tokens=tokens,
                 seconds=seconds,
-                plain_rate=sessions / (self._cost.of(sessions) + between),
+                plain_rate=sessions / (self._cores.undrafted_cost.of(sessions) + between),
             )
 
     def _count_foreseen(self, ready: list[Attached]) -> None:

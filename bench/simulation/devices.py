@@ -89,3 +89,6 @@ class SimulatedEngine:
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._texts[target] = self._texts[source]
+
+    def use_threads(self, count: int) -> None:
+        """Its device is its own."""

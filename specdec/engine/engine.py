@@ -22,6 +22,7 @@ class Engine(Protocol):
     vocabulary: int
     numerics: str  # fingerprint: equal ones give equal bits
     exact: bool  # a row's bits do not depend on its batch: checked at start
+    threads: tuple[int, ...]  # numbers of them that it can compute with; it starts with the first
 
     def packer(self) -> Packer:
         """An empty batch in the layout this engine wants."""
@@ -31,3 +32,6 @@ class Engine(Protocol):
 
     def copy(self, source: Slots, target: Slots) -> None:
         """Copy rows of key/value memory from slots to slots, in every layer."""
+
+    def use_threads(self, count: int) -> None:
+        """Compute with so many of `threads` from now on."""

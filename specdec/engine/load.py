@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Literal
 
 from specdec.engine.engine import Engine, UnsupportedModelError
@@ -16,7 +17,7 @@ def load_engine(
     directory: ModelDirectory,
     *,
     capacity: int | None,
-    threads: int,
+    threads: Sequence[int],
     dtype: str = "float32",
     device: str = "cpu",
     exact: bool = False,
@@ -35,6 +36,8 @@ def load_engine(
         )
     if compiled:
         raise UnsupportedModelError("the ONNX engine has nothing to compile")
+    if len(threads) > 1:
+        raise UnsupportedModelError("the ONNX engine keeps its number of threads")
     if dtype != "float32":
         raise UnsupportedModelError(f"the ONNX engine computes in float32, not {dtype}")
     from specdec.engine.onnx_engine import OnnxEngine
@@ -48,4 +51,4 @@ def load_engine(
         from specdec.engine.export import exported
 
         directory = ModelDirectory(exported(directory))
-    return OnnxEngine(directory, capacity=capacity, threads=threads)
+    return OnnxEngine(directory, capacity=capacity, threads=threads[0])

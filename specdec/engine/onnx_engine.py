@@ -47,6 +47,7 @@ class OnnxEngine:
             self._session = ort.InferenceSession(str(directory.path / GRAPH), options, providers=providers)
         except Exception as error:  # onnxruntime's errors have no common base
             raise ModelDirectoryError(f"{directory.path / GRAPH}: cannot be loaded: {error}") from error
+        self.threads: tuple[int, ...] = (threads,)
         self.exact = False  # all lanes of a batch are padded to one shape
         self.vocabulary = directory.vocabulary
         provider = self._session.get_providers()[0]
@@ -102,3 +103,6 @@ class OnnxEngine:
                 rows = pool.numpy()
                 rows[target] = rows[source]
                 pool.update_inplace(rows)
+
+    def use_threads(self, count: int) -> None:
+        """A session of onnxruntime has the threads that it was made with."""

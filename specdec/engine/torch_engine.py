@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ class TorchEngine:
     """A model and its key/value memory on one device.
 
     `capacity` is in slots; None takes what memory there is room for. `exact` asks for rows that do not depend on
-    their batch; the attribute says whether the check at start found it to be so. On a CPU attention goes by paths,
+    their batch, nor on which of the numbers of `threads` it computes with, the largest first; the attribute says
+    whether the check at start found it to be so. On a CPU attention goes by paths,
     elsewhere, or if so asked, by lanes. Layers of the Llama kind are run by `decoder.py`, others by the model's own
     code; `compiled` has torch fuse that (`compiled.py`).
     """
@@ -71,12 +72,12 @@ class TorchEngine:
         dtype: str = "float32",
         device: str = "cpu",
         exact: bool = True,
-        threads: int | None = None,
+        threads: Sequence[int] = (),
         compiled: bool = False,
         lanes: bool = False,
     ) -> None:
-        threads = threads or torch.get_num_threads()
-        torch.set_num_threads(threads)
+        self.threads = tuple(threads) or (torch.get_num_threads(),)
+        torch.set_num_threads(self.threads[0])
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
         own = OwnForward.of(self.model, directory.vocabulary)
@@ -97,7 +98,7 @@ class TorchEngine:
         values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
         keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
         self._pools = EagerPools(keys, values)
-        self._memory = PathMemory(keys, values, threads) if self._by_path else None
+        self._memory = PathMemory(keys, values, self.threads[0]) if self._by_path else None
         self._rows: RowClass | None = None
         # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
         self._usual_rows = RowClass(CANDIDATES) if packed else None
@@ -115,7 +116,7 @@ class TorchEngine:
                 f"transformers-{transformers.__version__}",
                 _device_kind(device),
                 dtype,
-                f"threads-{threads}",
+                f"threads-{'-'.join(map(str, self.threads))}",
                 "compiled" if compiled else "packed" if packed else "plain",
                 "joined" if self._joined else "layers",
                 f"paths-numba-{NUMBA}" if self._by_path else "lanes",
@@ -139,6 +140,11 @@ class TorchEngine:
         source_rows, target_rows = self._tensor(source), self._tensor(target)
         for pool in (*self._pools.keys, *self._pools.values):
             pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
+
+    def use_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+        if self._memory is not None:
+            self._memory.threads = count
 
     def _assembled(self) -> Run:
         """The layers as they are now."""

@@ -23,6 +23,7 @@ class Engine:
     """As sure of every next token as `sureness`, the same one everywhere."""
 
     numerics, exact, vocabulary = "fake", False, VOCABULARY
+    threads: tuple[int, ...] = (1,)
 
     def __init__(self, capacity: int = 100_000, sureness: float = 5.0) -> None:
         self.capacity = capacity
@@ -40,6 +41,9 @@ class Engine:
 
     def copy(self, source: Slots, target: Slots) -> None:
         raise AssertionError("nothing is copied")
+
+    def use_threads(self, count: int) -> None:
+        raise AssertionError("there is one")
 
 
 def session(tokens: int = 200, **policy: int) -> Session:

@@ -64,7 +64,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name, dtype = request.param.split("-")
     maker = make if name in ARCHITECTURES else odd_models.make
     directory = maker(name, tmp_path_factory.mktemp(name))
-    loaded = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype=dtype, exact=True, threads=1)
+    loaded = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype=dtype, exact=True, threads=(1,))
     if not loaded.exact:
         pytest.skip(f"{loaded.numerics}: the check at start found that rows depend on their batch here")
     return loaded
@@ -152,18 +152,18 @@ def test_after_a_shared_prefix(engine: TorchEngine, text: list[int], alone: Logi
 def test_exactness_is_made(tmp_path: Path, text: list[int], dtype: str) -> None:
     """Without it nothing here would hold of a model whose kernels are fickle."""
     directory = ModelDirectory(odd_models.make("fickle", tmp_path))
-    fast = TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=False, threads=1)
+    fast = TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=False, threads=(1,))
     whole = compute(fast, text, 0, SCATTERED)
     assert not np.array_equal(compute(fast, text[:5], 0, SCATTERED), whole[:5])
     assert not np.array_equal(compute(fast, text, LENGTH - 1, SCATTERED), whole[-1:])
-    assert TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=True, threads=1).exact
+    assert TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=True, threads=(1,)).exact
 
 
 def test_dtypes_differ(tmp_path: Path, text: list[int]) -> None:
     """Or equal bits would mean nothing."""
     directory = ModelDirectory(make("llama", tmp_path))
     one, other = (
-        compute(TorchEngine(directory, capacity=CAPACITY, dtype=dtype, threads=1), text, 0, SCATTERED)
+        compute(TorchEngine(directory, capacity=CAPACITY, dtype=dtype, threads=(1,)), text, 0, SCATTERED)
         for dtype in ("float32", "bfloat16")
     )
     assert not np.array_equal(one, other)

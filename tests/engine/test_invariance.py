@@ -143,6 +143,13 @@ class TestCheck:
     def test_what_they_must_not_depend_on_is_found(self, what: str) -> None:
         assert not rows_are_independent(Disturbed(DISTURBANCES[what]))
 
+    @pytest.mark.parametrize("threads", [(2, 1), (1, 2), (2, 2)])
+    def test_nor_on_the_number_of_threads(self, threads: tuple[int, ...]) -> None:
+        engine = Disturbed(lambda b: np.full(len(b.wanted), engine.used))
+        engine.threads = threads
+        assert rows_are_independent(engine) is (len(set(threads)) == 1)
+        assert engine.used == threads[0]
+
 
 def test_an_engine_whose_rows_depend_on_the_batch_says_so(tmp_path: Path) -> None:
     engine = TorchEngine(ModelDirectory(odd_models.make("crowded", tmp_path)), capacity=256)

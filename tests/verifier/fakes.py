@@ -92,6 +92,7 @@ class TextEngine:
     """Memory for `blocks` blocks, the first of them nobody's, and `scratch` slots more."""
 
     exact = True
+    threads: tuple[int, ...] = (1,)
     numerics = "text"
     vocabulary = VOCABULARY
 
@@ -102,6 +103,7 @@ class TextEngine:
         self.faults: list[str] = []
         self.steps: list[int] = []  # rows of each, padding not counted
         self.failure: Exception | None = None  # of the next pass
+        self.used = self.threads[0]
         self._rows = rows
 
     def packer(self) -> PathPacker:
@@ -135,6 +137,10 @@ class TextEngine:
     def copy(self, source: Slots, target: Slots) -> None:
         self.memory[target] = self.memory[source]
         self.broken[target] = self.broken[source]
+
+    def use_threads(self, count: int) -> None:
+        assert count in self.threads
+        self.used = count
 
 
 class FixedCost(StepCost):

@@ -96,6 +96,12 @@ def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
         assert pod.run(40)[Way.DRAFTED] > 0.9
 
 
+def test_what_has_no_chance_is_seen_at_a_glance() -> None:
+    pod = Pod(Guard(), drafted=100, local=100, plain=1000)
+    assert pod.run(1.0)[Way.PLAIN] > 0.65
+    assert pod.run(60.0)[Way.PLAIN] > 0.97
+
+
 def test_a_draw_changes_nothing() -> None:
     pod = Pod(Guard(), drafted=1000, plain=1020)
     pod.run(5)

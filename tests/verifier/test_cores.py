@@ -1,0 +1,53 @@
+"""All threads for who has no draft at work, fewer beside one; each number with what its steps cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.engine.blocks import BLOCK
+from tests.verifier.fakes import Client, TextEngine, step_loop
+from verifier_service.cores import Cores
+from verifier_service.guard import Guard, Way
+from verifier_service.session import Policy
+
+BLOCKS = 40
+
+
+class Threaded(TextEngine):
+    threads: tuple[int, ...] = (2, 1)
+
+
+class Set(Guard):
+    """Decided beforehand."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self._set = way
+
+    @property
+    def way(self) -> Way:
+        return self._set
+
+
+def test_steps_are_measured_with_each_number() -> None:
+    engine = Threaded(BLOCKS)
+    cores = Cores(engine, BLOCKS * BLOCK)
+    assert engine.used == 2
+    assert cores.cost is cores.undrafted_cost
+    cores.share(with_drafts=True)
+    assert engine.used == 1
+    assert cores.cost is not cores.undrafted_cost
+    cores.share(with_drafts=False)
+    assert engine.used == 2
+    assert cores.cost is cores.undrafted_cost
+
+
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("always", [True, False])
+def test_room_is_left_where_candidates_of_drafts_are_taken(way: Way, speculate: bool, always: bool) -> None:
+    engine = Threaded(BLOCKS)
+    loop = step_loop(engine, guard=Set(way))
+    Client(loop, [3, 4, 5], policy=Policy(speculate, 8, 0.0, always=always))
+    loop.turn()
+    assert engine.used == (1 if speculate and (always or way is Way.DRAFTED) else 2)
