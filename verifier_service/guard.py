@@ -25,7 +25,7 @@ BETTER = 1.05
 """By so much another way must be better to be taken."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
-"""Seconds until another way is tried again."""
+"""Seconds of steps until another way is tried again: idle ones would make trials a larger part of what is done."""
 
 
 class Way(Enum):
@@ -55,6 +55,7 @@ class Experience:
     others: dict[Way, Trial]
     rates: dict[Way, float] = field(default_factory=dict)
     trying: Way | None = None  # another one, now
+    clock: float = 0.0  # seconds of steps
     settling: float = 0.0  # seconds left of it
     tokens: int = 0  # of the measurement under way
     seconds: float = 0.0
@@ -64,8 +65,9 @@ class Experience:
         """What to verify now."""
         return self.trying or self.best
 
-    def observe(self, now: float, tokens: int, seconds: float, plain_rate: float) -> None:
+    def observe(self, tokens: int, seconds: float, plain_rate: float) -> None:
         """A step was made in its way."""
+        self.clock += seconds
         if self.settling > 0:
             self.settling -= seconds
             return
@@ -73,7 +75,7 @@ class Experience:
         self.seconds += seconds
         if self.seconds >= (GLANCE if self._hopeless(plain_rate) else EPOCH):
             before = self.way
-            self._conclude(now, plain_rate)
+            self._conclude(plain_rate)
             self.settling = SETTLING if self.way is not before else 0.0
 
     def _hopeless(self, plain_rate: float) -> bool:
@@ -82,7 +84,7 @@ class Experience:
             return False
         return self.tokens < HOPELESS * max(self.rates.get(self.best, 0.0), plain_rate) * self.seconds
 
-    def _conclude(self, now: float, plain_rate: float) -> None:
+    def _conclude(self, plain_rate: float) -> None:
         """An epoch is over: what it says of its way, and which is next."""
         rate, first = self.tokens / self.seconds, not self.rates
         self.tokens, self.seconds = 0, 0.0
@@ -91,28 +93,28 @@ class Experience:
         disappoints = self.rates[self.best] < plain_rate
         if first and not disappoints:  # what it goes on with is good, the guesses alone can wait
             for trial in self.others.values():
-                trial.at = now + trial.pause
+                trial.at = self.clock + trial.pause
         if self.trying is not None:
-            self._judge(now, self.trying)
-        due = [way for way, trial in self.others.items() if now >= trial.at]
+            self._judge(self.trying)
+        due = [way for way, trial in self.others.items() if self.clock >= trial.at]
         if not disappoints and Way.PLAIN not in self.rates and Way.PLAIN in due:
             due.remove(Way.PLAIN)  # while more comes than is expected of it, it need not be measured
         self.trying = min(due, key=lambda way: self.others[way].at, default=None)
 
-    def _judge(self, now: float, tried: Way) -> None:
+    def _judge(self, tried: Way) -> None:
         """Another way has been measured."""
         trial = self.others[tried]
         if self.rates[tried] > BETTER * self.rates[self.best]:
             del self.others[tried]
-            self.others[self.best] = Trial(now + FIRST_PAUSE)
+            self.others[self.best] = Trial(self.clock + FIRST_PAUSE)
             self.best = tried
         else:
-            trial.at = now + trial.pause
+            trial.at = self.clock + trial.pause
             trial.pause = min(2 * trial.pause, LONGEST_PAUSE)
 
 
 class Guard:
-    """Told of every step; times are those of `time.monotonic`."""
+    """Told of every step."""
 
     def __init__(self) -> None:
         self._experience: dict[tuple[int, bool], Experience] = {}
@@ -123,9 +125,7 @@ class Guard:
         """What is verified, as decided after the last step. Where there are no drafts, DRAFTED means LOCAL."""
         return self._way
 
-    def observe(
-        self, now: float, *, sessions: int, drafted: bool, tokens: int, seconds: float, plain_rate: float
-    ) -> None:
+    def observe(self, *, sessions: int, drafted: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """A step of `sessions` that could have speculated, some of them `drafted`, brought `tokens`, `seconds` after
         the step before it or, if there was nothing to do, after its start. `plain_rate` is what plain decoding is
         expected to bring.
@@ -137,5 +137,5 @@ class Guard:
             best, *others = [Way.DRAFTED, Way.LOCAL, Way.PLAIN][not drafted :]
             known = self._experience[key] = Experience(best, {way: Trial() for way in others})
         if known.way is self._way:  # else it was planned for other sessions
-            known.observe(now, tokens, seconds, plain_rate)
+            known.observe(tokens, seconds, plain_rate)
         self._way = known.way

@@ -251,7 +251,7 @@ class StepLoop(Worker):
                 self._quarantine(attached, descent.error)
         self._observe(rows, end - start, verdicts)
         if len(planned) == len(descents):  # a step with prompts in it tells nothing of speculation
-            self._watch(end, end - begin, start - begin - waited, verdicts)
+            self._watch(end - begin, start - begin - waited, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
@@ -460,7 +460,7 @@ class StepLoop(Worker):
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
 
-    def _watch(self, now: float, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+    def _watch(self, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`, of which
         those `between` it and the last one were spent neither on it nor on waiting for candidates."""
         if any(self._unguarded(a) for a, _ in verdicts):
@@ -470,7 +470,6 @@ class StepLoop(Worker):
             sessions = len(verdicts)
             tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
             self._guard.observe(
-                now,
                 sessions=sessions,
                 drafted=drafted,
                 tokens=tokens,

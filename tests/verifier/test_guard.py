@@ -21,19 +21,15 @@ class Pod:
     local: float = 0.0
     expected: float | None = None  # of plain decoding; what it brings indeed, if not given
     has_drafts: bool = True
-    now: float = 100.0
 
     def run(self, seconds: float, sessions: int = 4) -> dict[Way, float]:
         """For so long; the part of the time that each way had."""
         spent = dict.fromkeys(Way, 0.0)
         rates = {Way.DRAFTED: self.drafted, Way.LOCAL: self.local, Way.PLAIN: self.plain}
-        end = self.now + seconds
-        while self.now < end:
+        for _ in range(max(1, round(seconds / STEP))):
             way = self.guard.way
             spent[way] += STEP / seconds
-            self.now += STEP
             self.guard.observe(
-                self.now,
                 sessions=sessions,
                 drafted=self.has_drafts,
                 tokens=round(rates[way] * STEP),
