@@ -7,6 +7,7 @@ product here is there a part of it (`linear.Part`). Models of any other kind kee
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.arithmetic import Array, array_of
 from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
+from specdec.engine.invariance import TiledLinear
 from specdec.engine.linear import join
 from specdec.engine.path_attention import PathAttention
 from specdec.engine.pretrained import LayerAttention
@@ -72,21 +74,29 @@ class Decoder:
         self._norm = _weight(inside.norm)
         self._head = model.get_output_embeddings()
         self._cos = self._sin = np.empty((0, 0), np.float32)
-        self._layers = [self._layer(*each) for each in zip(inside.layers, attends, strict=True)]
+        each = list(zip(inside.layers, attends, strict=True))
+        self._tiled_layers = [self._layer(layer, attends, tiled=True) for layer, attends in each]
+        self._layers = [self._layer(layer, attends, tiled=False) for layer, attends in each]
+        tiled = inside.layers[0].mlp.down_proj
+        self._untiled_rows = tiled.rows.counts[-1] if isinstance(tiled, TiledLinear) else math.inf
 
-    def _layer(self, layer: Any, attends: LayerAttention) -> _Layer:
+    def _layer(self, layer: Any, attends: LayerAttention, *, tiled: bool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
+
+        def product(linear: Any) -> Any:
+            return linear.forward if tiled or not isinstance(linear, TiledLinear) else linear.linear.forward
+
         norms = [_weight(attention.q_norm), _weight(attention.k_norm)] if hasattr(attention, "q_norm") else []
         stored = _weight(layer.input_layernorm)
         return _Layer(
             attends=attends,
             attention_norm=stored,
-            project=attention.q_proj.joined.linear.forward,
+            project=product(attention.q_proj.joined.linear),
             head_norms=np.stack(norms) if norms else np.empty((0, attends.width), stored.dtype),
-            project_back=attention.o_proj.forward,
+            project_back=product(attention.o_proj),
             mlp_norm=_weight(layer.post_attention_layernorm),
-            gate_and_up=mlp.gate_proj.joined.linear.forward,
-            down=mlp.down_proj.forward,
+            gate_and_up=product(mlp.gate_proj.joined.linear),
+            down=product(mlp.down_proj),
         )
 
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: PathAttention) -> Tensor:
@@ -104,7 +114,8 @@ class Decoder:
         stream, normalised, let_through = array_of(residual), array_of(normal), array_of(gated)
         seen = array_of(attended).reshape(rows, self._heads, width)
         update = self._embed(tokens)
-        for index, layer in enumerate(self._layers):
+        layers = self._layers if rows <= self._untiled_rows else self._tiled_layers
+        for index, layer in enumerate(layers):
             add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised)
             projected = layer.project(normal)
             keys, values = attention.memory_of(index)

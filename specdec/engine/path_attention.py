@@ -26,6 +26,9 @@ from specdec.engine.paths import PathBatch
 SHARED_FROM = 8192
 """Keys, over all rows, from which it pays to share the rows among threads: handing them over takes some 50 us."""
 
+EVERYTHING = np.iinfo(np.int64).max
+"""A window that is none."""
+
 
 @dataclass
 class PathMemory:
@@ -85,14 +88,17 @@ class PathAttention:
             batch.keys,
             batch.first,
             batch.positions,
-            window or np.iinfo(np.int64).max,
+            window or EVERYTHING,
             np.float32(scale),
             np.float32(softcap or 0.0),
             out,
         )
         first, *others = self._shares
-        helpers = self._memory.helpers
-        helped = [helpers.submit(run, *share) for share in others] if helpers is not None else []
+        if not others:
+            run(*first)
+            return
+        assert self._memory.helpers is not None  # there is one share for each thread
+        helped = [self._memory.helpers.submit(run, *share) for share in others]
         try:
             run(*first)
         finally:
