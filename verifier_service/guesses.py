@@ -37,7 +37,7 @@ LEAST_REACH = 0.02
 CHEAPER = 0.5
 """A guess is put into the tree if it is reached at least so often, and where rows cost half as much as of late."""
 
-PATIENCE, MOST_SKIPPED = 8, 7
+PATIENCE, MOST_SKIPPED = 8, 15
 """Looking takes time of the step: after every so many steps in a row in which no guess was right, one step more is left
 out between two looks, up to so many."""
 

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding import contrastive, rejection
-from specdec.decoding.noise import gumbel, stream
+from specdec.decoding.noise import gumbel, request_state, token_words
 from specdec.decoding.processing import History, Logits, adjusted, tempered
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.race import contenders, winners
+from specdec.decoding.race import winners
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.truncation import survivors, truncates
 
@@ -109,6 +109,11 @@ class Chooser:
         return ids[best].tolist(), (perturbed[best] - log_total).tolist()
 
     @cached_property
+    def state(self) -> int:
+        """Of the noise, before any position is mixed in."""
+        return request_state(self.sampling.seed)
+
+    @cached_property
     def bias(self) -> tuple[NDArray[np.int64], Logits]:
         bias = self.sampling.logit_bias
         return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
@@ -168,6 +173,8 @@ def _choose(logits: Logits, asks: Sequence[Ask]) -> Tokens:
         if decide is not None:
             groups[decide].append(row)
     for decide, group in groups.items():
+        if len(group) == len(z):
+            return decide(z, asks)
         tokens[group] = decide(z[group], [asks[row] for row in group])
     return tokens
 
@@ -189,6 +196,8 @@ def _decider(chooser: Chooser) -> Decide | None:
 
 def _draw(z: Logits, asks: Sequence[Ask]) -> Tokens:
     """With noise, over whole rows."""
+    from specdec.decoding.contenders import contenders  # compiled, which only a verifier needs
+
     z = tempered(z, [ask.chooser.sampling for ask in asks])
     streams = _streams(asks)
     return winners(z, streams, contenders(z, streams))
@@ -204,4 +213,5 @@ def _draw_truncated(z: Logits, asks: Sequence[Ask]) -> Tokens:
 
 
 def _streams(asks: Sequence[Ask]) -> NDArray[np.uint64]:
-    return np.array([stream(ask.chooser.sampling.seed, ask.position) for ask in asks], dtype=np.uint64)
+    states = np.array([ask.chooser.state for ask in asks], dtype=np.uint64)
+    return token_words(states, np.array([ask.position for ask in asks]))  # `stream` of them all: one more mix

@@ -39,7 +39,12 @@ def stream(seed: int, position: int, domain: int = DOMAIN_CHOICE) -> int:
     Nested finalisers, never one linear combination of seed and position: with that, the noise of one
     seed would be a shifted copy of another's.
     """
-    return mix((mix((seed & MASK) ^ domain) + position) & MASK)
+    return mix((request_state(seed, domain) + position) & MASK)
+
+
+def request_state(seed: int, domain: int = DOMAIN_CHOICE) -> int:
+    """What the streams of all positions follow from."""
+    return mix((seed & MASK) ^ domain)
 
 
 def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:

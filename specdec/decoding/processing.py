@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Logits = NDArray[np.float32]
 
+LIMIT = float(np.finfo(np.float32).max)
+
 
 class History:
     """Which tokens a text holds, for the penalties: prompt as a set, output as counts."""
@@ -35,9 +37,8 @@ class History:
 
 def tempered(z: Logits, samplings: Sequence[Sampling]) -> Logits:
     """Divided by each row's temperature, in float32 (the largest of which stands for all above it)."""
-    limit = float(np.finfo(np.float32).max)
-    temperatures: Logits = np.array([[min(s.temperature, limit)] for s in samplings], dtype=np.float32)
-    return np.asarray(z / temperatures, dtype=np.float32)
+    temperatures: Logits = np.array([min(s.temperature, LIMIT) for s in samplings], dtype=np.float32)
+    return np.asarray(z / temperatures[:, None], dtype=np.float32)
 
 
 def adjusted(logits: Logits, asks: Sequence[Ask]) -> Logits:

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from specdec.decoding.contenders import BOUND_ERROR, bounds, contenders
 from specdec.decoding.noise import stream, token_words, word_gumbel
-from specdec.decoding.race import BOUND_ERROR, bounds, contenders, winners
+from specdec.decoding.race import winners
 from tests.decoding.test_noise import unmix
 
 MASK = 2**64 - 1
@@ -19,8 +20,13 @@ WORDS = sorted({0, 1, MASK, *(s for bit in range(64) for s in (1 << bit, (1 << b
 
 def bound(value: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Of the noise that each word stands for: the first token's, in the stream that gives it this word."""
-    streams = np.array([unmix(word) for word in value.tolist()], dtype=np.uint64)
-    return bounds(np.zeros((len(value), 1), dtype=np.float32), streams)[:, 0].astype(np.float64)
+    return of_streams(np.array([unmix(word) for word in value.tolist()], dtype=np.uint64), 1)[:, 0]
+
+
+def of_streams(streams: NDArray[np.uint64], vocabulary: int) -> NDArray[np.float64]:
+    out = np.empty((len(streams), vocabulary), dtype=np.float32)
+    bounds(np.zeros_like(out), streams, out)
+    return out.astype(np.float64)
 
 
 def scores(z: NDArray[np.float32], streams: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -42,7 +48,7 @@ class TestBound:
     def test_it_is_close_where_the_noise_is_large(self) -> None:
         streams, ids = np.array([stream(1, 2)], dtype=np.uint64), np.arange(100_000)
         noise = word_gumbel(token_words(streams, ids))
-        over = bounds(np.zeros((1, len(ids)), dtype=np.float32), streams)[0] - noise
+        over = of_streams(streams, len(ids))[0] - noise
         assert over[noise > 3].max() < 0.09
 
 

@@ -17,7 +17,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.paths import PathBatch
 from tests.verifier.fakes import BAD, DEAR, LANGUAGE, Client, FixedCost, TextEngine, run, step_loop
 from verifier_service.guard import Guard, Way
-from verifier_service.guesses import FIRST_REST, NGRAM, PATIENCE, Confidence, Guesser
+from verifier_service.guesses import FIRST_REST, MOST_SKIPPED, NGRAM, PATIENCE, Confidence, Guesser
 from verifier_service.session import PLAIN, Policy, Session, SessionRequest
 
 SOUND = frozenset({BAD})  # the engine makes numbers of all but this
@@ -303,12 +303,12 @@ def test_who_finds_nothing_looks_less_often_and_at_once_again_when_it_does() -> 
     tree = TokenTree([1, 2, 3, 1], vocabulary=12, last_position=500)
     guesser = Guesser(tree.committed, 500, Chooser(Sampling()))
     looks = []
-    for _ in range(200):
+    for _ in range(400):
         looks.append(guesser.propose(tree, 0.0, None, every=False, sampled=False))
         guesser.extend([5], [PLAIN])
         tree.commit([5])
     assert all(looks[:PATIENCE])
-    assert sum(looks[-80:]) == 10
+    assert sum(looks[-10 * (MOST_SKIPPED + 1) :]) == 10
     guesser.extend([5], [NGRAM])
     tree.commit([5])
     assert guesser.propose(tree, 0.0, None, every=False, sampled=False)
