@@ -15,7 +15,7 @@ import structlog
 
 from orchestrator.backoff import Backoff
 from orchestrator.links import DraftLink, LostError, OtherTokenizerError, VerifierLink
-from orchestrator.pacing import Pacing
+from orchestrator.pacing import Pacing, least_reach
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
@@ -171,10 +171,12 @@ class Drafting:
     async def _relay(self, link: DraftLink) -> None:
         """Open a session, and push what is guessed there to the verifier."""
         assert self._verifier is not None
+        needed = self._needed or self._sample.speculation.always  # whatever its candidates cost
         policy = draft_pb2.DraftPolicy(
             max_nodes=self._verifier.max_nodes,
             max_depth=self._sample.speculation.max_depth,
             max_branches=self._sample.speculation.max_branches,
+            min_reach=0.0 if needed else least_reach(self._verifier.price),
         )
         # It opens with the text as it is now: from here on, commits are queued for it.
         self._draft, self._pacing, self._fruitless = link, Pacing(policy, needed=self._needed), 0

@@ -162,6 +162,7 @@ class VerifierLink(Link):
         self._longest_step = longest_step
         self.identity = model_pb2.ModelIdentity()
         self.max_nodes = 0
+        self.price = 0.0  # of a candidate, when it opened
         self.speculates = False  # as it was last told
 
     async def open(
@@ -192,7 +193,7 @@ class VerifierLink(Link):
         )
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
-        self.identity, self.max_nodes = opened.identity, opened.max_nodes
+        self.identity, self.max_nodes, self.price = opened.identity, opened.max_nodes, opened.price
         self._check(self.identity, model)
         if revision and self.identity.model_fingerprint != revision:
             raise UnfitError(

@@ -67,8 +67,13 @@ class Pacing:
         pause = max(self._step_us / EXTENDS_A_STEP, EXTEND_US * commit.drafted_sessions)
         policy.extend_interval_us = int(min(self._step_us, pause))
         if not self._needed:
-            policy.min_reach = AHEAD * commit.price if commit.price < 1 else 1.0
+            policy.min_reach = least_reach(commit.price)
         return policy
+
+
+def least_reach(price: float) -> float:
+    """From which reach on a draft grows candidates of this price; at 1 it rests."""
+    return AHEAD * price if price < 1 else 1.0
 
 
 def _differ(new: float, told: float) -> bool:

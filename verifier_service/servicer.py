@@ -149,7 +149,12 @@ class VerifierServicer(
             log.warning("candidates_refused", why=str(error))
 
     def opened(self) -> verifier_pb2.VerifyResponse:
-        opened = verifier_pb2.VerifyOpened(identity=self._identity, max_nodes=self._limits.max_nodes, load=self.load())
+        opened = verifier_pb2.VerifyOpened(
+            identity=self._identity,
+            max_nodes=self._limits.max_nodes,
+            load=self.load(),
+            price=self._loop.load.price,
+        )
         return verifier_pb2.VerifyResponse(opened=opened)
 
     def progress(self) -> verifier_pb2.VerifyResponse:

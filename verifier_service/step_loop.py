@@ -114,6 +114,7 @@ class Load:
     busy: float = 0.0  # seconds spent in steps
     step_begun: float = 0.0  # when the step under way was; 0: none is
     step_expected: float = 0.0  # seconds that a step of its size usually takes
+    price: float = 0.0  # of a candidate of a draft, of late
     lifetime: float = 1.0  # seconds they had memory for, moving average
 
     def expected_wait(self, waiting: int) -> float:
@@ -422,6 +423,7 @@ class StepLoop(Worker):
     def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
         now = time.monotonic()
         self._drafted = sum(attached.session.policy.speculate for attached in self._running)
+        self.load.price = self._price if self._guard.way is Way.DRAFTED else NOTHING_PAYS
         spacing = len(self._running) / MESSAGES_A_SECOND
         messages = []
         for attached, verdict in verdicts:

@@ -173,8 +173,11 @@ class VerifyOpened(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
+    PRICE_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
+    price: builtins.float
+    """As in Commit, of late: whether its draft had better rest to begin with."""
     @property
     def identity(self) -> specdec.v1.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -189,9 +192,10 @@ class VerifyOpened(google.protobuf.message.Message):
         identity: specdec.v1.model_pb2.ModelIdentity | None = ...,
         max_nodes: builtins.int = ...,
         load: specdec.v1.model_pb2.Load | None = ...,
+        price: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity", "load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "load", b"load", "max_nodes", b"max_nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "load", b"load", "max_nodes", b"max_nodes", "price", b"price"]) -> None: ...
 
 global___VerifyOpened = VerifyOpened
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.pacing import AHEAD, KEEP_UP_EVERY, Pacing
+from orchestrator.pacing import AHEAD, KEEP_UP_EVERY, Pacing, least_reach
 from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 
 
@@ -41,6 +41,14 @@ def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None
     assert kinds(told) == ["committed"]
     assert (told[0].committed.base, len(told[0].committed.tokens)) == (10, KEEP_UP_EVERY)
     assert kinds(list(pacing.messages(text.commit(0.3)))) == ["policy", "committed"]
+    assert not pacing.resting
+
+
+def test_one_that_rests_to_begin_with_is_woken() -> None:
+    pacing, text = Pacing(draft_pb2.DraftPolicy(min_reach=least_reach(1.0)), needed=False), Text()
+    assert pacing.resting
+    assert kinds(list(pacing.messages(text.commit(1.0)))) == []
+    assert kinds(list(pacing.messages(text.commit(0.9)))) == ["policy", "committed"]
     assert not pacing.resting
 
 
