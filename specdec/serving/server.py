@@ -36,6 +36,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
+PATIENCE_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),)
+"""By default gRPC ends connections of clients that ask every 20 s whether the server is still there."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -86,7 +89,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         log.info("stopped_while_loading")
         os._exit(0)  # the loading thread cannot be told to end
     service = loading.result()
-    options = [*CHANNEL_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
+    options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     server = grpc.aio.server(interceptors=[CallInterceptor()], options=options)
     service.register(server)
     checks = health.aio.HealthServicer()

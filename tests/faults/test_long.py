@@ -76,7 +76,7 @@ async def test_another_revision(models: Models, oracle: Oracle, tmp_path: Path) 
             cluster,
             asked,
             [
-                Event(Received(2000), "kill", "verifier-0"),
+                Event(Received(6000), "kill", "verifier-0"),  # some texts are over, others under way
                 Event(Ended("verifier-0"), "start", "revised"),
                 Event(Ready("revised")),
                 Event(Received(2000)),
@@ -118,6 +118,22 @@ async def test_a_frozen_verifier(models: Models, oracle: Oracle, tmp_path: Path)
         assert run.faults(wants, oracle) == []
     assert run.switches["verifier_lost"]
     assert run.longest_pause <= 3.0
+
+
+async def test_a_frozen_orchestrator(models: Models, oracle: Oracle, tmp_path: Path) -> None:
+    """Its clients notice within their keepalive, 20 s and 10 s, and go on at the other one."""
+    asked = asks(60, seed=51, tokens=(200, 400))
+    cluster = Cluster(models, tmp_path).deploy(verifiers=1, drafts=1, orchestrators=2)
+    async with deployed(cluster, asked) as wants:
+        events = [
+            Event(Received(1500), "freeze", "orchestrator-0"),
+            Event(After(45), "thaw", "orchestrator-0"),
+            Event(After(3)),
+        ]
+        run = await play(cluster, asked, events, at_once=12)
+        assert run.faults(wants, oracle) == []
+    assert run.switches["resumed"]
+    assert run.longest_pause <= 35.0
 
 
 async def test_rolling_restart(models: Models, oracle: Oracle, tmp_path: Path) -> None:
