@@ -20,9 +20,11 @@ _OPTIONS: dict[str, int | str] = {
     "grpc.max_reconnect_backoff_ms": 1_000,
     # After a failure names are resolved again: pods come back under other addresses. By default twice a minute at most.
     "grpc.dns_min_time_between_resolutions_ms": 2_000,
-    # A server that is frozen, or gone without a word: asked after so long a silence, given up after that.
+    # A server that is frozen, or gone without a word: asked after so long a silence, given up after that. A ping that
+    # gRPC sends to measure the network stands for the question.
     "grpc.keepalive_time_ms": 20_000,
     "grpc.keepalive_timeout_ms": 10_000,
+    "grpc.http2.ping_timeout_ms": 10_000,
     "grpc.http2.max_pings_without_data": 0,
     # A long completion with log-probabilities passes gRPC's 4 MiB.
     "grpc.max_receive_message_length": 64 * 1024 * 1024,
