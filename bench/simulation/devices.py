@@ -63,6 +63,7 @@ class SimulatedEngine:
     """An `Engine` with `capacity` slots; `speak` gives the logits of texts."""
 
     numerics = "simulated"
+    threads: tuple[int, ...] = (1,)
     exact = True
 
     def __init__(
