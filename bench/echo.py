@@ -19,6 +19,7 @@ import grpc
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
+from specdec.serving import checksum
 from specdec.serving.server import ServerSettings, run
 from specdec.serving.wire import PROTOCOL_VERSION
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
@@ -58,11 +59,11 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.seconds: list[float] = []
 
     async def Verify(self, request_iterator: AsyncIterator[verifier_pb2.VerifyRequest], context: Any) -> None:  # type: ignore[override]
-        base, sent, rounds = 0, 0.0, 0
+        base, said, sent, rounds = 0, 0, 0.0, 0
         async for request in request_iterator:
             match request.WhichOneof("message"):
                 case "open":
-                    base = len(request.open.prompt_tokens)
+                    base, said = len(request.open.prompt_tokens), checksum.of_opening(request.open)
                     opened = verifier_pb2.VerifyOpened(identity=_identity(), max_nodes=64)
                     await context.write(verifier_pb2.VerifyResponse(opened=opened))
                     await asyncio.sleep(0.2)  # until the draft is open too: not a round
@@ -72,10 +73,13 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 case _:
                     continue
             last = rounds >= self._rounds
+            finish = model_pb2.FINISH_REASON_LENGTH if last else model_pb2.FINISH_REASON_UNSPECIFIED
+            said = checksum.extended(said, [5, 5], finish)
             commit = verifier_pb2.Commit(
                 committed=model_pb2.Committed(base=base, tokens=[5, 5]),
                 sources=[model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS],
-                finish_reason=model_pb2.FINISH_REASON_LENGTH if last else model_pb2.FINISH_REASON_UNSPECIFIED,
+                finish_reason=finish,
+                checksum=said,
             )
             base += 2
             sent = time.perf_counter()

@@ -12,6 +12,7 @@ import grpc
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.watch import Watch
+from specdec.serving import checksum
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
 from specdec.serving.interceptor import request_id
 from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
@@ -163,6 +164,7 @@ class VerifierLink(Link):
         self.identity = model_pb2.ModelIdentity()
         self.max_nodes = 0
         self.price = 0.0  # of a candidate, when it opened
+        self._checksum = 0  # of what was said and heard
         self.speculates = False  # as it was last told
 
     async def open(
@@ -191,6 +193,7 @@ class VerifierLink(Link):
             tenant=sample.tenant,
             attempt=attempt,
         )
+        self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
         self.identity, self.max_nodes, self.price = opened.identity, opened.max_nodes, opened.price
@@ -213,11 +216,17 @@ class VerifierLink(Link):
             response = await self._read()
             match response.WhichOneof("message"):
                 case "commit":
+                    self._heard(response.commit)
                     yield response.commit
                     if response.commit.finish_reason:
                         return
                 case "progress":
                     self._look_at(response.progress)
+
+    def _heard(self, commit: verifier_pb2.Commit) -> None:
+        self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
+        if commit.checksum != self._checksum:
+            raise LostError("what was said on this stream is not what was heard, by the checksum of a commit")
 
     def _look_at(self, progress: model_pb2.Progress) -> None:
         """A worker that steps is alive, one that only answers is not. Nor need it step for us: it may have to wait for

@@ -1,7 +1,7 @@
 """All three services as processes on this machine: what `specdec up` and the demo run.
 
-A small target leaves one core to its draft: with a thread on every core, each would wait at every layer for the one
-that is busy drafting. A larger one's layers outlast that, and it has them all; so has one without a draft.
+The target has all cores, and leaves one to its draft while that is at work: with a thread on every core, each would
+wait at every layer for the one that is busy drafting (docs/decisions/2026-11-21-cores-and-messages.md).
 Children end when their stdin closes, so that none is left behind however the parent dies.
 """
 
@@ -21,9 +21,6 @@ from pathlib import Path
 DEMO = Path(__file__).parent.parent / "demo"
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
-
-LARGE_BYTES = 64 << 20
-"""Weights of a target that is large for a CPU (docs/decisions/2026-11-21-cores-and-messages.md)."""
 
 PROGRAMS = {"verifier": ("verifier_service",), "draft": ("draft_service",), "orchestrator": ("orchestrator",)}
 """What follows `python -m` for each role."""
@@ -85,24 +82,12 @@ class Stack:
         listens at another: where benchmarks put variants of a service, and something between them.
         """
         target_path, draft_path = _models(target, draft)
-        cores = os.cpu_count() or 1
-        large = sum(file.stat().st_size for file in target_path.glob("*.safetensors")) > LARGE_BYTES
-        beside_draft = () if large or draft_path is None else ("--threads-drafted", str(max(1, cores - 1)))
         children: dict[str, Child] = {}
         try:
             verifier = children["verifier"] = _spawn(
                 "verifier",
                 programs["verifier"],
-                (
-                    "--model",
-                    str(target_path),
-                    "--dtype",
-                    dtype,
-                    "--threads",
-                    str(cores),
-                    *beside_draft,
-                    *verifier_options,
-                ),
+                ("--model", str(target_path), "--dtype", dtype, *_threads(draft_path is not None), *verifier_options),
                 log_level,
             )
             if draft_path is not None:
@@ -152,6 +137,11 @@ def _models(target: Path | None, draft: str | None) -> tuple[Path, Path | None]:
     except ModelDirectoryError as error:
         raise LocalError(str(error)) from error
     return target_path, draft_path
+
+
+def _threads(drafted: bool) -> tuple[str, ...]:
+    cores = os.cpu_count() or 1
+    return "--threads", str(cores), *(("--threads-drafted", str(max(1, cores - 1))) if drafted else ())
 
 
 def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_level: str) -> Child:

@@ -29,7 +29,7 @@ def main(
     ] = "torch",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
     threads_drafted: Annotated[
-        int | None, typer.Option(min=1, help="Threads of it while drafts at work need cores of this machine.")
+        int | None, typer.Option(min=1, help="Threads of it at most while drafts on this machine are at work.")
     ] = None,
     kv_tokens: Annotated[
         int | None,
@@ -64,9 +64,6 @@ def main(
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
 ) -> None:
     """Serve a target model: verify candidates, decide every token."""
-    if threads_drafted is not None and threads_drafted > threads:
-        raise typer.BadParameter(f"{threads_drafted} is more than --threads {threads}", param_hint="--threads-drafted")
-    crews = (threads,) if threads_drafted in (None, threads) else (threads, threads_drafted)
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
     def start() -> VerifierServicer:
@@ -75,7 +72,7 @@ def main(
             engine,
             directory,
             capacity=kv_tokens,
-            threads=crews,
+            threads=(threads, threads if threads_drafted is None else min(threads, threads_drafted)),
             dtype=dtype,
             device=device,
             exact=exact,

@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from specdec.engine.blocks import BLOCK
+from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError
 from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
@@ -200,7 +201,15 @@ class VerifierServicer(
             raise InvalidRequestError(violations)
         chooser = chooser_of(sampling, end_tokens, len(prompt) + message.min_tokens, message)
         wanted = SessionRequest(
-            prompt, generated, chooser, end_tokens, message.max_tokens, message.logprobs, context, message.tenant
+            prompt,
+            generated,
+            chooser,
+            end_tokens,
+            message.max_tokens,
+            message.logprobs,
+            context,
+            message.tenant,
+            checksum.of_opening(message),
         )
         return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
 
@@ -229,5 +238,6 @@ def response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
         steps=verdict.steps,
         price=times.price,
         drafted_sessions=times.drafted,
+        checksum=verdict.checksum,
     )
     return verifier_pb2.VerifyResponse(commit=commit)

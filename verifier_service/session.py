@@ -19,6 +19,7 @@ from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv import PoolFullError, Slots
+from specdec.serving import checksum
 from verifier_service.guesses import MOST_NODES, Foresight, Guesser
 from verifier_service.pace import Pace, Prospect
 
@@ -38,6 +39,7 @@ class Verdict:
     accepted: int = 0
     finish: int = 0  # FinishReason; 0: goes on
     steps: int = 1
+    checksum: int = 0  # as in Commit
 
     def joined(self, later: Verdict) -> Verdict:
         """This verdict and the one of the steps that followed."""
@@ -50,6 +52,7 @@ class Verdict:
             accepted=self.accepted + later.accepted,
             finish=later.finish,
             steps=self.steps + later.steps,
+            checksum=later.checksum,
         )
 
 
@@ -65,6 +68,7 @@ class SessionRequest:
     logprobs: int  # as in VerifyOpen.logprobs
     context: int
     tenant: str = ""
+    checksum: int = 0  # of the VerifyOpen
 
 
 @dataclass
@@ -118,6 +122,7 @@ class Session:
         )
         self.pace = Pace()
         self.guesser = Guesser(text, self.end, request.chooser)
+        self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0
         self.found = 0  # tokens that were in memory already when it was first given some
@@ -331,6 +336,7 @@ class Session:
         self._outlook = None
         if self.history is not None:
             self.history.extend(verdict.tokens)
+        self._checksum = verdict.checksum = checksum.extended(self._checksum, verdict.tokens, verdict.finish)
         return verdict
 
     def finish(self, token: int, position: int) -> int:

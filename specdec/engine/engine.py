@@ -22,7 +22,7 @@ class Engine(Protocol):
     vocabulary: int
     numerics: str  # fingerprint: equal ones give equal bits
     exact: bool  # a row's bits do not depend on its batch: checked at start
-    threads: tuple[int, ...]  # numbers of them that it can compute with; it starts with the first
+    threads: tuple[int, ...]  # numbers of them that it can compute with, the largest first, with which it starts
 
     def packer(self) -> Packer:
         """An empty batch in the layout this engine wants."""

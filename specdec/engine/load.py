@@ -36,8 +36,6 @@ def load_engine(
         )
     if compiled:
         raise UnsupportedModelError("the ONNX engine has nothing to compile")
-    if len(threads) > 1:
-        raise UnsupportedModelError("the ONNX engine keeps its number of threads")
     if dtype != "float32":
         raise UnsupportedModelError(f"the ONNX engine computes in float32, not {dtype}")
     from specdec.engine.onnx_engine import OnnxEngine
@@ -51,4 +49,4 @@ def load_engine(
         from specdec.engine.export import exported
 
         directory = ModelDirectory(exported(directory))
-    return OnnxEngine(directory, capacity=capacity, threads=threads[0])
+    return OnnxEngine(directory, capacity=capacity, threads=min(threads))  # it cannot change their number

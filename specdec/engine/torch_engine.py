@@ -76,7 +76,7 @@ class TorchEngine:
         compiled: bool = False,
         lanes: bool = False,
     ) -> None:
-        self.threads = tuple(threads) or (torch.get_num_threads(),)
+        self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))

@@ -279,6 +279,7 @@ class Commit(google.protobuf.message.Message):
     STEPS_FIELD_NUMBER: builtins.int
     PRICE_FIELD_NUMBER: builtins.int
     DRAFTED_SESSIONS_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
@@ -303,6 +304,10 @@ class Commit(google.protobuf.message.Message):
     """Probability from which it pays to verify a candidate, as the pod is loaded now; at 1 none is verified."""
     drafted_sessions: builtins.int
     """Sessions of this pod that have a draft. The more there are, the fewer messages of candidates it can take of each."""
+    checksum: builtins.int
+    """CRC-32 (ISO 3309) of the VerifyOpen as it was understood, serialized with its fields in order, and of all tokens
+    committed since, each as 4 bytes, little-endian, and of the finish reason as one token more.
+    """
     @property
     def committed(self) -> specdec.v1.model_pb2.Committed:
         """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
@@ -333,9 +338,10 @@ class Commit(google.protobuf.message.Message):
         steps: builtins.int = ...,
         price: builtins.float = ...,
         drafted_sessions: builtins.int = ...,
+        checksum: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 

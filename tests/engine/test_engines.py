@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.export import export, exported
 from specdec.engine.kv import KVPool, Slots
+from specdec.engine.load import load_engine
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx_engine import OnnxEngine
 from specdec.engine.torch_engine import TorchEngine
@@ -126,6 +127,11 @@ def onnx_directory(model: Path) -> Path:
 @pytest.fixture(scope="session")
 def onnx_engine(onnx_directory: Path) -> OnnxEngine:
     return OnnxEngine(ModelDirectory(onnx_directory), capacity=CAPACITY, threads=1)
+
+
+def test_an_onnx_session_keeps_the_fewest_threads(onnx_directory: Path) -> None:
+    engine = load_engine("onnx", ModelDirectory(onnx_directory), capacity=CAPACITY, threads=(2, 1))
+    assert engine.threads == (1,)
 
 
 @pytest.fixture(params=["torch", "lanes", "onnx"])

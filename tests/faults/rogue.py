@@ -1,7 +1,7 @@
 """A verifier that has lost its mind: it stands before one that has not, and breaks the protocol now and then.
 
-What it says of tokens it leaves alone: a verifier decides them, and nobody could tell. Everything else about a session
-must be noticed, and cost at most that session's place.
+A verifier decides the tokens, and one that lies about them with a checksum that fits is believed. Everything else about
+a session must be noticed, tokens that changed on their way included, and cost at most that session's place.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.broken += 1
         changed = verifier_pb2.VerifyResponse()
         changed.CopyFrom(response)
-        match generator.randrange(9):
+        match generator.randrange(11):
             case 0:
                 return []
             case 1:
@@ -89,6 +89,11 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 changed.commit.committed.base += generator.choice((1, 7, 2**31))
             case 7:
                 del changed.commit.committed.tokens[:]
+            case 8:
+                for index, token in enumerate(changed.commit.committed.tokens):
+                    changed.commit.committed.tokens[index] = token ^ 1
+            case 9:
+                changed.commit.finish_reason = generator.choice(model_pb2.FinishReason.values())
             case _:
                 changed.commit.sources.append(model_pb2.TOKEN_SOURCE_DRAFT)
         return [changed]

@@ -207,12 +207,11 @@ async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Pa
                 disturbed.play(there, asked, [Event(After(0.15), "corrupt", "network")] * 200, at_once=6),
             )
             print(f"\n{network.flipped} bits flipped; there: {disturbed.report()}\nhere: {watched.report()}")
-            found = Counter(fault.partition(": ")[2][:70] for fault in disturbed.faults(wants, oracle))
+            found = Counter(fault.partition(": ")[2][-90:] for fault in disturbed.faults(wants, oracle))
             print(f"faults where bits were flipped: {dict(found)}")
             assert watched.faults(wants, oracle) == []
-            assert network.flipped > 50
-            if role == "draft":
-                assert not found
+            assert network.flipped > 20
+            assert not found
             for _, record in disturbed.records:
                 assert record.error is not None or record.finish is not None  # all ended, and with a status
 

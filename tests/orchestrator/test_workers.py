@@ -19,6 +19,7 @@ import pytest
 from bench.processes import alive, children_of
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
+from specdec.serving import checksum
 from specdec.serving.wire import PROTOCOL_VERSION
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import request_of, served, until
@@ -55,13 +56,16 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.open[worker] += 1
         try:
             await context.write(verifier_pb2.VerifyResponse(opened=verifier_pb2.VerifyOpened(identity=identity)))
-            base = len(opening.prompt_tokens)
+            base, said = len(opening.prompt_tokens), checksum.of_opening(opening)
             while True:
                 last = opening.max_tokens < LONG or self.may_end.is_set()
+                finish = model_pb2.FINISH_REASON_LENGTH if last else model_pb2.FINISH_REASON_UNSPECIFIED
+                said = checksum.extended(said, [5], finish)
                 commit = verifier_pb2.Commit(
                     committed=model_pb2.Committed(base=base, tokens=[5]),
                     sources=[model_pb2.TOKEN_SOURCE_PLAIN],
-                    finish_reason=model_pb2.FINISH_REASON_LENGTH if last else model_pb2.FINISH_REASON_UNSPECIFIED,
+                    finish_reason=finish,
+                    checksum=said,
                 )
                 await context.write(verifier_pb2.VerifyResponse(commit=commit))
                 base += 1

@@ -49,7 +49,7 @@ PROMPT_OF_TEXT = list(range(40, 70))
 
 
 def slow_target() -> None:
-    """A target that takes longer than its draft, so that there is something to verify."""
+    """Longer than a draft takes, and than a row does, so that there is something to verify."""
     time.sleep(0.004)
 
 
@@ -101,7 +101,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
     await against(directories.random, "a random draft")
     await against(directories.near, "a slow draft", delay=lambda: time.sleep(0.05))
     await against(None, "no draft at all")
-    async with stack(directories.target, None) as services:
+    async with stack(directories.target, None, target_delay=slow_target) as services:
         for window, ngram, guesses in WINDOWS:
             size = model_pb2.Lookahead(window=window, ngram=ngram, guesses=guesses)
             looking = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_LOOKAHEAD, lookahead=size)

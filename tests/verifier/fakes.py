@@ -27,6 +27,7 @@ from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
 from specdec.serving.outbox import Outbox
 from verifier_service.cost import StepCost
+from verifier_service.guard import Guard, Way
 from verifier_service.session import Policy, Session, SessionRequest, Verdict
 from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop, StepTimes
 
@@ -141,6 +142,18 @@ class TextEngine:
     def use_threads(self, count: int) -> None:
         assert count in self.threads
         self.used = count
+
+
+class Decided(Guard):
+    """What is verified is settled beforehand."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self._decision = way
+
+    @property
+    def way(self) -> Way:
+        return self._decision
 
 
 class FixedCost(StepCost):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specdec.engine.blocks import BLOCK
-from tests.verifier.fakes import Client, TextEngine, step_loop
+from tests.verifier.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.cores import Cores
-from verifier_service.guard import Guard, Way
+from verifier_service.guard import Way
 from verifier_service.session import Policy
 
 BLOCKS = 40
@@ -15,18 +15,6 @@ BLOCKS = 40
 
 class Threaded(TextEngine):
     threads: tuple[int, ...] = (2, 1)
-
-
-class Set(Guard):
-    """Decided beforehand."""
-
-    def __init__(self, way: Way) -> None:
-        super().__init__()
-        self._set = way
-
-    @property
-    def way(self) -> Way:
-        return self._set
 
 
 def test_steps_are_measured_with_each_number() -> None:
@@ -47,7 +35,7 @@ def test_steps_are_measured_with_each_number() -> None:
 @pytest.mark.parametrize("always", [True, False])
 def test_room_is_left_where_candidates_of_drafts_are_taken(way: Way, speculate: bool, always: bool) -> None:
     engine = Threaded(BLOCKS)
-    loop = step_loop(engine, guard=Set(way))
+    loop = step_loop(engine, guard=Decided(way))
     Client(loop, [3, 4, 5], policy=Policy(speculate, 8, 0.0, always=always))
     loop.turn()
     assert engine.used == (1 if speculate and (always or way is Way.DRAFTED) else 2)

@@ -15,8 +15,8 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
 from specdec.engine.paths import PathBatch
-from tests.verifier.fakes import BAD, DEAR, LANGUAGE, Client, FixedCost, TextEngine, run, step_loop
-from verifier_service.guard import Guard, Way
+from tests.verifier.fakes import BAD, DEAR, LANGUAGE, Client, Decided, FixedCost, TextEngine, run, step_loop
+from verifier_service.guard import Way
 from verifier_service.guesses import FIRST_REST, MOST_SKIPPED, NGRAM, PATIENCE, Confidence, Guesser
 from verifier_service.session import PLAIN, Policy, Session, SessionRequest
 
@@ -282,18 +282,15 @@ def test_windows_share_the_scratch_slots_as_far_as_they_go() -> None:
         assert each.tokens == each.want
 
 
-def test_plain_decoding_looks_neither_back_nor_ahead() -> None:
-    class Plain(Guard):
-        @property
-        def way(self) -> Way:
-            return Way.PLAIN
-
-    engine = TextEngine(8)
-    loop = step_loop(engine, guard=Plain())
-    client = Client(loop, REPETITIVE, 30, policy=guessing(Lookahead(3, 3, 3)))
+@pytest.mark.parametrize("wanted", [None, Lookahead(3, 3, 3)])
+def test_plain_decoding_looks_neither_back_nor_ahead_unless_a_window_is_wanted(wanted: Lookahead | None) -> None:
+    engine = TextEngine(30)
+    loop = step_loop(engine, guard=Decided(Way.PLAIN))
+    client = Client(loop, REPETITIVE, 30, policy=guessing(wanted), sampling=SAMPLINGS[0])
     run(loop, client)
-    assert set(engine.steps[1:]) == {1}
-    assert set(sources(client)) == {PLAIN}
+    assert client.tokens == client.want
+    assert (set(engine.steps[1:]) == {1}) is (wanted is None)
+    assert (set(sources(client)) == {PLAIN}) is (wanted is None)
 
 
 NEVER = -1e9

@@ -30,12 +30,13 @@ from tests.verifier.fakes import (
     LANGUAGE,
     VOCABULARY,
     Client,
+    Decided,
     FixedCost,
     TextEngine,
     run,
     step_loop,
 )
-from verifier_service.guard import Guard, Way
+from verifier_service.guard import Way
 from verifier_service.schedule import LEAST_PROMPT_ROWS
 from verifier_service.session import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Policy
 from verifier_service.step_loop import MARGIN, MOST_CANDIDATES, StepLoop
@@ -73,14 +74,6 @@ def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
     assert loop.pool.held == 0
     assert (loop.load.running, loop.load.waiting) == (0, 0)
     assert loop.turn() is None
-
-
-class Off(Guard):
-    """Speculation does not pay."""
-
-    @property
-    def way(self) -> Way:
-        return Way.PLAIN
 
 
 class TestTokens:
@@ -131,7 +124,7 @@ class TestTokens:
     @pytest.mark.parametrize("always", [False, True])
     def test_the_guard_says_whether_candidates_are_used(self, always: bool) -> None:
         """And drafts are told; a session that speculates always does not listen."""
-        loop = step_loop(TextEngine(8), guard=Off())
+        loop = step_loop(TextEngine(8), guard=Decided(Way.PLAIN))
         one = client(loop, 10, 1, 12)
         one.session.policy = Policy(True, 8, 10.0, always)
         turns(loop, 1)
