@@ -155,7 +155,7 @@ class Drafting:
                 with pod.load.session():
                     await self._relay(link)
             except OtherTokenizerError as unfit:
-                pod.unfit = str(unfit)
+                pod.found_unfit(str(unfit))
             except LostError as lost:
                 pod.breaker.failed(conclusive=lost.conclusive)
                 reason: Reason = "draft_useless" if isinstance(lost, UselessError) else "draft_lost"

@@ -46,7 +46,7 @@ class UnfitError(Exception):
 
 
 class OtherTokenizerError(UnfitError):
-    """It will never serve here."""
+    """It can serve nobody here."""
 
 
 class Link:
@@ -193,7 +193,7 @@ class VerifierLink(Link):
             tenant=sample.tenant,
             attempt=attempt,
         )
-        self._checksum = checksum.of_opening(message)
+        message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
         self.identity, self.max_nodes, self.price = opened.identity, opened.max_nodes, opened.price

@@ -16,6 +16,9 @@ from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS
 
 log = structlog.get_logger()
 
+UNFIT_SECONDS = 60.0
+"""For which a pod that serves something else is not asked."""
+
 
 class Pod:
     """One replica, and what is known of it."""
@@ -27,11 +30,21 @@ class Pod:
         self.load = Load(clock)
         self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as it last told
-        self.unfit = ""  # why it can never serve here, if so
         self.turn = 0  # when it was last chosen
+        self._clock = clock
+        self._unfit, self._unfit_until = "", 0.0
 
     def __str__(self) -> str:
         return self.address
+
+    @property
+    def unfit(self) -> str:
+        """Why it cannot serve anybody here, if so."""
+        return self._unfit if self._clock() < self._unfit_until else ""
+
+    def found_unfit(self, why: str) -> None:
+        """It is not asked until there may be another in its place."""
+        self._unfit, self._unfit_until = why, self._clock() + UNFIT_SECONDS
 
 
 def connect(address: str) -> grpc.aio.Channel:

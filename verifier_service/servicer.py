@@ -11,7 +11,7 @@ import structlog
 
 from specdec.engine.blocks import BLOCK
 from specdec.serving import checksum
-from specdec.serving.errors import InvalidRequestError, OverloadedError
+from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
 from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
@@ -186,6 +186,9 @@ class VerifierServicer(
     def parse(self, request: verifier_pb2.VerifyRequest) -> Session:
         """Every value is checked, whoever sent it."""
         message = request.open
+        heard = checksum.of_opening(message)
+        if message.HasField("checksum") and message.checksum != heard:
+            raise ProtocolError("`open` is not what was said, by its checksum")
         vocabulary, context = self._identity.vocabulary_size, self._identity.context_tokens
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
@@ -209,7 +212,7 @@ class VerifierServicer(
             message.logprobs,
             context,
             message.tenant,
-            checksum.of_opening(message),
+            heard,
         )
         return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
 

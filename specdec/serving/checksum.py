@@ -14,8 +14,11 @@ from specdec.v1 import verifier_pb2
 
 
 def of_opening(message: verifier_pb2.VerifyOpen) -> int:
-    """What the checksum begins with: all that was asked for."""
-    return zlib.crc32(message.SerializeToString(deterministic=True))
+    """What the checksum begins with: all that is asked for."""
+    bare = verifier_pb2.VerifyOpen()
+    bare.CopyFrom(message)
+    bare.ClearField("checksum")
+    return zlib.crc32(bare.SerializeToString(deterministic=True))
 
 
 def extended(checksum: int, tokens: Iterable[int], finish: int = 0) -> int:

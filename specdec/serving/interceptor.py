@@ -14,8 +14,9 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
-from specdec.serving.errors import ModelFailureError, ServiceError, to_status
+from specdec.serving.errors import ModelFailureError, ProtocolError, ServiceError, to_status
 
 log = structlog.get_logger()
 
@@ -76,6 +77,8 @@ async def _answer(error: Exception, context: Context) -> None:
         raise error
     if isinstance(error, ExceptionGroup):
         await _answer(error.exceptions[0], context)
+    if isinstance(error, DecodeError):
+        error = ProtocolError("a message that cannot be read")
     if isinstance(error, ServiceError):
         log.info("refused", reason=error.reason, message=str(error))
         await context.abort_with_status(to_status(error))

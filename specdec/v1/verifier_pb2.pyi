@@ -105,6 +105,7 @@ class VerifyOpen(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -119,6 +120,8 @@ class VerifyOpen(google.protobuf.message.Message):
     """Which session of this text this is, from 1 on: the text moves when a verifier is lost. Who was taken up before is
     not refused for want of waiting room.
     """
+    checksum: builtins.int
+    """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -158,9 +161,11 @@ class VerifyOpen(google.protobuf.message.Message):
         tenant: builtins.str = ...,
         contrast: specdec.v1.model_pb2.Contrast | None = ...,
         attempt: builtins.int = ...,
+        checksum: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "attempt", b"attempt", "checksum", b"checksum", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpen = VerifyOpen
 
@@ -305,8 +310,8 @@ class Commit(google.protobuf.message.Message):
     drafted_sessions: builtins.int
     """Sessions of this pod that have a draft. The more there are, the fewer messages of candidates it can take of each."""
     checksum: builtins.int
-    """CRC-32 (ISO 3309) of the VerifyOpen as it was understood, serialized with its fields in order, and of all tokens
-    committed since, each as 4 bytes, little-endian, and of the finish reason as one token more.
+    """The CRC-32 of VerifyOpen continued: over all tokens committed since, each as 4 bytes, little-endian, and the finish
+    reason as one token more.
     """
     @property
     def committed(self) -> specdec.v1.model_pb2.Committed:

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.backoff import Backoff
 from orchestrator.load import STALE_SECONDS, Load
-from orchestrator.pods import Pod, Pods
+from orchestrator.pods import UNFIT_SECONDS, Pod, Pods
 from specdec.v1 import model_pb2
 
 
@@ -96,11 +96,16 @@ def test_equal_numerics_come_first() -> None:
     assert set(chosen(three, 4, numerics="y")) == {"b", "c"}  # c has not said yet
 
 
-def test_the_unfit_are_never_asked() -> None:
-    two = pods("ab")
+def test_the_unfit_are_not_asked_before_there_may_be_others_in_their_place() -> None:
+    clock = Clock()
+    two = pods("ab", clock)
     first, _ = two
-    first.unfit = "another tokenizer"
+    first.found_unfit("another tokenizer")
+    clock.now += UNFIT_SECONDS - 1
     assert chosen(two, 2) == ["b", "b"]
+    assert first.unfit == "another tokenizer"
+    clock.now += 1
+    assert set(chosen(two, 2)) == {"a", "b"}
 
 
 async def test_pods_that_stay_keep_what_is_known_of_them() -> None:

@@ -40,7 +40,9 @@ def test_a_flipped_bit_is_seen(tokens: list[int], data: st.DataObject) -> None:
 def test_an_opening_is_the_same_once_it_has_travelled() -> None:
     sampling = model_pb2.Sampling(temperature=0.7, seed=5, logit_bias={9: 1.5, 3: -2.0, 700: 0.0}, banned_tokens=[4, 2])
     said = verifier_pb2.VerifyOpen(prompt_tokens=[3, 70000], sampling=sampling, min_tokens=3, tenant="tenant")
+    said.checksum = checksum.of_opening(said)
     heard = verifier_pb2.VerifyOpen.FromString(said.SerializeToString())
+    assert heard.checksum == checksum.of_opening(heard)
     assert checksum.of_opening(heard) == checksum.of_opening(said)
     heard.sampling.seed ^= 64
     assert checksum.of_opening(heard) != checksum.of_opening(said)
