@@ -138,10 +138,11 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         try:
             async for request in requests:
                 if _kind(request) in ("open", None):
-                    raise ProtocolError("a session is opened once, and messages are not empty")
+                    outbox.put(ProtocolError("a session is opened once, and messages are not empty"))
+                    return
                 self._worker.submit(partial(act, request, time.monotonic()))
         except Exception as error:  # what cannot be read ends the session
-            outbox.put(error)
+            outbox.put(ProtocolError(f"the stream cannot be read: {error}"))
 
 
 def _kind(request: Any) -> str | None:

@@ -21,7 +21,7 @@ from scipy import stats
 from specdec.v1 import generation_pb2, model_pb2
 from tests.models import VOCABULARY
 from tests.services.conftest import Directories
-from tests.stack import Stack, request_of, stack
+from tests.stack import ALWAYS, Stack, request_of, stack
 
 FALSE_ALARM = 1e-6
 PROMPT = [50, 60, 70, 80, 90]
@@ -50,7 +50,7 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
 @pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
 async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services:
-        sources = await check(services, expected(directories, PROMPT), PROMPT, rule)
+        sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
     assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 30  # a part of what is tested was drafted,
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 10  # and a part corrected
 
@@ -69,14 +69,20 @@ async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(director
 
 
 async def check(
-    services: Stack, want: dict[tuple[int, ...], float], prompt: list[int], rule: str, **more: Any
+    services: Stack,
+    want: dict[tuple[int, ...], float],
+    prompt: list[int],
+    rule: str,
+    speculation: generation_pb2.SpeculationPolicy | None = None,
+    **more: Any,
 ) -> Counter[model_pb2.TokenSource.ValueType]:
     """Ask for many samples; where their tokens came from."""
     counts: dict[tuple[int, ...], int] = dict.fromkeys(want, 0)
     sources: Counter[model_pb2.TokenSource.ValueType] = Counter()
     for seed in range(REQUESTS):
         sampling = {"temperature": TEMPERATURE, "top_k": KEPT, "seed": seed, **more}
-        fields = {"max_tokens": 3, "n": SAMPLES, "ignore_end_token": True, "rule": f"ACCEPTANCE_RULE_{rule}"}
+        fields: dict[str, Any] = {"speculation": speculation} if speculation else {}
+        fields |= {"max_tokens": 3, "n": SAMPLES, "ignore_end_token": True, "rule": f"ACCEPTANCE_RULE_{rule}"}
         request = request_of(prompt, sampling=sampling, **fields)
         answer = await services.stub.Complete(generation_pb2.CompleteRequest(request=request))
         for completion in answer.completions:
