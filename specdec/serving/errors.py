@@ -154,17 +154,26 @@ def _retry_after(error: grpc.aio.AioRpcError) -> float:
 
 
 def _ours(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a service said it: every one of its errors has details. An INTERNAL without comes from the
-    transport, as when a write meets a connection that has just broken."""
-    return _detail(error, error_details_pb2.ErrorInfo()) is not None
+    """Whether a service said it: every one of its errors has details that say the same. An INTERNAL without comes from
+    the transport, as when a write meets a connection that has just broken; other words were changed on their way."""
+    status = _rich(error)
+    return status is not None and status.message == error.details()
 
 
 def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
     """The message that came with a status, if there is one of its kind and it can be read."""
+    status = _rich(error)
+    with contextlib.suppress(DecodeError):
+        for detail in () if status is None else status.details:
+            if detail.Unpack(message):
+                return message
+    return None
+
+
+def _rich(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    """The rich status, if there is one that can be read."""
     with contextlib.suppress(DecodeError):
         for key, value in error.trailing_metadata() or ():
             if key == "grpc-status-details-bin" and isinstance(value, bytes):
-                for detail in status_pb2.Status.FromString(value).details:
-                    if detail.Unpack(message):
-                        return message
+                return status_pb2.Status.FromString(value)
     return None
