@@ -344,12 +344,14 @@ class StepLoop(Worker):
 
     def _guesses(self, attached: Attached) -> bool:
         """Whether it may have candidates of the verifier's own."""
-        session = attached.session
-        insists = self._unguarded(attached) or session.policy.lookahead is not None
-        return session.guesses and (insists or self._guard.way is not Way.PLAIN)
+        return attached.session.guesses and (self._insists(attached) or self._guard.way is not Way.PLAIN)
 
     def _unguarded(self, attached: Attached) -> bool:
         return attached.session.policy.always or attached.session.contrasts
+
+    def _insists(self, attached: Attached) -> bool:
+        """Whether it speculates in a way of its own, whatever the guard finds; which learns nothing of such steps."""
+        return self._unguarded(attached) or attached.session.policy.lookahead is not None
 
     def _stalled(self, attached: Attached) -> bool:
         """Whether it is far ahead of its reader; `consumed` will wake the loop."""
@@ -467,8 +469,8 @@ class StepLoop(Worker):
     def _watch(self, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`, of which
         those `between` it and the last one were spent neither on it nor on waiting for candidates."""
-        if any(self._unguarded(a) or a.session.policy.lookahead is not None for a, _ in verdicts):
-            return  # it is not the guard's way
+        if any(self._insists(a) for a, _ in verdicts):
+            return
         drafted = any(a.session.policy.speculate for a, _ in verdicts)
         if drafted or any(a.session.guesses for a, _ in verdicts):
             sessions = len(verdicts)

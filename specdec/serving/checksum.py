@@ -22,7 +22,8 @@ def of_opening(message: verifier_pb2.VerifyOpen) -> int:
 
 
 def extended(checksum: int, tokens: Iterable[int], finish: int = 0) -> int:
-    """Over `tokens` as well, and over the reason that ends the text with them; each 4 bytes, little-endian."""
+    """Over `tokens` as well, and over the reason that ends the text with them; each 4 bytes
+    in native order, which is little-endian wherever this is known to run."""
     told = array("I", tokens)
     if finish:
         told.append(finish & 0xFFFFFFFF)
