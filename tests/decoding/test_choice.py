@@ -172,12 +172,12 @@ def cases(
 
 
 class TestChoose:
-    @settings(max_examples=600, deadline=None)
+    @settings(max_examples=300, deadline=None)
     @given(cases())
     def test_equals_the_reference(self, case: Case) -> None:
         assert case.choose() == reference_choice(case)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(cases())
     def test_scores_are_what_the_choice_maximises(self, case: Case) -> None:
         """Of the survivors; greedily of all tokens, those that are banned at -inf."""
@@ -188,7 +188,7 @@ class TestChoose:
         assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == want
         assert ids.tolist() == sorted(want)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(cases(), st.lists(st.integers(0, 11), max_size=6))
     def test_a_history_that_grew_is_the_history(self, case: Case, more: list[int]) -> None:
         more = [token % len(case.logits) for token in more]
@@ -197,7 +197,7 @@ class TestChoose:
         got = case.chooser.choose(case.row, case.position, history, case.path)
         assert got == reference_choice(replace(case, output=case.output + more))
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(cases())
     def test_neither_row_nor_history_is_changed(self, case: Case) -> None:
         row, history = np.array(case.logits, dtype=np.float32), case.history
@@ -306,7 +306,7 @@ def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> NDArra
 
 
 class TestManyRows:
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(crowds(), st.data())
     def test_a_row_does_not_depend_on_the_others(
         self, crowd: list[tuple[NDArray[np.float32], Ask]], data: st.DataObject
@@ -317,13 +317,13 @@ class TestManyRows:
         some = data.draw(st.lists(st.integers(0, len(crowd) - 1), min_size=1))
         assert together([crowd[i] for i in some]) == [alone[i] for i in some]
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(st.data(), st.integers(1, 12))
     def test_every_row_equals_the_reference(self, data: st.DataObject, vocabulary: int) -> None:
         crowd = data.draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=6))
         assert together([(case.row, case.ask) for case in crowd]) == [reference_choice(case) for case in crowd]
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(cases(), st.data())
     def test_rows_of_one_text_have_penalties_of_their_own_paths(self, case: Case, data: st.DataObject) -> None:
         paths = data.draw(st.lists(st.lists(st.integers(0, len(case.logits) - 1), max_size=6), min_size=1))
@@ -429,7 +429,7 @@ class TestDistribution:
 
 
 class TestPreferences:
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(cases(), st.integers(1, 14))
     def test_the_first_is_the_choice_and_the_rest_descend(self, case: Case, width: int) -> None:
         tokens, scores = case.preferences(width)
@@ -438,7 +438,7 @@ class TestPreferences:
         assert all(-math.inf < score <= 0 for score in scores)
         assert scores == sorted(scores, reverse=True)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(cases(temperatures=(0.0, 0.7, 1.0, 2.5)), st.integers(1, 14))
     def test_they_rank_the_perturbed_logits_of_the_survivors(self, case: Case, width: int) -> None:
         """Before the division by T, at the scale of agreement."""
@@ -451,7 +451,7 @@ class TestPreferences:
         assert tokens == best
         np.testing.assert_allclose(scores, [scale * perturbed[token] - total for token in best], atol=1e-6)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(cases(), st.integers(1, 14))
     def test_banned_tokens_are_never_among_them(self, case: Case, width: int) -> None:
         banned = {token for token, z in enumerate(reference_adjusted(case)) if z == -math.inf}

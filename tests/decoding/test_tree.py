@@ -150,14 +150,14 @@ def everything_first(story: Story) -> TokenTree:
 
 
 class TestOrder:
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=250, deadline=None)
     @given(stories())
     def test_any_interleaving_ends_as_inserting_everything_first(self, story: Story) -> None:
         tree = play(story)
         assert tree.committed == story.committed
         assert live(tree) == live(everything_first(story))
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(stories(), st.data())
     def test_duplicates_and_latecomers_change_nothing(self, story: Story, data: st.DataObject) -> None:
         """Messages once more, at any time after they came, and all of them at the end."""
@@ -171,7 +171,7 @@ class TestOrder:
                 events += data.draw(st.lists(st.sampled_from(again), max_size=3))
         assert live(play(Story((*events, *again)))) == live(play(story))
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(trees(), st.data())
     def test_a_contradicting_message_does_no_harm(self, tree: TokenTree, data: st.DataObject) -> None:
         """A message whose every path leaves the committed text inserts nothing and drops nothing."""
@@ -303,7 +303,7 @@ class TestDropped:
 
 
 class TestBest:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(trees(), st.integers(0, 30))
     def test_is_the_connected_top_by_reach(self, tree: TokenTree, count: int) -> None:
         chosen = tree.best(count)

@@ -27,8 +27,10 @@ FALSE_ALARM = 1e-6
 PROMPT = [50, 60, 70, 80, 90]
 KEPT = 4
 TEMPERATURE = 1.5
-REQUESTS, SAMPLES = 60, 16
+REQUESTS, SAMPLES = 30, 16
 LEAST_EXPECTED = 8.0
+LOOKAHEAD = generation_pb2.SpeculationPolicy(lookahead=model_pb2.Lookahead(window=2, ngram=2, guesses=2))
+"""Whether or not it pays."""
 
 
 def expected(directories: Directories, prompt: list[int], banned: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
@@ -51,8 +53,8 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
 async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services:
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
-    assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 30  # a part of what is tested was drafted,
-    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 10  # and a part corrected
+    assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 15  # a part of what is tested was drafted,
+    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and a part corrected
 
 
 async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(directories: Directories) -> None:
@@ -63,7 +65,7 @@ async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(director
     prompt = random.Random(1).choices(words, k=40)
     async with stack(directories.target, None) as services:
         want = expected(directories, prompt, banned)
-        sources = await check(services, want, prompt, "REJECTION", banned_tokens=banned)
+        sources = await check(services, want, prompt, "REJECTION", LOOKAHEAD, banned_tokens=banned)
     assert sources[model_pb2.TOKEN_SOURCE_NGRAM] > 30
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 10
 
