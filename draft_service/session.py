@@ -20,6 +20,10 @@ from specdec.engine.kv import Slots
 ROWS_A_MESSAGE = 4
 """Distributions in a message, about: one over a vocabulary of 128,000 tokens takes a quarter of a megabyte."""
 
+RESTING_UNREAD = 512
+"""Tokens that a draft at rest leaves unread: short texts cost its neighbours nothing, and whenever it is wanted again
+it has caught up in a step."""
+
 Frontier = list[tuple[float, Node]]
 """Unread nodes with their log-reach, best first."""
 
@@ -31,8 +35,13 @@ class GrowthPolicy:
     max_nodes: int = 192
     max_depth: int = 64
     max_branches: int = 3
-    min_reach: float = 0.002  # probability; at 1 there is nothing to do but to keep up
+    min_reach: float = 0.002  # probability; at 1 it rests
     extend_interval: float = 0.0  # seconds
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to do but to keep up, more or less."""
+        return self.min_reach >= 1
 
     @property
     def least_reach(self) -> float:
@@ -152,14 +161,15 @@ class Session:
         return len(self.prefix) < self.tree.base
 
     def frontier(self, count: int) -> Frontier:
-        """The `count` unread nodes of highest reach that are worth reading; the root, while there is
-        unread text."""
+        """The `count` unread nodes of highest reach that are worth reading; the root, while there is text to
+        be read."""
         policy, tree = self.policy, self.tree
         if self._idle or tree.base >= self.end:
             return []  # nothing left to do; or the text is over, or past what this model can hold
-        if self.unread_text:
+        unread = tree.base - len(self.prefix)
+        if unread > (RESTING_UNREAD if policy.rests else 0):
             return [(0.0, tree.root)]
-        if policy.min_reach >= 1:
+        if policy.rests:
             return []
         found: Frontier = []
         if tree.size >= policy.max_nodes:

@@ -18,8 +18,8 @@ EPOCH = 0.5
 GLANCE, HOPELESS = 0.1, 0.8
 """Seconds that are enough to see that a way brings less than this part of what another does."""
 
-SETTLING = 0.05
-"""Seconds after a change that are not measured: drafts have to hear of it."""
+SETTLING = 0.1
+"""Seconds after a change that are not measured: drafts have to hear of it, and to read what they left unread."""
 
 BETTER = 1.05
 """By so much another way must be better to be taken."""

@@ -194,7 +194,7 @@ class DraftPolicy(google.protobuf.message.Message):
     """Children of one node at most."""
     min_reach: builtins.float
     """Nodes that the target reaches with less than this probability are not grown, below the draft's own limit
-    none are. At 1 the draft only reads what is committed.
+    none are. At 1 the draft rests: it reads what is committed, but for the last tokens.
     """
     extend_interval_us: builtins.int
     """Least time between two Extend messages, microseconds, unless the verifier has nothing to verify."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from draft_service.calibration import Calibration
-from draft_service.session import GrowthPolicy, Session, SessionRequest
+from draft_service.session import RESTING_UNREAD, GrowthPolicy, Session, SessionRequest
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.engine.paths import PathPacker
@@ -18,12 +18,12 @@ VOCABULARY = 16
 CONTEXT = 20
 
 
-def made(rule: Rule = Rule.COUPLED, temperature: float = 0.0, **policy: Any) -> Session:
+def made(rule: Rule = Rule.COUPLED, temperature: float = 0.0, context: int = CONTEXT, **policy: Any) -> Session:
     """A session with memory and a prompt of three tokens."""
     chooser = Chooser(Sampling(temperature=temperature), rule=rule)
-    request = SessionRequest([1, 2, 3], [], chooser, frozenset(), 100, CONTEXT)
+    request = SessionRequest([1, 2, 3], [], chooser, frozenset(), context, context)
     session = Session(request, GrowthPolicy(**policy), VOCABULARY, Calibration())
-    session.own(np.arange(1, 100))
+    session.own(np.arange(1, context + 100))
     return session
 
 
@@ -31,7 +31,7 @@ def step(session: Session) -> None:
     """Read what there is to read; the model prefers the tokens in order, 7 most."""
     packer = PathPacker()
     if session.unread_text:
-        session.plan_text(packer, 100)
+        session.plan_text(packer, 1000)
     else:
         session.plan_nodes(packer, [node for _, node in session.frontier(4)])
     logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
@@ -39,18 +39,27 @@ def step(session: Session) -> None:
     session.grow(np.tile(logits, (len(packer.wanted), 1)))
 
 
-def test_a_draft_at_rest_keeps_up_and_grows_nothing() -> None:
+def test_a_draft_at_rest_grows_nothing() -> None:
     session = made()
     step(session)
     session.follow(replace(session.policy, min_reach=1.0))
     assert session.frontier(4) == []
     session.commit(3, [5, 6])
-    assert session.unread_text
-    step(session)
-    assert not session.unread_text
     assert session.frontier(4) == []
     session.follow(replace(session.policy, min_reach=0.01))
+    step(session)
+    assert not session.unread_text
     assert session.frontier(4)
+
+
+def test_a_draft_at_rest_keeps_up_with_a_long_text() -> None:
+    session = made(context=2 * RESTING_UNREAD, min_reach=1.0)
+    session.commit(3, [5] * (RESTING_UNREAD - 3))
+    assert session.frontier(4) == []
+    session.commit(RESTING_UNREAD, [5])
+    assert session.frontier(4)
+    step(session)
+    assert session.frontier(4) == []
 
 
 def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
