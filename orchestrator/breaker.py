@@ -1,7 +1,8 @@
 """Whether a pod is worth asking: a circuit breaker (Nygard, "Release It!").
 
 Closed, it lets everybody through. Failures open it; after a pause it is half-open and lets one through, whose success
-closes it and whose failure opens it for twice as long. It knows nothing of pods: whoever asks one reports here.
+closes it and whose failure opens it for twice as long. It knows no more of its pod than the name: whoever asks one
+reports here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Literal
+
+import structlog
+
+log = structlog.get_logger()
 
 FAILURES = 3
 """In a row, after which a pod is left alone; one that says all is enough."""
@@ -24,7 +29,8 @@ TRIAL_SECONDS = 1.0
 class Breaker:
     """Of one pod."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pod: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._pod = pod
         self._clock = clock
         self._failures = 0  # in a row
         self._pause = 0.0  # seconds; 0: it is closed
@@ -43,6 +49,8 @@ class Breaker:
             self._on_trial, self._open_until = True, self._clock() + TRIAL_SECONDS
 
     def succeeded(self) -> None:
+        if self._pause:
+            log.info("pod_back", pod=self._pod)
         self._failures, self._pause, self._on_trial = 0, 0.0, False
 
     def failed(self, *, conclusive: bool = False) -> None:
@@ -55,4 +63,6 @@ class Breaker:
         # Else it is open already: those who went through before find the same one after another.
 
     def _open(self, pause: float) -> None:
+        if not self._pause:
+            log.warning("pod_left_alone", pod=self._pod)
         self._pause, self._open_until, self._on_trial = pause, self._clock() + pause, False

@@ -201,7 +201,7 @@ class Drafting:
         if not self._without:
             self._without = True
             self.undrafted_reason, why = self._trouble
-            log.warning("undrafted", reason=self.undrafted_reason, why=why)
+            log.info("undrafted", reason=self.undrafted_reason, why=why)
         await self._speculate(False)
 
     async def _speculate(self, on: bool) -> None:

@@ -26,7 +26,7 @@ class Pod:
     def __init__(self, address: str, channel: grpc.aio.Channel, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = address
         self.channel = channel
-        self.breaker = Breaker(clock)
+        self.breaker = Breaker(address, clock)
         self.load = Load(clock)
         self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as it last told
@@ -44,6 +44,8 @@ class Pod:
 
     def found_unfit(self, why: str) -> None:
         """It is not asked until there may be another in its place."""
+        if not self.unfit:
+            log.warning("pod_unfit", pod=str(self), why=why)
         self._unfit, self._unfit_until = why, self._clock() + UNFIT_SECONDS
 
 

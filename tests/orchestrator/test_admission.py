@@ -26,7 +26,7 @@ class Verifier:
     def __init__(self, room: int) -> None:
         self.clock = Clock()
         self.load = Load(self.clock)
-        self.breaker = Breaker(self.clock)
+        self.breaker = Breaker(clock=self.clock)
         self.admission = Admission(self.load, self.breaker)
         self.room = room
         self.sessions = 0

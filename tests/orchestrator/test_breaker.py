@@ -21,7 +21,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def breaker(clock: Clock) -> Breaker:
-    return Breaker(clock)
+    return Breaker(clock=clock)
 
 
 def state(breaker: Breaker) -> str:
