@@ -1,10 +1,10 @@
 """Ten times the requests that fit: who is served, who is refused, how soon.
 
-    python -m bench.overload
+    python -m bench.overload [--within 1]
 
-The verifier has memory for a few texts and a short queue. All requests of a burst come at once, over an open
-connection; those admitted must complete, the others must be refused at once with a delay after which to come again, and
-health must stay SERVING.
+The verifier has memory for a few texts and a short queue. All requests of a burst come at once, or evenly `--within` some
+seconds, over an open connection; those admitted must complete, the others must be refused at once with a delay after
+which to come again, and health must stay SERVING.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ MEMORY = 4096
 WAITING = 8
 
 
-async def ask(call: Any, prompt: list[int]) -> tuple[float, object]:
+async def ask(call: Any, prompt: list[int], after: float = 0.0) -> tuple[float, object]:
     """(seconds, tokens generated or the error)."""
+    await asyncio.sleep(after)
     request = generation_pb2.GenerateRequest(
         tokens=generation_pb2.TokenPrompt(ids=prompt), max_tokens=TOKENS, ignore_end_token=True
     )
@@ -53,14 +54,18 @@ async def health(stack: Stack) -> list[str]:
     return found
 
 
-async def measure(stack: Stack, requests: int, bursts: int) -> None:
-    print(f"{requests} requests at once, of {64 + TOKENS} tokens; memory for {MEMORY}, {WAITING} may wait")
+async def measure(stack: Stack, requests: int, bursts: int, within: float) -> None:
+    when = f"within {within:g} s" if within else "at once"
+    print(f"{requests} requests {when}, of {64 + TOKENS} tokens; memory for {MEMORY}, {WAITING} may wait")
     prompts = held_out(requests, tokens=64)
     async with grpc.aio.insecure_channel(stack.address) as channel:
         call: Any = channel.unary_unary(COMPLETE)  # bytes: what the client does shares the machine's cores
         await asyncio.gather(*(ask(call, prompt) for prompt in prompts[:WAITING]))  # connected and warm
         for _ in range(bursts):
-            asking = [asyncio.create_task(ask(call, prompt)) for prompt in prompts]
+            asking = [
+                asyncio.create_task(ask(call, prompt, within * number / requests))
+                for number, prompt in enumerate(prompts)
+            ]
             await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)  # the first refusal: it is full
             during = await health(stack)
             report(await asyncio.gather(*asking))
@@ -83,11 +88,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10 * MEMORY // (64 + TOKENS))
     parser.add_argument("--bursts", type=int, default=5)
+    parser.add_argument("--within", type=float, default=0.0, help="seconds")
     args = parser.parse_args()
     # One core computes; the other is for the orchestrator and for all clients.
     options = ("--kv-tokens", str(MEMORY), "--max-waiting", str(WAITING), "--threads", "1")
     with Stack.start(DEMO / "target", "none", dtype="bfloat16", verifier_options=options) as stack:
-        asyncio.run(measure(stack, args.requests, args.bursts))
+        asyncio.run(measure(stack, args.requests, args.bursts, args.within))
 
 
 if __name__ == "__main__":
