@@ -2,9 +2,9 @@
 
     python -m bench.overload [--within 1]
 
-The verifier has memory for a few texts and a short queue. All requests of a burst come at once, or evenly `--within` some
-seconds, over an open connection; those admitted must complete, the others must be refused at once with a delay after
-which to come again, and health must stay SERVING.
+The verifier has memory for a few texts and a short queue. All requests of a burst come at once, or evenly `--within`
+some seconds, over an open connection; those admitted must complete, the others must be refused at once with a delay
+after which to come again, and health must stay SERVING.
 """
 
 from __future__ import annotations
