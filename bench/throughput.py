@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench.conditions import machine, versions
 from bench.processor import Watch, await_quiet
 from bench.prompts import held_out
 from bench.subject import Load, Ours, Peer, Subject, SubjectError
-from bench.throughput_report import DISTURBED, machine, model_label, plot, table, versions
+from bench.throughput_report import DISTURBED, model_label, plot, table
 from specdec.client import SpecdecError
 from specdec.local import LocalError
 

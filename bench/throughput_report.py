@@ -1,13 +1,9 @@
-"""What `bench.throughput` publishes: facts about the machine, a table, a plot. A widened model is called so in each."""
+"""What `bench.throughput` publishes: a table and a plot. A widened model is called so in each."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +11,6 @@ from bench.widen import LABEL
 
 BASE = "specdec plain"
 DISTURBED = 0.2  # cores taken by processes of others: from here on a measurement counts as disturbed
-PACKAGES = ("specdec", "torch", "transformers", "onnxruntime", "grpcio")
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-_ROOT = Path(__file__).parent.parent
-
-
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return {
-        "processor": facts.get("model name", platform.machine()),
-        "cores": os.cpu_count(),
-        "instructions": [name for name in INSTRUCTIONS if name in facts.get("flags", "").split()],
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of what ours runs on; a peer tells its own."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True)
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), "commit": commit.stdout.strip() or "unknown"} | found
 
 
 def model_label(directory: Path) -> str:

@@ -1,0 +1,32 @@
+"""What a report was made with: the machine and the versions, as every report tells them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("specdec", "torch", "transformers", "onnxruntime", "grpcio")
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_ROOT = Path(__file__).parent.parent
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return {
+        "processor": facts.get("model name", platform.machine()),
+        "cores": os.cpu_count(),
+        "instructions": [name for name in INSTRUCTIONS if name in facts.get("flags", "").split()],
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what ours runs on; a peer tells its own."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True)
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "commit": commit.stdout.strip() or "unknown"} | found
