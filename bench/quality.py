@@ -53,8 +53,8 @@ def ask(
     found = []
     several = bool(options.get("temperature"))
     rounds = [(number, begin) for number in range(len(prompts)) for begin in range(0, texts if several else 1, AT_ONCE)]
-    shown = sys.stderr.isatty()
-    for number, begin in track(rounds, progress, console=Console(stderr=True), transient=True, disable=not shown):
+    bar = Console(stderr=True)
+    for number, begin in track(rounds, progress, console=bar, transient=True, disable=not bar.is_terminal):
         count = min(AT_ONCE, texts - begin) if several else 1
         asked: GenerateOptions = {**options, "n": count, "seed": seed + begin, "max_tokens": tokens}
         result = client.complete(prompts[number], **asked)

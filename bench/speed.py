@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.generate import Transformers
 from bench.prompts import held_out
 from specdec.client import Client, Finish
 from specdec.local import DEMO, Stack
@@ -53,37 +53,6 @@ class Served:
         return tokens
 
 
-class Transformers:
-    """transformers' own `generate`, plain or assisted, in this process on all cores."""
-
-    def __init__(self, dtype: str, tokens: int, temperature: float, assisted: bool) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        torch.set_num_threads(os.cpu_count() or 1)
-        load = AutoModelForCausalLM.from_pretrained
-        kind = getattr(torch, dtype)
-        self._target = load(DEMO / "target", dtype=kind).eval()
-        self._assistant = load(DEMO / "draft", dtype=kind).eval() if assisted else None
-        self._options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
-        if temperature > 0:
-            self._options |= {"do_sample": True, "temperature": temperature, "top_k": None}
-        else:
-            self._options |= {"do_sample": False}
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        ids = self._torch.tensor([prompt])
-        with self._torch.inference_mode():
-            output = self._target.generate(
-                ids,
-                attention_mask=self._torch.ones_like(ids),
-                assistant_model=self._assistant,
-                **self._options,
-            )
-        return list(output[0, len(prompt) :].tolist())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
@@ -110,8 +79,9 @@ def main() -> None:
             "drafted": drafted,
         }
         if not args.no_transformers:
-            arms["transformers plain"] = Transformers(args.dtype, args.tokens, args.temperature, assisted=False)
-            arms["transformers assisted"] = Transformers(args.dtype, args.tokens, args.temperature, assisted=True)
+            asked: dict[str, Any] = {"dtype": args.dtype, "tokens": args.tokens, "temperature": args.temperature}
+            arms["transformers plain"] = Transformers(DEMO / "target", None, **asked)
+            arms["transformers assisted"] = Transformers(DEMO / "target", DEMO / "draft", **asked)
 
         rates: dict[str, list[float]] = {name: [] for name in arms}
         texts: dict[str, list[list[int]]] = {name: [] for name in arms}

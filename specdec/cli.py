@@ -86,14 +86,17 @@ def orchestrator(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON)
 def bench(
     context: typer.Context,
-    name: Annotated[Literal["quality", "speed", "throughput"], typer.Argument(help="What to measure.")],
+    name: Annotated[Literal["draft-length", "quality", "speed", "throughput"], typer.Argument(help="What to measure.")],
 ) -> None:
     """Measure (`specdec bench quality --help` for its options), where specdec runs from its source."""
     root = Path(__file__).parent.parent
-    if not (root / "bench" / f"{name}.py").is_file():
+    module = name.replace("-", "_")
+    if not (root / "bench" / f"{module}.py").is_file():
         _fail("benchmarks come with the source: run this from an installation of a checkout")
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    os.execve(sys.executable, [sys.executable, "-m", f"bench.{name}", *context.args], os.environ | {"PYTHONPATH": path})
+    os.execve(
+        sys.executable, [sys.executable, "-m", f"bench.{module}", *context.args], os.environ | {"PYTHONPATH": path}
+    )
 
 
 @app.command()
