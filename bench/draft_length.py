@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
     pyplot.close(figure)
 
 
-def parsed() -> argparse.Namespace:
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="specdec bench draft-length", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -165,7 +165,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="3 prompts continued by 64 tokens")
     parser.add_argument("--out", type=Path, help="folder for the report")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if args.quick:
         args.prompts, args.tokens = 3, 64
     for name in ("most", "prompts", "tokens"):

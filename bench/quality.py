@@ -72,7 +72,7 @@ def client_of(args: argparse.Namespace) -> Iterator[Client]:
         yield client
 
 
-def parsed() -> argparse.Namespace:
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="specdec bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,7 +88,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="8 texts of 64 tokens")
     parser.add_argument("--out", type=Path, help="folder for the report")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if args.quick:
         args.texts, args.tokens = 8, 64
     for name, least in (("texts", 1), ("tokens", 1)):
