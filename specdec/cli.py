@@ -106,11 +106,13 @@ def export(
 ) -> None:
     """Export a model for the ONNX draft, so that the draft's machine needs no torch."""
     from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.export import export as run
     from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
     try:
-        run(ModelDirectory(model), target)
+        directory = ModelDirectory(model)
+        from specdec.engine.export import export as run  # takes seconds: a wrong path is told before
+
+        run(directory, target)
     except (ModelDirectoryError, UnsupportedModelError) as error:
         _fail(str(error))
     print(target)

@@ -209,8 +209,7 @@ def test_export_writes_what_the_draft_serves(pair: Pair, tmp_path: Path) -> None
         "config.json",
         "tokenizer.json",
     }
-    assert specdec("export", str(pair.draft), str(tmp_path / "out")).returncode == 0  # an export may be renewed,
-    over_itself = specdec("export", str(pair.draft), str(pair.draft))  # but nothing else is replaced
+    over_itself = specdec("export", str(pair.draft), str(pair.draft))  # an export may be renewed, nothing else
     assert over_itself.returncode == 1
     assert "not replaced" in over_itself.stderr
     assert (pair.draft / "model.safetensors").is_file()

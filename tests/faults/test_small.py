@@ -114,5 +114,6 @@ async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int,
     assert switches["verifier_lost"]
 
 
+@pytest.mark.verify
 async def test_one_of_each_is_restarted(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
     await play(pods, wants, oracle, *rolling_restart(["verifier-0", "draft-0", "orchestrator-0"], pause=0.2))
