@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from rich.progress import track
 from bench.conditions import machine, versions
 from bench.generate import Transformers
 from bench.prompts import held_out
+from bench.publish import publish
 from specdec.client import Client, SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError, Stack
@@ -194,10 +194,7 @@ def main() -> None:
     report = facts | asked | measured | {"machine": machine(), "versions": versions()}
     print(table(report), end="")
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "draft-length.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (args.out / "draft-length.md").write_text(table(report), encoding="utf-8")
-        plot(report, args.out / "draft-length.png")
+        publish(report, args.out, "draft-length", table, plot)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.conditions import machine, versions
+from bench.publish import publish
 from bench.quality_report import Text, measured, plot, reported, table
 from specdec.client import Client, GenerateOptions, SpecdecError
 from specdec.local import LocalError, Stack
@@ -96,6 +96,11 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}, must be at least {least}")
     if args.temperature <= 0:
         parser.error(f"--temperature is {args.temperature:g}: sampling needs one above 0")
+    for name in ("target", "draft"):
+        if args.address and getattr(args, name):
+            parser.error(f"--{name} is of a stack that is started, --address of one that runs: give one of them")
+    if args.target and not args.draft:
+        parser.error("--target needs a --draft that fits it")
     return args
 
 
@@ -128,10 +133,7 @@ def main() -> None:
     }
     print(table(report), end="")
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "quality.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (args.out / "quality.md").write_text(table(report), encoding="utf-8")
-        plot(report, args.out / "quality.png")
+        publish(report, args.out, "quality", table, plot)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import Literal
 from bench.conditions import machine, versions
 from bench.processor import Watch, await_quiet
 from bench.prompts import held_out
+from bench.publish import publish
 from bench.subject import Load, Ours, Peer, Subject, SubjectError
 from bench.throughput_report import DISTURBED, model_label, plot, table
 from specdec.client import SpecdecError
@@ -152,10 +152,7 @@ def main() -> None:
         },
         "measurements": [asdict(each) for each in measured],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "throughput.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (args.out / "throughput.md").write_text(table(report), encoding="utf-8")
-    plot(report, args.out / "throughput.png")
+    publish(report, args.out, "throughput", table, plot)
     print(table(report))
 
 

@@ -156,9 +156,9 @@ class Session:
     # --- growing -----------------------------------------------------------------------------------
 
     @property
-    def unread_text(self) -> bool:
-        """Whether committed tokens are to be read before anything can be guessed."""
-        return len(self.prefix) < self.tree.base
+    def unread_text(self) -> int:
+        """Committed tokens to be read before anything can be guessed."""
+        return self.tree.base - len(self.prefix)
 
     def frontier(self, count: int) -> Frontier:
         """The `count` unread nodes of highest reach that are worth reading; the root, while there is text to
@@ -166,8 +166,7 @@ class Session:
         policy, tree = self.policy, self.tree
         if self._idle or tree.base >= self.end:
             return []  # nothing left to do; or the text is over, or past what this model can hold
-        unread = tree.base - len(self.prefix)
-        if unread > (RESTING_UNREAD if policy.rests else 0):
+        if self.unread_text > (RESTING_UNREAD if policy.rests else 0):
             return [(0.0, tree.root)]
         if policy.rests:
             return []

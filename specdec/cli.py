@@ -80,25 +80,6 @@ def orchestrator(context: typer.Context) -> None:
     _replace_with("orchestrator", context)
 
 
-# --- benchmarks ----------------------------------------------------------------------------------
-
-
-@app.command(context_settings=PASS_ON)
-def bench(
-    context: typer.Context,
-    name: Annotated[Literal["draft-length", "quality", "speed", "throughput"], typer.Argument(help="What to measure.")],
-) -> None:
-    """Measure (`specdec bench quality --help` for its options), where specdec runs from its source."""
-    root = Path(__file__).parent.parent
-    module = name.replace("-", "_")
-    if not (root / "bench" / f"{module}.py").is_file():
-        _fail("benchmarks come with the source: run this from an installation of a checkout")
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    os.execve(
-        sys.executable, [sys.executable, "-m", f"bench.{module}", *context.args], os.environ | {"PYTHONPATH": path}
-    )
-
-
 @app.command()
 def export(
     model: Annotated[Path, typer.Argument(help="Directory of a model in Hugging Face's layout.")],
@@ -338,6 +319,31 @@ def _report(
         "seconds": seconds,
         "time_to_first_token": first,
     }
+
+
+# --- benchmarks ----------------------------------------------------------------------------------
+
+BENCHMARKS = {
+    "draft-length": "Run time against the number of tokens drafted, beside transformers' assisted generation.",
+    "quality": "How varied naive, speculative and contrastive texts are.",
+    "speed": "One stream on the demo pair: drafted and undrafted, beside transformers' generate.",
+    "throughput": "Many streams at once, beside transformers' continuous batching and vLLM.",
+}
+benchmarks = typer.Typer(no_args_is_help=True)
+app.add_typer(benchmarks, name="bench", help="Measure, where specdec runs from its source.")
+
+
+def _measure(context: typer.Context) -> None:
+    root, module = Path(__file__).parent.parent, str(context.info_name).replace("-", "_")
+    if not (root / "bench" / f"{module}.py").is_file():
+        _fail("benchmarks come with the source: run this from an installation of a checkout")
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", f"bench.{module}", *context.args]
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})
+
+
+for _name, _what in BENCHMARKS.items():
+    benchmarks.command(_name, help=_what, context_settings=PASS_ON)(_measure)
 
 
 def _fail(message: str) -> Any:

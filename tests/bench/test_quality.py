@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from bench.quality import parsed
 from bench.quality_report import MEASURES, Mean, Text, difference, mean, reported, table
 
 
@@ -52,3 +53,18 @@ def test_the_table_says_so() -> None:
     said = table(report | facts)
     assert "NOT within noise" in said
     assert len({line.count("|") for line in said.splitlines() if line.startswith("|")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--texts", "0"], "--texts is 0, must be at least 1"),
+        (["--temperature", "0"], "--temperature is 0"),
+        (["--address", "a:1", "--draft", "d"], "--draft is of a stack that is started"),
+        (["--target", "t"], "--target needs a --draft"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(options)
+    assert what in capsys.readouterr().err

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from orchestrator.breaker import FAILURES, LONGEST_PAUSE, SHORTEST_PAUSE, TRIAL_SECONDS, Breaker
 
@@ -91,3 +96,26 @@ def test_a_trial_that_comes_to_nothing_is_followed_by_another(breaker: Breaker, 
     breaker.attempt()
     clock.now += TRIAL_SECONDS
     assert state(breaker) == "half-open"
+
+
+@pytest.fixture
+def told() -> Iterator[list[MutableMapping[str, Any]]]:
+    """What is logged, whatever other tests have logging leave out."""
+    before = structlog.get_config()
+    structlog.reset_defaults()
+    with capture_logs() as entries:
+        yield entries
+    structlog.configure(**before)
+
+
+def test_it_is_told_once_that_a_pod_is_left_alone_and_once_that_it_is_back(
+    clock: Clock, told: list[MutableMapping[str, Any]]
+) -> None:
+    breaker = Breaker("pod:1", clock)
+    for _ in range(5):
+        breaker.failed(conclusive=True)
+        clock.now += LONGEST_PAUSE
+        breaker.attempt()
+    breaker.succeeded()
+    breaker.succeeded()
+    assert [(each["event"], each["pod"]) for each in told] == [("pod_left_alone", "pod:1"), ("pod_back", "pod:1")]
