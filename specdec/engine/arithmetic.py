@@ -79,7 +79,7 @@ def _from_bits(_context: Any, bits: Any) -> Any:
 def exp(x: Any) -> Any:
     """e**x for x <= 0 to five units in the last place, in a form that loops over it are vectorised (after
     Cephes' expf: a power of two times a polynomial)."""
-    x = max(x, np.float32(-87.0))
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - whole * np.float32(0.693359375) - whole * np.float32(-2.12194440e-4)
     p = np.float32(1.9875691500e-4)

@@ -11,9 +11,11 @@ from typing import Any
 import numba
 import numpy as np
 
+from specdec.engine import team
 from specdec.engine.arithmetic import REORDERED, exp, narrowed, widened
 
 
+@team.shared
 @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
 def add_and_normalise(
     residual: Any,  # [t, hidden]
@@ -21,11 +23,12 @@ def add_and_normalise(
     weight: Any,  # [hidden]
     epsilon: Any,
     out: Any,  # [t, hidden]
+    cuts: Any,  # from which row to which
 ) -> None:
     """Add the update to the residual; RMS norm of the sum (Zhang and Sennrich 2019, "Root mean square layer
     normalization", eq. 4)."""
-    rows, hidden = residual.shape
-    for r in range(rows):
+    hidden = residual.shape[1]
+    for r in range(cuts[0], cuts[1]):
         x, added, y = residual[r], update[r], out[r]
         squares = np.float32(0.0)
         for d in range(hidden):
@@ -36,6 +39,7 @@ def add_and_normalise(
             y[d] = narrowed(widened(x[d]) * scale * widened(weight[d]), y[d])
 
 
+@team.shared
 @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
 def rotate(
     projected: Any,  # [t, (heads + 2 * kv_heads) * width]: queries, keys, values
@@ -48,13 +52,14 @@ def rotate(
     query: Any,  # float32 [t, heads, width], written
     keys: Any,  # [slots, kv_heads, width], written
     values: Any,
+    cuts: Any,  # from which row to which
 ) -> None:
     """Split a row into heads, turn queries and keys by their position (Su et al. 2021, "RoFormer", eq. 34, halves
     instead of neighbours), and store keys and values."""
-    rows, heads, width = query.shape
+    heads, width = query.shape[1:]
     kv_heads = keys.shape[1]
     turned = np.empty(width, np.float32)
-    for r in range(rows):
+    for r in range(cuts[0], cuts[1]):
         row, c, s = projected[r], cos[positions[r]], sin[positions[r]]
         for head in range(heads + kv_heads):
             x = row[head * width : (head + 1) * width]
@@ -85,14 +90,16 @@ def rotate(
                 values[slots[r], kv_head, d] = v[kv_head * width + d]
 
 
+@team.shared
 @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
 def gate(
     projected: Any,  # [t, 2 * inner]: gates, then what they let through
     out: Any,  # [t, inner]
+    cuts: Any,  # from which row to which
 ) -> None:
     """silu(gate) * up (Shazeer 2020, "GLU variants improve transformer", eq. 6)."""
-    rows, inner = out.shape
-    for r in range(rows):
+    inner = out.shape[1]
+    for r in range(cuts[0], cuts[1]):
         gates, ups, y = projected[r, :inner], projected[r, inner:], out[r]
         for d in range(inner):
             g = widened(gates[d])

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numba
@@ -20,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.engine import team
 from specdec.engine.arithmetic import REORDERED, Array, array_of, exp, narrowed, widened
 from specdec.engine.paths import PathBatch
 
-SHARED_FROM = 8192
-"""Keys, over all rows, from which it pays to share the rows among threads: handing them over takes some 50 us."""
+SHARED_FROM = 1 << 16
+"""Numbers in the keys of all rows from which it pays to share them among threads: some ten microseconds' work."""
 
 EVERYTHING = np.iinfo(np.int64).max
 """A window that is none."""
@@ -32,7 +31,7 @@ EVERYTHING = np.iinfo(np.int64).max
 
 @dataclass
 class PathMemory:
-    """Keys and values of all layers, [slots, heads, width] each, and the threads that read them."""
+    """Keys and values of all layers, [slots, heads, width] each, and how many threads read them."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -40,7 +39,6 @@ class PathMemory:
 
     def __post_init__(self) -> None:
         self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
-        self.helpers = ThreadPoolExecutor(self.threads - 1, "attention") if self.threads > 1 else None
 
 
 class PathAttention:
@@ -50,7 +48,7 @@ class PathAttention:
         batch.check(len(memory.keys[0]))
         self.batch = batch
         self._memory = memory
-        self._shares = _shares(batch.positions, memory.threads)
+        self._cuts: dict[tuple[int, int], team.Cuts] = {}  # by the shape of a key
 
     def attend(
         self,
@@ -69,6 +67,11 @@ class PathAttention:
         self.read(layer, query.float().contiguous().numpy(), array_of(out), scale=scale, softcap=softcap, window=window)
         return out
 
+    @property
+    def threads(self) -> int:
+        """That compute."""
+        return self._memory.threads
+
     def memory_of(self, layer: int) -> tuple[Array, Array]:
         """Keys and values of a layer, as stored, [slots, kv_heads, width]."""
         return self._memory.arrays[layer]
@@ -80,8 +83,11 @@ class PathAttention:
         the batch's own keys and values are in place."""
         keys, values = self._memory.arrays[layer]
         batch = self.batch
-        run = functools.partial(
-            kernel(query.shape[2], values.shape[2]),
+        kv_heads, width = keys.shape[1:]
+        cuts = self._cuts.get((kv_heads, width))
+        if cuts is None:
+            cuts = self._cuts[kv_heads, width] = shares(batch.positions, kv_heads, width, self.threads)
+        kernel(width, values.shape[2])(
             query,
             keys,
             values,
@@ -92,29 +98,19 @@ class PathAttention:
             np.float32(scale),
             np.float32(softcap or 0.0),
             out,
+            cuts,
         )
-        first, *others = self._shares
-        if not others:
-            run(*first)
-            return
-        assert self._memory.helpers is not None  # there is one share for each thread
-        helped = [self._memory.helpers.submit(run, *share) for share in others]
-        try:
-            run(*first)
-        finally:
-            wait(helped)  # nobody may still read or write when this returns, however it does
-        for done in helped:
-            done.result()
 
 
-def _shares(positions: NDArray[np.int64], threads: int) -> list[tuple[int, int]]:
-    """Rows (from, to) for each thread, of about as many keys each; all for one where there are few."""
-    seen = np.cumsum(positions + 1)
-    if threads == 1 or seen[-1] < SHARED_FROM:
-        return [(0, len(positions))]
-    middles = seen - (positions + 1) / 2
-    cuts = np.searchsorted(middles, seen[-1] * np.arange(1, threads) / threads).tolist()
-    return [(begin, end) for begin, end in pairwise([0, *cuts, len(positions)]) if begin < end]
+def shares(positions: NDArray[np.int64], kv_heads: int, width: int, threads: int) -> team.Cuts:
+    """The batch's kv heads, row by row, cut so that each thread reads about as many keys; a single share where there is
+    little to read."""
+    ends = np.cumsum(np.repeat(positions + 1, kv_heads))
+    if not team.AVAILABLE or ends[-1] * width < SHARED_FROM:
+        return np.asarray([0, len(ends)])
+    middles = ends - np.repeat(positions + 1, kv_heads) / 2
+    cuts = np.searchsorted(middles, ends[-1] * np.arange(1, threads) / threads)
+    return np.concatenate([[0], cuts, [len(ends)]])
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -141,56 +137,58 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
         scale: Any,
         softcap: Any,  # 0: none
         out: Any,  # as stored [t, heads, value_width]
-        from_row: Any,
-        to_row: Any,
+        cuts: Any,  # [2] from which kv head to which, counted row by row
     ) -> None:
         heads, kv_heads = query.shape[1], keys.shape[1]
         shared = heads // kv_heads  # query heads of one key head
+        from_row, to_row = cuts[0] // kv_heads, -(-cuts[1] // kv_heads)
+        if from_row == to_row:
+            return
         scores = np.empty((heads, positions[from_row:to_row].max() + 1), np.float32)
         sums = np.empty((heads, value_width), np.float32)
         for r in range(from_row, to_row):
             end = positions[r] + 1
             begin = max(0, end - window)
-            own = path[first[r] : first[r] + end]
-            for j in range(begin, end):
+            own = path[first[r] + begin : first[r] + end]
+            from_head, to_head = max(0, cuts[0] - r * kv_heads), min(kv_heads, cuts[1] - r * kv_heads)
+            for j in range(len(own)):
                 slot = np.uintp(own[j])
-                for kv_head in range(kv_heads):
+                for kv_head in range(from_head, to_head):
                     k = keys[slot, kv_head]
                     for head in range(kv_head * shared, (kv_head + 1) * shared):
                         q = query[r, head]
                         score = np.float32(0.0)
                         for d in range(width):
                             score += q[d] * widened(k[d])
-                        scores[head, j] = score
-            for head in range(heads):
-                weights = scores[head]
+                        scores[head, j] = score * scale
+            for head in range(from_head * shared, to_head * shared):
+                weights = scores[head, : len(own)]
+                if softcap > 0:
+                    for j in range(len(weights)):
+                        weights[j] = np.tanh(weights[j] / softcap) * softcap
                 best = np.float32(-np.inf)
-                for j in range(begin, end):
-                    score = weights[j] * scale
-                    if softcap > 0:
-                        score = np.tanh(score / softcap) * softcap
-                    weights[j] = score
-                    best = max(best, score)
+                for j in range(len(weights)):  # what is no number is never the best, and stays what it is
+                    best = weights[j] if weights[j] > best else best
                 total = np.float32(0.0)
-                for j in range(begin, end):
+                for j in range(len(weights)):
                     weight = exp(weights[j] - best)
                     weights[j] = weight
                     total += weight
-                for j in range(begin, end):
-                    weights[j] /= total
+                share = np.float32(1.0) / total
+                for j in range(len(weights)):
+                    weights[j] *= share
                 for d in range(value_width):
                     sums[head, d] = np.float32(0.0)
-            for j in range(begin, end):
+            for j in range(len(own)):
                 slot = np.uintp(own[j])
-                for kv_head in range(kv_heads):
+                for kv_head in range(from_head, to_head):
                     v = values[slot, kv_head]
                     for head in range(kv_head * shared, (kv_head + 1) * shared):
                         weight, o = scores[head, j], sums[head]
                         for d in range(value_width):
                             o[d] += weight * widened(v[d])
-            for head in range(heads):
+            for head in range(from_head * shared, to_head * shared):
                 for d in range(value_width):
                     out[r, head, d] = narrowed(sums[head, d], out[r, head, d])
 
-    compiled: Callable[..., None] = attend
-    return compiled
+    return team.shared(attend)

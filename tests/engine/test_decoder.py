@@ -20,6 +20,7 @@ from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.linear import Joined, Part, join
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.team import Cuts, evenly
 from specdec.engine.torch_engine import TorchEngine
 from tests.models import make
 
@@ -28,6 +29,11 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 """Relative, of one rounding to the type."""
 
 EPSILON = np.float32(1e-6)
+
+
+def shares(rows: int) -> Cuts:
+    """Two."""
+    return evenly(rows, 2, least=1)
 
 
 def random(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -124,7 +130,7 @@ class TestLoops:
         weight = weight[0].clone()
         out = torch.empty_like(residual)
         added = residual + update
-        add_and_normalise(array_of(residual), array_of(update), array_of(weight), EPSILON, array_of(out))
+        add_and_normalise(array_of(residual), array_of(update), array_of(weight), EPSILON, array_of(out), shares(5))
         assert torch.equal(residual, added)
         want = torch.nn.functional.rms_norm(added.float(), (48,), weight.float(), float(EPSILON))
         torch.testing.assert_close(out.float(), want, rtol=ROUNDING[dtype], atol=1e-6)
@@ -133,7 +139,7 @@ class TestLoops:
         projected = (8 * random(3, 2 * 40)).to(dtype)
         projected[0, :4] = torch.tensor([0.0, -200.0, 200.0, -1e-3])
         out = torch.empty(3, 40, dtype=dtype)
-        gate(array_of(projected), array_of(out))
+        gate(array_of(projected), array_of(out), shares(3))
         gates, ups = projected.float().chunk(2, dim=1)
         torch.testing.assert_close(out.float(), torch.nn.functional.silu(gates) * ups, rtol=ROUNDING[dtype], atol=1e-6)
 
@@ -148,7 +154,7 @@ class TestLoops:
         keys, values = torch.zeros(10, kv_heads, width, dtype=dtype), torch.zeros(10, kv_heads, width, dtype=dtype)
         rotate(
             array_of(projected), array_of(norms), EPSILON, angles.cos().numpy(), angles.sin().numpy(),
-            positions, slots, query, array_of(keys), array_of(values),
+            positions, slots, query, array_of(keys), array_of(values), shares(rows),
         )  # fmt: skip
 
         split = projected.view(rows, -1, width)
@@ -176,15 +182,14 @@ class TestLoops:
         residual, out = random(3, 48).to(dtype), torch.empty(3, 48, dtype=dtype)
         residual[1, 5] = broken
         update = torch.zeros_like(residual)
-        add_and_normalise(
-            array_of(residual), array_of(update), array_of(torch.ones(48, dtype=dtype)), EPSILON, array_of(out)
-        )
+        ones = torch.ones(48, dtype=dtype)
+        add_and_normalise(array_of(residual), array_of(update), array_of(ones), EPSILON, array_of(out), shares(3))
         assert not out[1].isfinite().all()
         assert out[[0, 2]].isfinite().all()
         projected = random(3, 80).to(dtype)
         projected[1, column] = broken
         gated = torch.empty(3, 40, dtype=dtype)
-        gate(array_of(projected), array_of(gated))
+        gate(array_of(projected), array_of(gated), shares(3))
         assert not gated[1].isfinite().all()
         assert gated[[0, 2]].isfinite().all()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.path_attention import SHARED_FROM, PathAttention, PathMemory, _shares
+from specdec.engine.path_attention import SHARED_FROM, PathAttention, PathMemory, shares
 from specdec.engine.paths import PathBatch, PathPacker
 
 SLOTS = 200
@@ -173,18 +174,20 @@ def test_slots_beyond_the_memory_are_refused() -> None:
         step.run()
 
 
-@pytest.mark.parametrize("threads", [2, 16])
-def test_threads_that_share_the_rows_change_no_bit(threads: int) -> None:
-    rows, length = 100, 91
+@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("rows", [1, 100], ids=["a long row", "many rows"])
+def test_threads_that_share_the_heads_change_no_bit(threads: int, rows: int) -> None:
+    kv_heads, width, length = 2, 16, 9100 // rows
     generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(rows * length + 1, 2, 16, generator=generator) for _ in range(2))
-    query, new = torch.randn(rows, 4, 16, generator=generator), torch.randn(rows, 2, 16, generator=generator)
+    keys, values = (torch.randn(rows * length + 1, kv_heads, width, generator=generator) for _ in range(2))
+    query = torch.randn(rows, 2 * kv_heads, width, generator=generator)
+    new = torch.randn(rows, kv_heads, width, generator=generator)
     packer = PathPacker()
     for row in range(rows):
         slots = np.arange(1 + row * length, 1 + (row + 1) * length)
         packer.add_path(slots, packer.add_rows([0], length - 1, slots[-1:]))
     batch = packer.pack()
-    assert len(_shares(batch.positions, threads)) == threads
+    assert len(shares(batch.positions, kv_heads, width, threads)) == threads + 1
 
     def run(threads: int) -> Tensor:
         attention = PathAttention(PathMemory([keys.clone()], [values.clone()], threads), batch)
@@ -194,15 +197,17 @@ def test_threads_that_share_the_rows_change_no_bit(threads: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[SHARED_FROM], [5000] * 2, [3000] * 4, [600] * 16, [9000, *[100] * 40]], ids=len)
-@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_shares_are_about_equal(lengths: list[int], threads: int) -> None:
-    """No row is left out or split, nobody is handed nothing, and no share exceeds the mean by more than a row."""
-    shares = _shares(np.asarray(lengths) - 1, threads)
-    assert [row for begin, end in shares for row in range(begin, end)] == list(range(len(lengths)))
-    assert all(begin < end for begin, end in shares)
-    most = max(sum(lengths[begin:end]) for begin, end in shares)
-    assert most <= sum(lengths) / threads + max(lengths)
+    """Nothing is left out or done twice, and no share exceeds the mean by more than one head's keys."""
+    kv_heads = 3
+    cuts = shares(np.asarray(lengths) - 1, kv_heads, 64, threads).tolist()
+    assert (cuts[0], cuts[-1], len(cuts)) == (0, kv_heads * len(lengths), threads + 1)
+    assert cuts == sorted(cuts)
+    keys = np.repeat(lengths, kv_heads)
+    most = max(keys[begin:end].sum() for begin, end in pairwise(cuts))
+    assert most <= keys.sum() / threads + max(lengths)
 
 
 def test_few_keys_are_not_shared() -> None:
-    assert _shares(np.asarray([10, 20]), 16) == [(0, 2)]
+    assert shares(np.asarray([10, 20]), 3, 64, 16).tolist() == [0, 6]

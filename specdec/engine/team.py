@@ -1,0 +1,96 @@
+"""Compiled loops, shared among the threads that torch computes with.
+
+A matrix product leaves its helper threads spinning, in wait for the next one. Threads of any other pool would have to
+wrest the cores from them (`docs/decisions/2026-11-22-one-team.md`). So loops are run by the same team, through the
+OpenMP runtime that torch has brought into the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch  # noqa: F401 - brings the runtime
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Cuts = NDArray[np.int64]
+"""[shares + 1] Where the shares of a loop begin; the last one's end."""
+
+_process = ctypes.CDLL(None)
+AVAILABLE = hasattr(_process, "GOMP_parallel")
+"""GNU's interface, which LLVM's and Intel's runtimes have as well. Without it a loop is run by its caller alone."""
+
+if AVAILABLE:
+    # Called from compiled code, without the interpreter; addresses are integers.
+    _parallel: Any = _process.GOMP_parallel  # (function, its argument, threads, 0): called by each thread
+    _parallel.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint]
+    _parallel.restype = None
+    _thread: Any = _process.omp_get_thread_num  # of the one that asks, within the team
+    _thread.argtypes = []
+    _thread.restype = ctypes.c_int
+
+
+def evenly(rows: int, threads: int, least: int) -> Cuts:
+    """As many of the rows for each thread, if there are as many as the `least` that pay the handing over."""
+    shares = threads if AVAILABLE and rows >= least else 1
+    return np.arange(shares + 1) * rows // shares
+
+
+def shared(loop: Any) -> Callable[..., None]:
+    """A compiled loop(*arguments, cuts) over what lies between the first two of its cuts, as one that takes any number
+    of them and runs each share in a thread of its own. Arrays are the same memory in all."""
+    if not AVAILABLE:
+        return loop  # type: ignore[no-any-return]
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def share_of(_context: Any, arguments: Any) -> Any:
+        """Address of the function that finds the arguments and runs its thread's share."""
+
+        @intrinsic  # type: ignore[untyped-decorator]
+        def found(_context: Any, address: Any) -> Any:
+            def load(context: Any, builder: Any, _: Any, values: Any) -> Any:
+                kind = context.get_value_type(arguments).as_pointer()
+                return impl_ret_borrowed(context, builder, arguments, builder.load(builder.bitcast(values[0], kind)))
+
+            return arguments(address), load
+
+        @numba.cfunc(types.void(types.voidptr))  # type: ignore[untyped-decorator]
+        def share(address: Any) -> None:
+            given = found(address)
+            thread = _thread()
+            loop(*given[:-1], given[-1][thread : thread + 2])
+
+        _kept.append(share)
+        return types.uintp(arguments), lambda *_: ir.Constant(ir.IntType(64), share.address)
+
+    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+    def run(*arguments: Any) -> None:
+        shares = len(arguments[-1]) - 1
+        if shares == 1:
+            loop(*arguments)
+        else:
+            _parallel(share_of(arguments), _address(arguments), shares, 0)
+
+    return run  # type: ignore[no-any-return]
+
+
+_kept: list[Any] = []
+"""What was compiled, while its address is in use: for good."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _address(_context: Any, arguments: Any) -> Any:
+    """Where the arguments lie for the rest of the call."""
+
+    def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once_value(builder, values[0]), ir.IntType(64))
+
+    return types.uintp(arguments), generate
