@@ -16,7 +16,8 @@ EPOCH = 0.5
 """Seconds of steps that make a measurement."""
 
 GLANCE, HOPELESS = 0.1, 0.8
-"""Seconds that are enough to see that a way brings less than this part of what another does."""
+"""Seconds that are enough to see that a way brings less than this part of what another does, if it was taken at all:
+at the beginning of a text there is nothing to look up, and a step is a plain one."""
 
 SETTLING = 0.1
 """Seconds after a change that are not measured: drafts have to hear of it, and to read what they left unread."""
@@ -59,21 +60,23 @@ class Experience:
     settling: float = 0.0  # seconds left of it
     tokens: int = 0  # of the measurement under way
     seconds: float = 0.0
+    taken: float = 0.0  # seconds of it in which its way was
 
     @property
     def way(self) -> Way:
         """What to verify now."""
         return self.trying or self.best
 
-    def observe(self, tokens: int, seconds: float, plain_rate: float) -> None:
-        """A step was made in its way."""
+    def observe(self, tokens: int, seconds: float, plain_rate: float, *, taken: bool) -> None:
+        """A step was made in its way, or, if that is not `taken`, there was nothing to verify."""
         self.clock += seconds
         if self.settling > 0:
             self.settling -= seconds
             return
         self.tokens += tokens
         self.seconds += seconds
-        if self.seconds >= (GLANCE if self._hopeless(plain_rate) else EPOCH):
+        self.taken += taken * seconds
+        if self.seconds >= EPOCH or (self.taken >= GLANCE and self._hopeless(plain_rate)):
             before = self.way
             self._conclude(plain_rate)
             self.settling = SETTLING if self.way is not before else 0.0
@@ -87,10 +90,11 @@ class Experience:
     def _conclude(self, plain_rate: float) -> None:
         """An epoch is over: what it says of its way, and which is next."""
         rate, first = self.tokens / self.seconds, not self.rates
-        self.tokens, self.seconds = 0, 0.0
+        telling = self.taken >= GLANCE
+        self.tokens, self.seconds, self.taken = 0, 0.0, 0.0
         before = self.rates.get(self.best, rate) if self.trying is None else rate  # what is long past tells nothing
         self.rates[self.way] = before + 0.5 * (rate - before)
-        disappoints = self.rates[self.best] < plain_rate
+        disappoints = telling and self.rates[self.best] < plain_rate
         if first and not disappoints:  # what it goes on with is good, the guesses alone can wait
             for trial in self.others.values():
                 trial.at = self.clock + trial.pause
@@ -125,10 +129,12 @@ class Guard:
         """What is verified, as decided after the last step. Where there are no drafts, DRAFTED means LOCAL."""
         return self._way
 
-    def observe(self, *, sessions: int, drafted: bool, tokens: int, seconds: float, plain_rate: float) -> None:
+    def observe(
+        self, *, sessions: int, drafted: bool, speculated: bool, tokens: int, seconds: float, plain_rate: float
+    ) -> None:
         """A step of `sessions` that could have speculated, some of them `drafted`, brought `tokens`, `seconds` after
-        the step before it or, if there was nothing to do, after its start. `plain_rate` is what plain decoding is
-        expected to bring.
+        the step before it or, if there was nothing to do, after its start; `speculated` says whether it verified
+        anything. `plain_rate` is what plain decoding is expected to bring.
 
         A measurement goes on where it was left when there are as many sessions again."""
         key = sessions.bit_length(), drafted
@@ -137,5 +143,7 @@ class Guard:
             best, *others = [Way.DRAFTED, Way.LOCAL, Way.PLAIN][not drafted :]
             known = self._experience[key] = Experience(best, {way: Trial() for way in others})
         if known.way is self._way:  # else it was planned for other sessions
-            known.observe(tokens, seconds, plain_rate)
+            # Drafts that bring nothing cost their core all the same.
+            taken = speculated or self._way is not Way.LOCAL
+            known.observe(tokens, seconds, plain_rate, taken=taken)
         self._way = known.way

@@ -252,7 +252,7 @@ class StepLoop(Worker):
                 self._quarantine(attached, descent.error)
         self._observe(rows, end - start, verdicts)
         if len(planned) == len(descents):  # a step with prompts in it tells nothing of speculation
-            self._watch(end - begin, start - begin - waited, verdicts)
+            self._watch(rows, end - begin, start - begin - waited, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
@@ -466,7 +466,7 @@ class StepLoop(Worker):
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
 
-    def _watch(self, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+    def _watch(self, rows: int, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`, of which
         those `between` it and the last one were spent neither on it nor on waiting for candidates."""
         if any(self._insists(a) for a, _ in verdicts):
@@ -475,13 +475,17 @@ class StepLoop(Worker):
         if drafted or any(a.session.guesses for a, _ in verdicts):
             sessions = len(verdicts)
             tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
+            before = self._guard.way
             self._guard.observe(
                 sessions=sessions,
                 drafted=drafted,
+                speculated=rows > sessions,
                 tokens=tokens,
                 seconds=seconds,
                 plain_rate=sessions / (self._cores.undrafted_cost.of(sessions) + between),
             )
+            if self._guard.way is not before:
+                log.debug("way_changed", way=self._guard.way.value, before=before.value, sessions=sessions)
 
     def _count_foreseen(self, ready: list[Attached]) -> None:
         """What came while the last step was under way is in place; nothing has been waited for yet."""

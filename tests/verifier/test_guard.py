@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from verifier_service.guard import EPOCH, FIRST_PAUSE, LONGEST_PAUSE, Guard, Way
+from verifier_service.guard import EPOCH, FIRST_PAUSE, GLANCE, LONGEST_PAUSE, Guard, Way
 
 STEP = 0.01
 
@@ -21,6 +21,7 @@ class Pod:
     local: float = 0.0
     expected: float | None = None  # of plain decoding; what it brings indeed, if not given
     has_drafts: bool = True
+    speculates: bool = True  # finds anything to verify
 
     def run(self, seconds: float, sessions: int = 4) -> dict[Way, float]:
         """For so long; the part of the time that each way had."""
@@ -32,6 +33,7 @@ class Pod:
             self.guard.observe(
                 sessions=sessions,
                 drafted=self.has_drafts,
+                speculated=self.speculates and way is not Way.PLAIN,
                 tokens=round(rates[way] * STEP),
                 seconds=STEP,
                 plain_rate=self.plain if self.expected is None else self.expected,
@@ -96,6 +98,19 @@ def test_what_has_no_chance_is_seen_at_a_glance() -> None:
     pod = Pod(Guard(), drafted=100, local=100, plain=1000)
     assert pod.run(1.0)[Way.PLAIN] > 0.65
     assert pod.run(60.0)[Way.PLAIN] > 0.97
+
+
+def test_to_have_had_nothing_to_guess_is_not_held_against_it() -> None:
+    """It has cost nothing."""
+    pod = Pod(Guard(), drafted=0, local=700, plain=1000, has_drafts=False, speculates=False)
+    pod.run(STEP)
+    assert pod.run(FIRST_PAUSE - EPOCH)[Way.LOCAL] > 0.99
+
+
+def test_a_draft_that_brings_nothing_costs_its_core() -> None:
+    pod = Pod(Guard(), drafted=700, local=700, plain=1000, speculates=False)
+    pod.run(GLANCE + 2 * STEP)
+    assert pod.guard.way is not Way.DRAFTED
 
 
 def test_a_draw_changes_nothing() -> None:
