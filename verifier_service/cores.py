@@ -32,6 +32,11 @@ class Cores:
         """Of a step with all of them."""
         return self._costs[self._engine.threads[0]]
 
+    @property
+    def shared(self) -> bool:
+        """Whether drafts have taken some of them, even if they bring nothing."""
+        return self._used != self._engine.threads[0]
+
     def share(self, with_drafts: bool) -> None:
         """Have the next steps leave room for drafts at work, or not."""
         threads = self._engine.threads[-1 if with_drafts else 0]

@@ -17,7 +17,10 @@ EPOCH = 0.5
 
 GLANCE, HOPELESS = 0.1, 0.8
 """Seconds that are enough to see that a way brings less than this part of what another does, if it was taken at all:
-at the beginning of a text there is nothing to look up, and a step is a plain one."""
+at the beginning of a text there is nothing to look up, drafts have to read the prompt, and a step is a plain one."""
+
+FEW = 10
+"""Steps that tell nothing, however long they are."""
 
 SETTLING = 0.1
 """Seconds after a change that are not measured: drafts have to hear of it, and to read what they left unread."""
@@ -60,7 +63,8 @@ class Experience:
     settling: float = 0.0  # seconds left of it
     tokens: int = 0  # of the measurement under way
     seconds: float = 0.0
-    taken: float = 0.0  # seconds of it in which its way was
+    taken: int = 0  # steps of it in which its way was
+    taken_seconds: float = 0.0
 
     @property
     def way(self) -> Way:
@@ -75,11 +79,17 @@ class Experience:
             return
         self.tokens += tokens
         self.seconds += seconds
-        self.taken += taken * seconds
-        if self.seconds >= EPOCH or (self.taken >= GLANCE and self._hopeless(plain_rate)):
+        self.taken += taken
+        self.taken_seconds += taken * seconds
+        if self.seconds >= EPOCH or (self._telling and self._hopeless(plain_rate)):
             before = self.way
             self._conclude(plain_rate)
             self.settling = SETTLING if self.way is not before else 0.0
+
+    @property
+    def _telling(self) -> bool:
+        """Whether its way was taken often enough to say something of it."""
+        return self.taken >= FEW and self.taken_seconds >= GLANCE
 
     def _hopeless(self, plain_rate: float) -> bool:
         """Whether a way that is new here has no chance, by what it has brought so far."""
@@ -89,9 +99,8 @@ class Experience:
 
     def _conclude(self, plain_rate: float) -> None:
         """An epoch is over: what it says of its way, and which is next."""
-        rate, first = self.tokens / self.seconds, not self.rates
-        telling = self.taken >= GLANCE
-        self.tokens, self.seconds, self.taken = 0, 0.0, 0.0
+        rate, first, telling = self.tokens / self.seconds, not self.rates, self._telling
+        self.tokens, self.seconds, self.taken, self.taken_seconds = 0, 0.0, 0, 0.0
         before = self.rates.get(self.best, rate) if self.trying is None else rate  # what is long past tells nothing
         self.rates[self.way] = before + 0.5 * (rate - before)
         disappoints = telling and self.rates[self.best] < plain_rate
@@ -130,11 +139,11 @@ class Guard:
         return self._way
 
     def observe(
-        self, *, sessions: int, drafted: bool, speculated: bool, tokens: int, seconds: float, plain_rate: float
+        self, *, sessions: int, drafted: bool, taken: bool, tokens: int, seconds: float, plain_rate: float
     ) -> None:
         """A step of `sessions` that could have speculated, some of them `drafted`, brought `tokens`, `seconds` after
-        the step before it or, if there was nothing to do, after its start; `speculated` says whether it verified
-        anything. `plain_rate` is what plain decoding is expected to bring.
+        the step before it or, if there was nothing to do, after its start; if its way is not `taken`, it was a plain
+        one for want of candidates. `plain_rate` is what plain decoding is expected to bring.
 
         A measurement goes on where it was left when there are as many sessions again."""
         key = sessions.bit_length(), drafted
@@ -143,7 +152,5 @@ class Guard:
             best, *others = [Way.DRAFTED, Way.LOCAL, Way.PLAIN][not drafted :]
             known = self._experience[key] = Experience(best, {way: Trial() for way in others})
         if known.way is self._way:  # else it was planned for other sessions
-            # Drafts that bring nothing cost their core all the same.
-            taken = speculated or self._way is not Way.LOCAL
             known.observe(tokens, seconds, plain_rate, taken=taken)
         self._way = known.way

@@ -479,7 +479,7 @@ class StepLoop(Worker):
             self._guard.observe(
                 sessions=sessions,
                 drafted=drafted,
-                speculated=rows > sessions,
+                taken=rows > sessions or self._cores.shared,
                 tokens=tokens,
                 seconds=seconds,
                 plain_rate=sessions / (self._cores.undrafted_cost.of(sessions) + between),

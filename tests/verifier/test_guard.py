@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from verifier_service.guard import EPOCH, FIRST_PAUSE, GLANCE, LONGEST_PAUSE, Guard, Way
+from verifier_service.guard import EPOCH, FEW, FIRST_PAUSE, GLANCE, LONGEST_PAUSE, Guard, Way
 
 STEP = 0.01
 
@@ -22,6 +22,7 @@ class Pod:
     expected: float | None = None  # of plain decoding; what it brings indeed, if not given
     has_drafts: bool = True
     speculates: bool = True  # finds anything to verify
+    shares_cores: bool = True  # with drafts
 
     def run(self, seconds: float, sessions: int = 4) -> dict[Way, float]:
         """For so long; the part of the time that each way had."""
@@ -33,7 +34,7 @@ class Pod:
             self.guard.observe(
                 sessions=sessions,
                 drafted=self.has_drafts,
-                speculated=self.speculates and way is not Way.PLAIN,
+                taken=self.speculates or (way is Way.DRAFTED and self.shares_cores),
                 tokens=round(rates[way] * STEP),
                 seconds=STEP,
                 plain_rate=self.plain if self.expected is None else self.expected,
@@ -109,8 +110,22 @@ def test_to_have_had_nothing_to_guess_is_not_held_against_it() -> None:
 
 def test_a_draft_that_brings_nothing_costs_its_core() -> None:
     pod = Pod(Guard(), drafted=700, local=700, plain=1000, speculates=False)
-    pod.run(GLANCE + 2 * STEP)
+    pod.run((FEW + 2) * STEP)
     assert pod.guard.way is not Way.DRAFTED
+    elsewhere = Pod(Guard(), drafted=700, local=700, plain=1000, speculates=False, shares_cores=False)
+    elsewhere.run((FEW + 2) * STEP)
+    assert elsewhere.guard.way is Way.DRAFTED
+
+
+def test_a_few_long_steps_tell_nothing() -> None:
+    """Drafts read the prompt meanwhile."""
+    guard = Guard()
+    for _ in range(FEW - 1):
+        guard.observe(sessions=16, drafted=True, taken=True, tokens=0, seconds=2 * GLANCE / FEW, plain_rate=500)
+    assert guard.way is Way.DRAFTED
+    for _ in range(2):
+        guard.observe(sessions=16, drafted=True, taken=True, tokens=0, seconds=2 * GLANCE / FEW, plain_rate=500)
+    assert guard.way is not Way.DRAFTED
 
 
 def test_a_draw_changes_nothing() -> None:
