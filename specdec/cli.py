@@ -324,6 +324,7 @@ def _report(
 # --- benchmarks ----------------------------------------------------------------------------------
 
 BENCHMARKS = {
+    "cost": "What drafts bring per device, and capacity at a latency: simulated.",
     "draft-length": "Run time against the number of tokens drafted, beside transformers' assisted generation.",
     "quality": "How varied naive, speculative and contrastive texts are.",
     "speed": "One stream on the demo pair: drafted and undrafted, beside transformers' generate.",

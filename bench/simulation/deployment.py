@@ -14,9 +14,9 @@ import structlog
 from bench import synchronous
 from bench.simulation import clock
 from bench.simulation.channel import Channel
-from bench.simulation.devices import Hardware, SimulatedEngine
+from bench.simulation.devices import Hardware, SharedDevice, SimulatedEngine
 from bench.simulation.language import Language
-from bench.simulation.workers import SimulatedGrowthLoop, SimulatedStepLoop
+from bench.simulation.workers import LockstepLoop, SimulatedGrowthLoop, SimulatedStepLoop, sleep
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.generation import Generation
@@ -43,14 +43,16 @@ MOST_A_STEP = 32
 class Scenario:
     """`delay`: seconds from any service to another, one way. `warm_up` and `measured`: how long, in steps of the
     target with every session's tip in it. `nodes`: candidates that a draft may have alive; if `synchronous`, that it
-    answers with (`bench.synchronous`)."""
+    answers with (`bench.synchronous`). `lockstep`: a synchronous step waits for the answers of all drafts."""
 
     hardware: Hardware
     language: Language = field(default_factory=Language)
     sessions: int = 1
     drafts: int = 1  # pods; 0: plain decoding
+    shared: bool = False  # the drafts have no device but the target's
     delay: float = 0.0
     synchronous: bool = False
+    lockstep: bool = False
     nodes: int = VerifierLimits.max_nodes
     always: bool = False  # the guard has no say
     warm_up: int = 30
@@ -139,6 +141,7 @@ class Deployment:
             context_tokens=self._context,
             vocabulary_size=scenario.language.vocabulary,
         )
+        self._occupy = SharedDevice().occupy if scenario.shared else sleep
         self._verifier_loop = self._target()
         self._verifier = Channel(self._verifier_servicer(), scenario.delay)
         self._draft_loops = [self._draft() for _ in range(scenario.drafts)]
@@ -214,8 +217,10 @@ class Deployment:
             language.target_logits,
             capacity=2 * self._scenario.sessions * (self._context + 64) + MOST_CANDIDATES + 64,
             vocabulary=language.vocabulary,
+            occupy=self._occupy,
         )
-        return SimulatedStepLoop(engine, cost=target.cost())
+        kind = LockstepLoop if self._scenario.lockstep else SimulatedStepLoop
+        return kind(engine, cost=target.cost())
 
     def _draft(self) -> SimulatedGrowthLoop:
         language, nodes = self._scenario.language, self._scenario.nodes
@@ -224,6 +229,7 @@ class Deployment:
             language.draft_logits,
             capacity=(self._scenario.sessions + 1) * (2 * self._context + nodes),
             vocabulary=language.vocabulary,
+            occupy=self._occupy,
         )
         return SimulatedGrowthLoop(engine)
 

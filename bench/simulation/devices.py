@@ -6,6 +6,8 @@ before: a wrong slot, path or copy makes another text, and other tokens.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,19 +61,46 @@ PRESETS = {
 }
 
 
+SLICE = 0.0005
+"""Seconds that one engine has a shared device for while another wants it."""
+
+
+class SharedDevice:
+    """One device for several engines: it works for one at a time, for those that want it in turns of a SLICE. Going
+    from one to the other costs nothing."""
+
+    def __init__(self) -> None:
+        self._free = 0.0  # when it is, once all who have asked have had their slice
+
+    def occupy(self, seconds: float) -> None:
+        """In a worker: a pass that takes so long where nobody else wants the device."""
+        slices = max(1, math.ceil(seconds / SLICE))
+        for _ in range(slices):
+            now = asyncio.get_running_loop().time()
+            self._free = max(now, self._free) + seconds / slices
+            sleep(self._free - now)
+
+
 class SimulatedEngine:
-    """An `Engine` with `capacity` slots; `speak` gives the logits of texts."""
+    """An `Engine` with `capacity` slots; `speak` gives the logits of texts, `occupy` lets the time of a pass go by."""
 
     numerics = "simulated"
     threads: tuple[int, ...] = (1,)
     exact = True
 
     def __init__(
-        self, device: Device, speak: Callable[[Hashes], NDArray[np.float32]], *, capacity: int, vocabulary: int
+        self,
+        device: Device,
+        speak: Callable[[Hashes], NDArray[np.float32]],
+        *,
+        capacity: int,
+        vocabulary: int,
+        occupy: Callable[[float], None] = sleep,
     ) -> None:
         self.capacity = capacity
         self.vocabulary = vocabulary
         self._device = device
+        self._occupy = occupy
         self._speak = speak
         self._texts: Hashes = np.zeros(capacity, dtype=np.uint64)
 
@@ -80,7 +109,7 @@ class SimulatedEngine:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         assert isinstance(batch, PathBatch)
-        sleep(self._device.seconds(len(batch.tokens)))
+        self._occupy(self._device.seconds(len(batch.tokens)))
         texts = self._texts
         before = np.where(batch.positions > 0, batch.keys[np.maximum(batch.first + batch.positions - 1, 0)], 0)
         # In order: a row may follow another of the same batch, which stands before it.

@@ -110,5 +110,14 @@ class SimulatedStepLoop(OnVirtualTime, StepLoop):
     pass
 
 
+class LockstepLoop(SimulatedStepLoop):
+    """Steps when all of its sessions can: an engine that drafts for a whole batch, then verifies it."""
+
+    def turn(self) -> float | None:
+        if all(attached.session.computable for attached in self._running):
+            return super().turn()
+        return None  # an answer of a draft wakes the loop
+
+
 class SimulatedGrowthLoop(OnVirtualTime, GrowthLoop):
     pass
