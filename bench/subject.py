@@ -1,4 +1,4 @@
-"""What the throughput benchmark measures: a server that is loaded once and then asked now and then.
+"""What is measured: a server that is loaded once and then asked now and then.
 
 A subject is ours, over gRPC, or a peer's program (`bench.peers`). Each has processes of its own, in
 sessions of their own, so that the processor time it takes can be told, idle time above all: subjects
@@ -17,11 +17,14 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from bench.peers.protocol import Arrivals, Record
 from specdec.client import AsyncClient
 from specdec.local import Stack
 
@@ -44,79 +47,99 @@ class Load:
     temperature: float
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What came, and when: of each prompt (seconds since all were asked, tokens)."""
+
+    seconds: float  # until the last token of all
+    arrivals: Arrivals
+    steps: int | None = None  # of the target, added up over the prompts
+    candidates: int | None = None  # verified in them
+    sources: Mapping[str, int] = field(default_factory=dict)  # tokens by where they came from
+    texts: list[list[int]] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for stream in self.arrivals for _, tokens in stream)
+
+    @property
+    def first(self) -> list[float]:
+        """Seconds to each prompt's first token."""
+        return [stream[0][0] for stream in self.arrivals]
+
+    @property
+    def pauses(self) -> list[float]:
+        """Seconds between one arrival and the next of the same text."""
+        return [after - before for stream in self.arrivals for (before, _), (after, _) in pairwise(stream)]
+
+
 class Subject(Protocol):
     """A loaded server."""
 
     name: str
     about: Mapping[str, Any]  # versions, flags
 
-    def run(self, load: Load) -> float:
-        """Seconds until the last token of all has arrived."""
+    def run(self, load: Load, how: str = "") -> Answer:
+        """Ask it, in one of its ways where it has several."""
         ...
 
-    def sessions(self) -> Iterable[int]:
+    def sessions(self) -> Mapping[str, int]:
         """The process sessions it lives in."""
         ...
 
 
 @dataclass
 class Ours:
-    """A running stack, asked by the streaming client; the client's own work counts."""
+    """A running stack, asked by the streaming client; the client's own work counts. It is asked for speculation of a
+    kind."""
 
     name: str
     about: Mapping[str, Any]
     stack: Stack
-    speculation: Literal["auto", "off"]
 
     @classmethod
     @contextlib.contextmanager
     def start(
-        cls,
-        name: str,
-        target: Path,
-        draft: str,
-        dtype: str,
-        verifier_options: tuple[str, ...],
-        speculation: Literal["auto", "off"],
+        cls, name: str, target: Path, draft: str, dtype: str, verifier_options: tuple[str, ...] = ()
     ) -> Iterator[Ours]:
         with Stack.start(target, draft, dtype=dtype, verifier_options=verifier_options) as stack:
-            flags = {
-                "draft": Path(draft).name,
-                "dtype": dtype,
-                "verifier_options": verifier_options,
-                "speculation": speculation,
-            }
-            yield cls(name, {"flags": flags}, stack, speculation)
+            flags = {"draft": Path(draft).name, "dtype": dtype, "verifier_options": verifier_options}
+            yield cls(name, {"flags": flags}, stack)
 
-    def run(self, load: Load) -> float:
-        return asyncio.run(self._run(load))
+    def run(self, load: Load, how: str = "auto") -> Answer:
+        return asyncio.run(self._run(load, how))
 
-    async def _run(self, load: Load) -> float:
+    async def _run(self, load: Load, how: Any) -> Answer:
         async with AsyncClient(self.stack.address, timeout=ANSWER_SECONDS) as client:
             await client.models()  # connected before the clock starts
+            record, finishes = Record(len(load.prompts)), []
+            texts: list[list[int]] = [[] for _ in load.prompts]
 
-            async def one(number: int, prompt: list[int]) -> int:
-                tokens = 0
+            async def one(number: int, prompt: list[int]) -> None:
                 async with client.generate(
                     tokens=prompt,
                     max_tokens=load.max_tokens,
                     temperature=load.temperature,
                     seed=number,
                     ignore_end_token=True,
-                    speculation=self.speculation,
+                    speculation=how,
                 ) as stream:
                     async for chunk in stream:
-                        tokens += len(chunk.tokens)
-                return tokens
+                        record.add(number, len(chunk.tokens))
+                        texts[number] += chunk.tokens
+                        if chunk.finish is not None:
+                            finishes.append(chunk.finish.speculation)
 
-            begin = time.perf_counter()
-            counts = await asyncio.gather(*(one(*each) for each in enumerate(load.prompts)))
-            seconds = time.perf_counter() - begin
-        _complete(self.name, sum(counts), load)
-        return seconds
+            await asyncio.gather(*(one(*each) for each in enumerate(load.prompts)))
+            seconds = time.perf_counter() - record.begin
+        sources: Counter[str] = Counter()
+        for finish in finishes:
+            sources.update(finish.sources)
+        steps, candidates = sum(f.steps for f in finishes), sum(f.drafted for f in finishes)
+        return _complete(self.name, load, Answer(seconds, record.arrivals, steps, candidates, sources, texts))
 
-    def sessions(self) -> Iterable[int]:
-        return [child.process.pid for child in self.stack.children.values()]
+    def sessions(self) -> Mapping[str, int]:
+        return {name: child.process.pid for name, child in self.stack.children.items()}
 
 
 @dataclass
@@ -151,20 +174,19 @@ class Peer:
             finally:
                 peer._stop()
 
-    def run(self, load: Load) -> float:
+    def run(self, load: Load, how: str = "") -> Answer:
         assert self.process.stdin is not None
-        request = {"prompts": load.prompts, "max_tokens": load.max_tokens, "temperature": load.temperature}
+        request = asdict(load) | {"how": how}
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError as error:
             raise SubjectError("its program has ended") from error
-        answer = self._answer(ANSWER_SECONDS)
-        _complete(self.name, answer["tokens"], load)
-        return float(answer["seconds"])
+        said = self._answer(ANSWER_SECONDS)
+        return _complete(self.name, load, Answer(said["seconds"], said["arrivals"], said["steps"]))
 
-    def sessions(self) -> Iterable[int]:
-        return [self.process.pid]
+    def sessions(self) -> Mapping[str, int]:
+        return {"": self.process.pid}
 
     def _pump(self) -> None:
         assert self.process.stdout is not None
@@ -196,7 +218,8 @@ class Peer:
             self.process.wait()
 
 
-def _complete(name: str, tokens: int, load: Load) -> None:
+def _complete(name: str, load: Load, answer: Answer) -> Answer:
     wanted = len(load.prompts) * load.max_tokens
-    if tokens != wanted:
-        raise SubjectError(f"{name} gave {tokens} tokens instead of {wanted}")
+    if answer.tokens != wanted:
+        raise SubjectError(f"{name} gave {answer.tokens} tokens instead of {wanted}")
+    return answer

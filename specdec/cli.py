@@ -327,8 +327,7 @@ BENCHMARKS = {
     "cost": "What drafts bring per device, and capacity at a latency: simulated.",
     "draft-length": "Run time against the number of tokens drafted, beside transformers' assisted generation.",
     "quality": "How varied naive, speculative and contrastive texts are.",
-    "speed": "One stream on the demo pair: drafted and undrafted, beside transformers' generate.",
-    "throughput": "Many streams at once, beside transformers' continuous batching and vLLM.",
+    "speed": "Tokens a second, latencies and efficiency, beside transformers and vLLM.",
 }
 benchmarks = typer.Typer(no_args_is_help=True)
 app.add_typer(benchmarks, name="bench", help="Measure, where specdec runs from its source.")

@@ -3,7 +3,7 @@
 What speculation costs is not only what the cost model knows: drafts may share the verifier's cores, messages take
 the event loop's time. So tokens a second are measured as they come out, in each of three ways (plain, with the
 verifier's own guesses, with drafts as well) and for each number of sessions (by powers of two, since the more there
-are, the less speculation brings), and the best of them goes on. The others are tried again now and then, less often
+are, the less speculation brings) and what they allow, and the best of them goes on. The others are tried again now and then, less often
 each time that they lose.
 """
 
@@ -28,7 +28,7 @@ SETTLING = 0.1
 BETTER = 1.05
 """By so much another way must be better to be taken."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds of steps until another way is tried again: idle ones would make trials a larger part of what is done."""
 
 
@@ -130,7 +130,7 @@ class Guard:
     """Told of every step."""
 
     def __init__(self) -> None:
-        self._experience: dict[tuple[int, bool], Experience] = {}
+        self._experience: dict[tuple[int, bool, bool], Experience] = {}
         self._way = Way.DRAFTED
 
     @property
@@ -139,17 +139,26 @@ class Guard:
         return self._way
 
     def observe(
-        self, *, sessions: int, drafted: bool, taken: bool, tokens: int, seconds: float, plain_rate: float
+        self,
+        *,
+        sessions: int,
+        drafted: bool,
+        guessing: bool,
+        taken: bool,
+        tokens: int,
+        seconds: float,
+        plain_rate: float,
     ) -> None:
-        """A step of `sessions` that could have speculated, some of them `drafted`, brought `tokens`, `seconds` after
-        the step before it or, if there was nothing to do, after its start; if its way is not `taken`, it was a plain
-        one for want of candidates. `plain_rate` is what plain decoding is expected to bring.
+        """A step of `sessions` that could have speculated, some of them `drafted`, some `guessing` by themselves,
+        brought `tokens`, `seconds` after the step before it or, if there was nothing to do, after its start; if its way
+        is not `taken`, it was a plain one for want of candidates. `plain_rate` is what plain decoding is expected to
+        bring.
 
         A measurement goes on where it was left when there are as many sessions again."""
-        key = sessions.bit_length(), drafted
+        key = sessions.bit_length(), drafted, guessing
         known = self._experience.get(key)
         if known is None:
-            best, *others = [Way.DRAFTED, Way.LOCAL, Way.PLAIN][not drafted :]
+            best, *others = [Way.DRAFTED] * drafted + [Way.LOCAL] * guessing + [Way.PLAIN]
             known = self._experience[key] = Experience(best, {way: Trial() for way in others})
         if known.way is self._way:  # else it was planned for other sessions
             known.observe(tokens, seconds, plain_rate, taken=taken)

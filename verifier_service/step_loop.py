@@ -472,13 +472,15 @@ class StepLoop(Worker):
         if any(self._insists(a) for a, _ in verdicts):
             return
         drafted = any(a.session.policy.speculate for a, _ in verdicts)
-        if drafted or any(a.session.guesses for a, _ in verdicts):
+        guessing = any(a.session.guesses for a, _ in verdicts)
+        if drafted or guessing:
             sessions = len(verdicts)
             tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
             before = self._guard.way
             self._guard.observe(
                 sessions=sessions,
                 drafted=drafted,
+                guessing=guessing,
                 taken=rows > sessions or self._cores.shared,
                 tokens=tokens,
                 seconds=seconds,

@@ -1,8 +1,10 @@
 """How the benchmark talks to a peer: one line of JSON in, one out, for as long as stdin is open.
 
 A peer first says hello, {"versions": {...}, "flags": {...}}, once its model is loaded, or says why it
-cannot serve, {"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t}
-with {"seconds": s, "tokens": n}, or with {"error": "..."}.
+cannot serve, {"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t, "how": "..."}
+with {"seconds": s, "arrivals": [[[s, n]...]...], "steps": n}, or with {"error": "..."}. Arrivals are, for each prompt,
+seconds since it was asked and how many tokens came then. Steps are those of the target, added up over all prompts, or
+null where nobody counts them.
 """
 
 from __future__ import annotations
@@ -12,11 +14,44 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-Generate = Callable[[list[list[int]], int, float], int]
-"""(prompts, most tokens for each, temperature) -> tokens generated, all prompts together."""
+Arrivals = list[list[tuple[float, int]]]
+
+
+@dataclass(frozen=True)
+class Request:
+    prompts: list[list[int]]
+    max_tokens: int
+    temperature: float
+    how: str  # which of its ways, where a peer has several
+
+
+@dataclass
+class Record:
+    """What arrives, in seconds since it was made."""
+
+    prompts: int
+    begin: float = field(default_factory=time.perf_counter)
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self.arrivals: Arrivals = [[] for _ in range(self.prompts)]
+
+    def add(self, prompt: int, tokens: int, when: float | None = None) -> None:
+        """So many more of a prompt, now or at a time of perf_counter."""
+        self.arrivals[prompt].append(((time.perf_counter() if when is None else when) - self.begin, tokens))
+
+    def add_each(self, prompt: int, times: Sequence[float]) -> None:
+        """A token at each time."""
+        for when in times:
+            self.add(prompt, 1, when)
+
+
+Generate = Callable[[Request, Record], None]
+"""Answers a request: all its tokens are recorded on return."""
 Start = Callable[[contextlib.ExitStack], tuple[dict[str, Any], Generate]]
 """Loads the model: -> (hello, function). What must be ended after the last answer is put on the stack."""
 
@@ -34,10 +69,11 @@ def serve(start: Start) -> None:
             hello, generate = start(exits)
             answer(hello)
             for line in sys.stdin:
-                request = json.loads(line)
-                begin = time.perf_counter()
-                tokens = generate(request["prompts"], request["max_tokens"], request["temperature"])
-                answer({"seconds": time.perf_counter() - begin, "tokens": tokens})
+                request = Request(**json.loads(line))
+                record = Record(len(request.prompts))
+                generate(request, record)
+                seconds = time.perf_counter() - record.begin
+                answer({"seconds": seconds, "arrivals": record.arrivals, "steps": record.steps})
         except Exception as error:
             answer({"error": _reason(error)})
             raise

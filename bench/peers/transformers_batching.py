@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import Generate, serve
+from bench.peers.protocol import Generate, Record, Request, serve
 
 # The fastest of what was tried on CPU: "sdpa" over "paged|eager", pages of 256 tokens over 32, no compilation.
 ATTENTION, PAGE_TOKENS = "sdpa", 256
@@ -55,10 +55,10 @@ def start(args: argparse.Namespace, exits: ExitStack) -> tuple[dict[str, Any], G
             managers[temperature] = manager
         return managers[temperature]
 
-    def generate(prompts: list[list[int]], max_tokens: int, temperature: float) -> int:
-        manager = manager_for(temperature)
-        manager.add_requests(prompts, max_new_tokens=max_tokens)
-        tokens, unfinished = 0, len(prompts)
+    def generate(request: Request, record: Record) -> None:
+        manager = manager_for(request.temperature)
+        ids = manager.add_requests(request.prompts, max_new_tokens=request.max_tokens, record_timestamps=True)
+        unfinished = {name: number for number, name in enumerate(ids)}
         while unfinished:
             result = manager.get_result(timeout=1)
             if result is None and not manager.is_running():
@@ -66,9 +66,8 @@ def start(args: argparse.Namespace, exits: ExitStack) -> tuple[dict[str, Any], G
             if result is not None and result.error is not None:
                 raise RuntimeError(result.error)
             if result is not None and result.is_finished():
-                tokens += len(result.generated_tokens)
-                unfinished -= 1
-        return tokens
+                record.add_each(unfinished.pop(result.request_id), result.timestamps)
+        record.steps = sum(map(len, record.arrivals))
 
     flags = options | {"attention": ATTENTION, "threads": torch.get_num_threads()}
     return {

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import Generate, serve
+from bench.peers.protocol import Generate, Record, Request, serve
 
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
@@ -59,12 +59,27 @@ def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
             "num_speculative_tokens": args.speculative_tokens,
             **({"model": str(args.draft)} if args.speculation == "draft" else NGRAM),
         }
-    engine = vllm.LLM(model=str(args.model), **options)
+    llm = vllm.LLM(model=str(args.model), disable_log_stats=False, **options)
 
-    def generate(prompts: list[list[int]], max_tokens: int, temperature: float) -> int:
-        sampling = vllm.SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=None)
-        inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        return sum(len(o.outputs[0].token_ids) for o in engine.generate(inputs, sampling, use_tqdm=False))
+    def accepted() -> int:
+        """Tokens of speculation, since the start."""
+        found = [metric for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens"]
+        return int(found[0].value) if found else 0
+
+    def generate(request: Request, record: Record) -> None:
+        sampling = vllm.SamplingParams(
+            temperature=request.temperature, max_tokens=request.max_tokens, ignore_eos=True, seed=None
+        )
+        before = accepted()
+        engine, known = llm.llm_engine, [0] * len(request.prompts)
+        for number, ids in enumerate(request.prompts):
+            engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                number, count = int(output.request_id), len(output.outputs[0].token_ids)
+                record.add(number, count - known[number])
+                known[number] = count
+        record.steps = sum(known) - (accepted() - before)
 
     if args.speculation == "draft":
         options["speculative_config"] |= {"model": args.draft.name}  # flags are published: no paths of this machine

@@ -21,6 +21,7 @@ class Pod:
     local: float = 0.0
     expected: float | None = None  # of plain decoding; what it brings indeed, if not given
     has_drafts: bool = True
+    guesses: bool = True
     speculates: bool = True  # finds anything to verify
     shares_cores: bool = True  # with drafts
 
@@ -34,6 +35,7 @@ class Pod:
             self.guard.observe(
                 sessions=sessions,
                 drafted=self.has_drafts,
+                guessing=self.guesses,
                 taken=self.speculates or (way is Way.DRAFTED and self.shares_cores),
                 tokens=round(rates[way] * STEP),
                 seconds=STEP,
@@ -64,7 +66,7 @@ def test_the_best_way_is_found(best: Way) -> None:
 def test_a_pod_without_drafts_weighs_its_own_guesses() -> None:
     pod = Pod(Guard(), drafted=0, local=1000, plain=2000, has_drafts=False)
     pod.run(3)
-    assert pod.run(1)[Way.PLAIN] > 0.99
+    assert pod.run(10)[Way.PLAIN] > 0.9
     pod.local = 4000
     pod.run(2 * LONGEST_PAUSE)
     assert pod.run(1)[Way.LOCAL] > 0.99
@@ -98,7 +100,8 @@ def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
 def test_what_has_no_chance_is_seen_at_a_glance() -> None:
     pod = Pod(Guard(), drafted=100, local=100, plain=1000)
     assert pod.run(1.0)[Way.PLAIN] > 0.65
-    assert pod.run(60.0)[Way.PLAIN] > 0.97
+    assert pod.run(60.0)[Way.PLAIN] > 0.95  # its first minute, two such ways
+    assert pod.run(600.0)[Way.PLAIN] > 0.98
 
 
 def test_to_have_had_nothing_to_guess_is_not_held_against_it() -> None:
@@ -119,12 +122,17 @@ def test_a_draft_that_brings_nothing_costs_its_core() -> None:
 
 def test_a_few_long_steps_tell_nothing() -> None:
     """Drafts read the prompt meanwhile."""
+
+    def look(guard: Guard) -> None:
+        long = 2 * GLANCE / FEW
+        guard.observe(sessions=16, drafted=True, guessing=True, taken=True, tokens=0, seconds=long, plain_rate=500)
+
     guard = Guard()
     for _ in range(FEW - 1):
-        guard.observe(sessions=16, drafted=True, taken=True, tokens=0, seconds=2 * GLANCE / FEW, plain_rate=500)
+        look(guard)
     assert guard.way is Way.DRAFTED
     for _ in range(2):
-        guard.observe(sessions=16, drafted=True, taken=True, tokens=0, seconds=2 * GLANCE / FEW, plain_rate=500)
+        look(guard)
     assert guard.way is not Way.DRAFTED
 
 
@@ -139,9 +147,20 @@ def test_each_number_of_sessions_has_its_own() -> None:
     alone, crowd = Pod(guard, drafted=300, plain=100), Pod(guard, drafted=1000, plain=2000)
     crowd.run(5, sessions=40)
     assert guard.way is Way.PLAIN
-    assert alone.run(5, sessions=1)[Way.DRAFTED] > 0.99
+    assert alone.run(5, sessions=1)[Way.DRAFTED] > 0.9
     crowd.run(STEP, sessions=40)
     assert guard.way is Way.PLAIN  # it remembers
+
+
+def test_what_sessions_do_not_allow_is_not_tried() -> None:
+    guard = Guard()
+    drafts, both = Pod(guard, drafted=2000, plain=1000, guesses=False), Pod(guard, drafted=500, local=3000, plain=1000)
+    both.run(30)
+    assert guard.way is Way.LOCAL
+    drafts.run(STEP)
+    assert drafts.run(100)[Way.DRAFTED] > 0.99
+    both.run(STEP)
+    assert both.run(10)[Way.LOCAL] > 0.9  # it remembers
 
 
 def test_trials_become_rarer() -> None:

@@ -1,0 +1,92 @@
+"""What target and draft take for a step by themselves, and what a system without overhead would bring of it.
+
+T_v(n) is the target's forward pass over n rows, each behind a text of its own, in the services' exact numerics, on all
+cores and on those that a draft leaves; t_d is the draft's step over one row, on one core. They are measured in the same
+rounds as the systems, since machines change their pace.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from bench.draft_step import batch
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Engine
+from specdec.engine.load import load_engine
+from specdec.engine.model_directory import ModelDirectory
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+REPEATS = 5
+
+Times = dict[str, float]
+"""Seconds by "threads/rows" of the target; by "draft" of the draft."""
+
+
+class StepTimes:
+    """Two engines in this process, asleep unless asked."""
+
+    def __init__(self, target: Path, draft: Path | None, dtype: str, text: int) -> None:
+        """Rows are behind texts of `text` tokens."""
+        self._cores = os.cpu_count() or 1
+        self._threads = sorted({self._cores, max(1, self._cores - 1)}, reverse=True)
+        self._text = text
+        capacity = 1 + (text + 1) * ROWS[-1]
+        self._target = load_engine(
+            "torch", ModelDirectory(target), capacity=capacity, threads=self._threads, dtype=dtype
+        )
+        self._batches = {rows: _rows(self._target, rows, text) for rows in ROWS}
+        self._draft = None
+        if draft is not None:
+            self._draft = load_engine("onnx", ModelDirectory(draft), capacity=text + 2, threads=(1,))
+            self._node = batch(self._draft, 1, 1, text)
+
+    def measure(self) -> Times:
+        """Medians."""
+        found: Times = {}
+        for threads in self._threads:
+            self._target.use_threads(threads)
+            for rows, packed in self._batches.items():
+                found[f"{threads}/{rows}"] = _median(self._target, packed)
+        if self._draft is not None:
+            found["draft"] = _median(self._draft, self._node)
+        return found
+
+    def ideal(self, times: Times, streams: int, *, tokens: float, candidates: float, drafted: float) -> float:
+        """Tokens a second of `streams`, if a step of each has so many `candidates` and brings so many `tokens`, of
+        which a draft has given `drafted`: each step begins when the last ends, and takes what its rows take, but no
+        less than the draft needs to read, one after the other, what it has given. No network, no overhead."""
+        threads = self._threads[-1 if drafted else 0]
+        known = [times[f"{threads}/{rows}"] for rows in ROWS]
+        step = float(np.interp(streams * (1.0 + candidates), ROWS, known))
+        return streams * tokens / max(step, drafted * times.get("draft", 0.0))
+
+
+def of_answer(tokens: int, steps: int, candidates: int, sources: Mapping[str, int]) -> dict[str, float]:
+    """Per step, as `ideal` wants it."""
+    return {"tokens": tokens / steps, "candidates": candidates / steps, "drafted": sources.get("draft", 0) / steps}
+
+
+def _rows(engine: Engine, rows: int, text: int) -> PackedBatch:
+    packer = engine.packer()
+    for row in range(rows):
+        slots = np.arange(1 + row * (text + 1), 1 + (row + 1) * (text + 1))
+        added = packer.add_rows([0], text, slots[-1:])
+        packer.add_path(slots, added)
+        packer.want(added[0])
+    return packer.pack()
+
+
+def _median(engine: Engine, packed: PackedBatch) -> float:
+    engine.forward(packed)  # a kernel is compiled for each number of rows
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        engine.forward(packed)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)

@@ -1,0 +1,99 @@
+"""Prompts of several kinds, from text that the demo pair has not seen: the source files that were held out.
+
+Code is the middle of a file. Prose is what docstrings say. Editing shows a piece of code and the beginning of the same
+with one name changed, as an assistant writes it that is asked for a small correction. Chat has questions of what
+functions do, with answers, and a new question. Mixed has them by turns.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from itertools import cycle, islice
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from demo import corpus
+
+MIXED = "mixed"
+SHOWN = 0.6
+"""Part of an editing prompt that the code takes before it is written anew."""
+
+
+def prompts(kind: str, count: int, tokens: int, tokenizer: Path, seed: int = 0) -> list[list[int]]:
+    """`count` prompts of `tokens` token ids each."""
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    kinds = cycle(KINDS) if kind == MIXED else cycle([kind])
+    generator = random.Random(f"{kind} {seed}")
+    return [KINDS[each](generator, tokens, lambda text: list(encode(text).ids)) for each in islice(kinds, count)]
+
+
+Encode = Callable[[str], list[int]]
+
+
+def _code(generator: random.Random, tokens: int, encode: Encode) -> list[int]:
+    while True:
+        lines = generator.choice(_files()).splitlines(keepends=True)
+        ids = encode("".join(lines[generator.randrange(len(lines)) :][: 2 * tokens]))
+        if len(ids) >= tokens:
+            return ids[:tokens]
+
+
+def _prose(generator: random.Random, tokens: int, encode: Encode) -> list[int]:
+    start, said, ids = generator.randrange(len(_documented())), "", list[int]()
+    for _, docstring in islice(cycle(_documented()), start, None):
+        said += docstring + "\n\n"
+        ids = encode(said)
+        if len(ids) >= tokens:
+            break
+    return ids[:tokens]
+
+
+def _editing(generator: random.Random, tokens: int, encode: Encode) -> list[int]:
+    while True:
+        lines = generator.choice(_files()).splitlines(keepends=True)
+        start, shown = generator.randrange(len(lines)), ""
+        for line in lines[start:]:
+            if len(encode(shown + line)) > SHOWN * tokens:
+                break
+            shown += line
+        names = Counter(re.findall(r"\b[a-z_]{4,}\b", shown))
+        if not names:
+            continue
+        name, _ = names.most_common(1)[0]
+        before = encode(f"# Before:\n{shown}# After, with {name} renamed:\n")
+        after = encode(re.sub(rf"\b{name}\b", f"new_{name}", shown))
+        if len(before) < tokens <= len(before) + len(after) // 2:
+            return (before + after)[:tokens]
+
+
+def _chat(generator: random.Random, tokens: int, encode: Encode) -> list[int]:
+    asked, ids = "Q: What does {} do?\nA:", list[int]()
+    said = asked.format(generator.choice(_documented())[0])
+    while len(ids) < tokens:
+        name, docstring = generator.choice(_documented())
+        said = f"{asked.format(name)} {docstring.splitlines()[0]}\n\n{said}"
+        ids = encode(said)
+    return ids[-tokens:]
+
+
+KINDS = {"code": _code, "prose": _prose, "editing": _editing, "chat": _chat}
+
+
+@cache
+def _files() -> list[str]:
+    return corpus.files(held_out=True)
+
+
+@cache
+def _documented() -> list[tuple[str, str]]:
+    """(name, docstring) of what has one worth reading."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = (node for text in _files() for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    documented = ((node.name, ast.get_docstring(node)) for node in nodes)
+    return [(name, said) for name, said in documented if said and len(said) > 40]
