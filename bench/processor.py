@@ -13,7 +13,8 @@ _SAMPLE_SECONDS = 0.5
 
 
 class Watch:
-    """From its making on. Sessions are those of setsid(2): a process and all that it starts; the subject's are named."""
+    """From its making on. Sessions are those of setsid(2): a process and all that it starts. The subject's have
+    names."""
 
     def __init__(self, subject: Mapping[str, int], others: Iterable[int]) -> None:
         self._subject, self._others = dict(subject), set(others)

@@ -2,9 +2,9 @@
 
 What speculation costs is not only what the cost model knows: drafts may share the verifier's cores, messages take
 the event loop's time. So tokens a second are measured as they come out, in each of three ways (plain, with the
-verifier's own guesses, with drafts as well) and for each number of sessions (by powers of two, since the more there
-are, the less speculation brings) and what they allow, and the best of them goes on. The others are tried again now and then, less often
-each time that they lose.
+verifier's own guesses, with drafts as well), for each number of sessions (by powers of two, since the more there are,
+the less speculation brings) and for what they allow, and the best of them goes on. The others are tried again now and
+then, less often each time that they lose.
 """
 
 from __future__ import annotations
