@@ -190,8 +190,9 @@ class Peer:
 
     def _pump(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
+        with self.process.stdout as said:
+            for line in said:
+                self.lines.put(line)
         self.lines.put(None)
 
     def _answer(self, seconds: float) -> dict[str, Any]:

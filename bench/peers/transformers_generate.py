@@ -67,6 +67,8 @@ def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
             options["assistant_model"] = draft
         elif way == LOOKUP:
             options["prompt_lookup_num_tokens"] = LOOKED_UP
+        elif way != PLAIN:
+            raise ValueError(f"{way}: no way to ask generate")
         for number, prompt in enumerate(request.prompts):
             ids = torch.tensor([prompt])
             with torch.inference_mode():
