@@ -200,7 +200,8 @@ class Session:
         ideal = acceptance = None
         if answer.steps and answer.candidates is not None:
             each = of_answer(answer.tokens, answer.steps, answer.candidates, answer.sources)
-            ideal = self._step_times.ideal(times, cell.streams, **each)
+            prompt = self._args.prompt_tokens
+            ideal = self._step_times.ideal(times, cell.streams, prompt, answer.tokens, **each)
             guessed = sum(answer.sources.get(source, 0) for source in ("draft", "ngram", "lookahead"))
             acceptance = guessed / answer.candidates if answer.candidates else None
         text = None

@@ -57,14 +57,23 @@ class StepTimes:
             found["draft"] = _median(self._draft, self._node)
         return found
 
-    def ideal(self, times: Times, streams: int, *, tokens: float, candidates: float, drafted: float) -> float:
-        """Tokens a second of `streams`, if a step of each has so many `candidates` and brings so many `tokens`, of
-        which a draft has given `drafted`: each step begins when the last ends, and takes what its rows take, but no
-        less than the draft needs to read, one after the other, what it has given. No network, no overhead."""
-        threads = self._threads[-1 if drafted else 0]
-        known = [times[f"{threads}/{rows}"] for rows in ROWS]
-        step = float(np.interp(streams * (1.0 + candidates), ROWS, known))
-        return streams * tokens / max(step, drafted * times.get("draft", 0.0))
+    def ideal(
+        self, times: Times, streams: int, prompt: int, total: int, *, tokens: float, candidates: float, drafted: float
+    ) -> float:
+        """Tokens a second of `streams` with prompts of `prompt` tokens, `total` tokens in all, if a step of each has so
+        many `candidates` and brings so many `tokens`, of which a draft has given `drafted`. All prompts are one step;
+        then each begins when the last ends, and takes what its rows take, but no less than the draft needs to read, one
+        after the other, what it has given. No network, no overhead."""
+        alone, shared = self._threads[0], self._threads[-1 if drafted else 0]
+        step = max(_seconds(times, shared, streams * (1.0 + candidates)), drafted * times.get("draft", 0.0))
+        return total / (_seconds(times, alone, streams * prompt) + total / (streams * tokens) * step)
+
+
+def _seconds(times: Times, threads: int, rows: float) -> float:
+    """T_v(rows); beyond what was measured, as if the last stretch went on."""
+    known = [times[f"{threads}/{each}"] for each in ROWS]
+    slope = (known[-1] - known[-2]) / (ROWS[-1] - ROWS[-2])
+    return float(np.interp(rows, ROWS, known)) + slope * max(0.0, rows - ROWS[-1])
 
 
 def of_answer(tokens: int, steps: int, candidates: int, sources: Mapping[str, int]) -> dict[str, float]:

@@ -192,6 +192,7 @@ class VerifierLink(Link):
             policy=policy,
             tenant=sample.tenant,
             attempt=attempt,
+            unhurried=sample.unhurried,
         )
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)

@@ -70,6 +70,7 @@ class Sample:
     rule: Rule
     contrast: model_pb2.Contrast
     revision: str = ""  # of the model that the text was begun with; empty: any
+    unhurried: bool = False  # nobody reads along
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ class Request:
     samples: list[Sample]
 
 
-def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
-    """The request a message asks for, or an error that names every field that is wrong."""
+def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bool = True) -> Request:
+    """The request a message asks for, or an error that names every field that is wrong. What is not `streamed` has
+    time, unless a stop string may end it."""
     if message.model and message.model != model.name:
         raise UnknownModelError(f"model: is {message.model!r}, served here is {model.name!r}")
     if message.json_schema:
@@ -151,6 +153,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model) -> Request:
         rule=rule_of(message.rule, sampling),
         contrast=message.contrast,
         revision=message.model_fingerprint,
+        unhurried=not streamed and not message.stop,
     )
     return Request(
         seed,

@@ -56,7 +56,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
         self._peers.check_room()
-        valid = await self._parse(request.request)
+        valid = await self._parse(request.request, streamed=False)
         completions = [generation_pb2.Completion() for _ in valid.samples]
         async with aclosing(self._responses(valid, context)) as responses:
             async for response in responses:
@@ -83,11 +83,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         return generation_pb2.ListModelsResponse(models=[served])
 
-    async def _parse(self, request: generation_pb2.GenerateRequest) -> Request:
+    async def _parse(self, request: generation_pb2.GenerateRequest, *, streamed: bool = True) -> Request:
         """Tokenising takes a while, and has a thread; what comes in few tokens does not wait for one."""
         if request.WhichOneof("prompt") == "tokens" and len(request.tokens.ids) <= SHORT:
-            return parse(request, self._model)
-        return await asyncio.to_thread(parse, request, self._model)
+            return parse(request, self._model, streamed=streamed)
+        return await asyncio.to_thread(parse, request, self._model, streamed=streamed)
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
         """Responses of all samples as they come."""

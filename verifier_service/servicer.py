@@ -213,6 +213,7 @@ class VerifierServicer(
             context,
             message.tenant,
             heard,
+            message.unhurried,
         )
         return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
 

@@ -69,6 +69,7 @@ class SessionRequest:
     context: int
     tenant: str = ""
     checksum: int = 0  # of the VerifyOpen
+    unhurried: bool = False  # nobody reads along
 
 
 @dataclass

@@ -46,6 +46,9 @@ MESSAGES_A_SECOND = 400
 """About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
 interpreter that it shares with the steps. Those of a drafted session are told at once, others are joined."""
 
+UNHURRIED = 0.25
+"""Seconds between two commits of a session along which nobody reads."""
+
 PRICE_SMOOTHING = 0.2
 UNDRAFTED = Prospect(1.0)
 """Of a session that brings one token and hopes for nothing."""
@@ -435,7 +438,8 @@ class StepLoop(Worker):
             attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
             waits = not attached.session.computable  # for its draft, which must hear of this
             at_once = verdict.finish or waits or self._drafts(attached) or self._stalled(attached)
-            if at_once or now - attached.told >= spacing:  # who is stalled waits for what its reader hears of
+            pause = max(spacing, UNHURRIED) if attached.session.request.unhurried else spacing
+            if at_once or now - attached.told >= pause:  # who is stalled waits for what its reader hears of
                 messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
                 self._shared.add(attached.session.request.tenant, attached.session.tree.committed)

@@ -106,6 +106,7 @@ class VerifyOpen(google.protobuf.message.Message):
     CONTRAST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    UNHURRIED_FIELD_NUMBER: builtins.int
     rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -122,6 +123,8 @@ class VerifyOpen(google.protobuf.message.Message):
     """
     checksum: builtins.int
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
+    unhurried: builtins.bool
+    """Nobody reads along: what several steps add may be told together, a quarter of a second's worth."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -162,9 +165,10 @@ class VerifyOpen(google.protobuf.message.Message):
         contrast: specdec.v1.model_pb2.Contrast | None = ...,
         attempt: builtins.int = ...,
         checksum: builtins.int | None = ...,
+        unhurried: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "attempt", b"attempt", "checksum", b"checksum", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "attempt", b"attempt", "checksum", b"checksum", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "unhurried", b"unhurried"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpen = VerifyOpen

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
+from orchestrator.request import parse
 from specdec.decoding.logprobs import log_softmax
 from specdec.v1 import generation_pb2, model_pb2
 from tests.models import END, VOCABULARY
@@ -45,6 +46,14 @@ async def test_stream_and_answer_hold_the_same(services: Stack) -> None:
     assert all(r.timings.step_us >= r.timings.forward_us > 0 for r in responses)
     elapsed = [r.timings.elapsed_us for r in responses]
     assert elapsed == sorted(elapsed)
+
+
+async def test_what_is_not_streamed_has_time(services: Stack) -> None:
+    """Unless it may have to stop at a string that the verifier does not know."""
+    asked = request_of(PROMPT, max_tokens=3)
+    assert [parse(asked, services.model, streamed=each).samples[0].unhurried for each in (True, False)] == [False, True]
+    asked.stop.append("x")
+    assert not parse(asked, services.model, streamed=False).samples[0].unhurried
 
 
 async def test_counts_are_exact(services: Stack) -> None:

@@ -217,10 +217,19 @@ class Client:
         max_candidates: int = 8,
         rule: Rule = Rule.COUPLED,
         policy: Policy | None = None,
+        unhurried: bool = False,
     ) -> None:
         chooser = Chooser(sampling or Sampling(), end_tokens, rule=rule)
         request = SessionRequest(
-            list(prompt), list(generated), chooser, end_tokens, max_tokens, logprobs, loop.context, tenant
+            list(prompt),
+            list(generated),
+            chooser,
+            end_tokens,
+            max_tokens,
+            logprobs,
+            loop.context,
+            tenant,
+            unhurried=unhurried,
         )
         self.session = Session(request, policy or Policy(True, max_candidates, 0.0), 64, VOCABULARY)
         self.want = reference(request)

@@ -6,6 +6,7 @@ Nothing here depends on time: costs are fixed, sessions have no patience, and tu
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -39,7 +40,7 @@ from tests.verifier.fakes import (
 from verifier_service.guard import Way
 from verifier_service.schedule import LEAST_PROMPT_ROWS
 from verifier_service.session import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Policy
-from verifier_service.step_loop import MARGIN, MOST_CANDIDATES, StepLoop
+from verifier_service.step_loop import MARGIN, MOST_CANDIDATES, UNHURRIED, StepLoop
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
@@ -195,6 +196,18 @@ class TestTokens:
         assert bases == [10 + sum(len(v.tokens) for v in plain.mail.verdicts[:i]) for i in range(len(bases))]
         assert len(plain.logprobs) == 30
         check_over(loop, engine, plain)
+
+    def test_who_has_time_hears_less_often(self) -> None:
+        """Unless a draft must hear."""
+        engine = TextEngine(12)
+        loop = step_loop(engine)
+        undrafted, begin = Policy(False, 8, 0.0), time.monotonic()
+        patient = client(loop, 10, 1, 60, unhurried=True, policy=undrafted)
+        drafted = client(loop, 10, 2, 60, unhurried=True)
+        run(loop, patient, drafted)
+        assert len(patient.mail.verdicts) <= 2 + (time.monotonic() - begin) / UNHURRIED
+        assert len(drafted.mail.verdicts) == 60
+        check_over(loop, engine, patient, drafted)
 
     def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
         """However many commits are told together."""
