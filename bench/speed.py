@@ -301,6 +301,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.quick:
         args.kinds, args.streams, args.temperatures, args.rounds, args.tokens = ["code"], [1, 4], [0.0], 1, 64
+        args.patience = min(args.patience, 1.0)
     for name in ("prompt_tokens", "tokens", "rounds"):
         least = 32 if name == "prompt_tokens" else 1
         if getattr(args, name) < least:
