@@ -34,8 +34,10 @@ if AVAILABLE:
     _parallel.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint]
     _parallel.restype = None
     _thread: Any = _process.omp_get_thread_num  # of the one that asks, within the team
-    _thread.argtypes = []
-    _thread.restype = ctypes.c_int
+    _team: Any = _process.omp_get_num_threads  # in it: fewer than were asked for, if the runtime has a limit
+    for _function in (_thread, _team):
+        _function.argtypes = []
+        _function.restype = ctypes.c_int
 
 
 def evenly(rows: int, threads: int, least: int) -> Cuts:
@@ -46,13 +48,13 @@ def evenly(rows: int, threads: int, least: int) -> Cuts:
 
 def shared(loop: Any) -> Callable[..., None]:
     """A compiled loop(*arguments, cuts) over what lies between the first two of its cuts, as one that takes any number
-    of them and runs each share in a thread of its own. Arrays are the same memory in all."""
+    of them and has a team run its shares, one in each thread if it gets as many. Arrays are the same memory in all."""
     if not AVAILABLE:
         return loop  # type: ignore[no-any-return]
 
     @intrinsic  # type: ignore[untyped-decorator]
     def share_of(_context: Any, arguments: Any) -> Any:
-        """Address of the function that finds the arguments and runs its thread's share."""
+        """Address of the function that finds the arguments and runs its thread's shares."""
 
         @intrinsic  # type: ignore[untyped-decorator]
         def found(_context: Any, address: Any) -> Any:
@@ -65,8 +67,9 @@ def shared(loop: Any) -> Callable[..., None]:
         @numba.cfunc(types.void(types.voidptr))  # type: ignore[untyped-decorator]
         def share(address: Any) -> None:
             given = found(address)
-            thread = _thread()
-            loop(*given[:-1], given[-1][thread : thread + 2])
+            cuts = given[-1]
+            for number in range(_thread(), len(cuts) - 1, _team()):
+                loop(*given[:-1], cuts[number : number + 2])
 
         _kept.append(share)
         return types.uintp(arguments), lambda *_: ir.Constant(ir.IntType(64), share.address)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from itertools import pairwise
 from typing import Any
@@ -35,6 +37,16 @@ def test_every_share_is_run_once(dtype: type, cuts: list[int]) -> None:
         scale(values, 2.0, out, threads, np.asarray(cuts))
     assert np.array_equal(out, 200.0 * values)
     assert set(threads.tolist()) == {begin for begin, end in pairwise(cuts) if begin < end}
+
+
+@shared_only
+def test_a_team_of_fewer_threads_runs_every_share() -> None:
+    """The runtime has a limit, of which only its environment decides."""
+    program = (
+        "import numpy as np; from tests.engine.test_team import scale; out, threads = np.zeros((7, 5)), np.full(7, -1);"
+        "scale(np.ones((7, 5)), 2.0, out, threads, np.arange(8)); assert (out == 2).all(), out"
+    )
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"OMP_THREAD_LIMIT": "2"}, check=True)
 
 
 @shared_only
