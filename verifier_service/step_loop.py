@@ -254,7 +254,8 @@ class StepLoop(Worker):
             if descent.error is not None:
                 self._quarantine(attached, descent.error)
         self._observe(rows, end - start, verdicts)
-        if len(planned) == len(descents):  # a step with prompts in it tells nothing of speculation
+        # A step with prompts in it, or the ends of some, tells nothing of speculation.
+        if all(piece.tip is not None and piece.count == 1 for _, piece in planned):
             self._watch(rows, end - begin, start - begin - waited, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 

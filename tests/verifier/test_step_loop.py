@@ -37,7 +37,7 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
-from verifier_service.guard import Way
+from verifier_service.guard import Guard, Way
 from verifier_service.schedule import LEAST_PROMPT_ROWS
 from verifier_service.session import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Policy
 from verifier_service.step_loop import MARGIN, MOST_CANDIDATES, UNHURRIED, StepLoop
@@ -181,6 +181,28 @@ class TestTokens:
         assert loop.load.drafted == 0
         run(loop, one, other)
         check_over(loop, engine, one, other)
+
+    def test_the_guard_hears_of_no_step_in_which_a_prompt_ends(self) -> None:
+        """It takes longer than one that speculates, and brings a token."""
+
+        class Listening(Guard):
+            heard = 0
+
+            def observe(self, **_: Any) -> None:
+                self.heard += 1
+
+        guard = Listening()
+        loop = step_loop(TextEngine(12), guard=guard)
+        early = client(loop, 10, 1, 30)
+        turns(loop, 1)
+        assert (len(early.tokens), guard.heard) == (1, 0)
+        turns(loop, 2)
+        assert guard.heard == 2
+        late = client(loop, 10, 2, 30)
+        turns(loop, 1)
+        assert (len(late.tokens), guard.heard) == (1, 2)
+        turns(loop, 1)
+        assert guard.heard == 3
 
     def test_nobody_speculates(self) -> None:
         """Candidates are not used, and commits may be told together."""
