@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.conditions import machine, versions
-from bench.generate import Transformers
+from bench.generate import Transformers, assisted
 from bench.prompts import held_out
 from bench.publish import publish
 from specdec.client import Client, SpecdecError
@@ -51,24 +52,18 @@ def arms(args: argparse.Namespace, exits: contextlib.ExitStack) -> dict[tuple[st
         return lambda prompt: client.complete(tokens=prompt, **how).completions[0].tokens
 
     alone, drafted = served("none", "--no-exact"), served(str(args.draft))
-    asked: dict[str, Any] = {"dtype": args.dtype, "tokens": args.tokens, "temperature": args.temperature}
-    plain, assisted = Transformers(args.target, None, **asked), Transformers(args.target, args.draft, **asked)
-
-    def theirs(count: int) -> Arm:
-        def generate(prompt: list[int]) -> list[int]:
-            assisted.draft_always(count)
-            return assisted(prompt)
-
-        return generate
+    theirs = partial(
+        Transformers(args.target, args.draft, args.dtype), tokens=args.tokens, temperature=args.temperature
+    )
 
     found: dict[tuple[str, int], Arm] = {
         ("specdec", PLAIN): ours(alone, speculation="off"),
-        ("transformers", PLAIN): plain,
+        ("transformers", PLAIN): theirs,
     }
     for count in range(1, args.most + 1):
         chain = {"max_candidates": count, "max_depth": count, "max_branches": 1}
         found["specdec", count] = ours(drafted, speculation="always", **chain)
-        found["transformers", count] = theirs(count)
+        found["transformers", count] = partial(theirs, how=assisted(count))
     return found
 
 

@@ -1,4 +1,4 @@
-"""transformers' own `generate`, plain or assisted, in this process on all cores."""
+"""transformers' own `generate`, in this process on all cores: plain, assisted by a draft, or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -6,50 +6,64 @@ import os
 from pathlib import Path
 from typing import Any
 
+PLAIN, ASSISTED, LOOKUP = "plain", "assisted", "prompt lookup"
+"""Ways to ask."""
+
+LOOKED_UP = 10
+"""Tokens that prompt lookup copies at most, as transformers' documentation has it."""
+
+
+def assisted(tokens: int) -> str:
+    """The way in which so many are drafted for each step, however sure the assistant is. ASSISTED drafts as many as
+    transformers finds right: its default is a schedule and a threshold of confidence."""
+    return f"{ASSISTED} of {tokens}"
+
 
 class Transformers:
-    """Continues one prompt at a time by `tokens` tokens. With a `draft` it is assisted generation, of as many tokens as
-    transformers finds right: its default is a schedule and a threshold of confidence."""
+    """Continues one prompt at a time. `steps` counts the target's forward passes."""
 
-    def __init__(
-        self,
-        target: Path,
-        draft: Path | None,
-        *,
-        dtype: str,
-        tokens: int,
-        temperature: float,
-    ) -> None:
+    def __init__(self, target: Path, draft: Path | None, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
         torch.set_num_threads(os.cpu_count() or 1)
-        load = AutoModelForCausalLM.from_pretrained
-        kind = getattr(torch, dtype)
+        load, kind = AutoModelForCausalLM.from_pretrained, getattr(torch, dtype)
         self._target = load(target, dtype=kind).eval()
-        self._assistant = None if draft is None else load(draft, dtype=kind).eval()
-        self._options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
-        if temperature > 0:
-            self._options |= {"do_sample": True, "temperature": temperature, "top_k": None}
-        else:
-            self._options |= {"do_sample": False}
+        self._target.register_forward_pre_hook(self._count)
+        self._draft = None if draft is None else load(draft, dtype=kind).eval()
+        config = None if self._draft is None else self._draft.generation_config
+        self._own_schedule = {name: getattr(config, name) for name in _always(0)} if config else {}
+        self.steps = 0
 
-    def draft_always(self, tokens: int) -> None:
-        """So many for each step from now on, however sure the assistant is."""
-        assert self._assistant is not None
-        config = self._assistant.generation_config
-        config.num_assistant_tokens = tokens
-        config.num_assistant_tokens_schedule = "constant"
-        config.assistant_confidence_threshold = 0.0
-
-    def __call__(self, prompt: list[int]) -> list[int]:
+    def __call__(
+        self, prompt: list[int], *, tokens: int, temperature: float = 0.0, how: str = PLAIN, streamer: Any = None
+    ) -> list[int]:
+        """`tokens` more, in one of the ways; the `streamer`, transformers' BaseStreamer, gets them as they come."""
+        options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
+        options |= {"do_sample": temperature > 0} | ({"temperature": temperature, "top_k": None} if temperature else {})
+        way, _, drafted = how.partition(" of ")
+        if way == ASSISTED:
+            if self._draft is None:
+                raise ValueError(f"{how}: there is no draft")
+            self._draft.generation_config.update(**(_always(int(drafted)) if drafted else self._own_schedule))
+            options["assistant_model"] = self._draft
+        elif way == LOOKUP:
+            options["prompt_lookup_num_tokens"] = LOOKED_UP
+        elif way != PLAIN:
+            raise ValueError(f"{how}: no way to ask generate")
         ids = self._torch.tensor([prompt])
         with self._torch.inference_mode():
-            output = self._target.generate(
-                ids,
-                attention_mask=self._torch.ones_like(ids),
-                assistant_model=self._assistant,
-                **self._options,
-            )
+            output = self._target.generate(ids, attention_mask=self._torch.ones_like(ids), streamer=streamer, **options)
         return list(output[0, len(prompt) :].tolist())
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def _always(tokens: int) -> dict[str, Any]:
+    return {
+        "num_assistant_tokens": tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }

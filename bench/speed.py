@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.conditions import machine, versions
-from bench.peers.transformers_generate import ASSISTED, LOOKUP
-from bench.peers.transformers_generate import PLAIN as GENERATE_PLAIN
+from bench.generate import ASSISTED, LOOKUP, assisted
+from bench.generate import PLAIN as GENERATE_PLAIN
 from bench.processor import Watch, await_quiet, peak_bytes
 from bench.publish import publish
 from bench.speed_report import DISTURBED, PLAIN, model_label, plot, table
@@ -122,7 +122,7 @@ def arms(running: Sequence[str]) -> dict[str, Arm]:
         "specdec drafted + lookahead": Arm("drafted", "auto"),
         "transformers generate": Arm("generate", GENERATE_PLAIN, one_stream=True),
         "transformers assisted": Arm("generate", ASSISTED, one_stream=True),
-        "transformers assisted, 5": Arm("generate", f"{ASSISTED} of 5", one_stream=True),
+        "transformers assisted, 5": Arm("generate", assisted(5), one_stream=True),
         "transformers prompt lookup": Arm("generate", LOOKUP, one_stream=True),
         "transformers batching": Arm("batching"),
         "vLLM": Arm("vllm none"),
