@@ -29,7 +29,7 @@ test: setup  ## Everything that must hold, in minutes.
 verify: setup  ## The long equality suites.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600
 
-bench: setup  ## Speed on the demo pair beside transformers, in two minutes.
+bench: setup  ## Speed on the demo pair beside transformers, in two minutes if nothing else runs.
 	$(BIN)/specdec bench speed --quick
 
 bench-peers: build/vllm/.done  ## vLLM's CPU build, in an environment of its own, for `specdec bench speed`.
