@@ -107,7 +107,10 @@ class OnVirtualTime(Worker):
 
 
 class SimulatedStepLoop(OnVirtualTime, StepLoop):
-    pass
+    @property
+    def last_step(self) -> float:
+        """When it ended."""
+        return self._last_step
 
 
 class LockstepLoop(SimulatedStepLoop):
