@@ -7,14 +7,17 @@ round trip between any two of the three services, in steps of the target; a verd
 and candidates two to come back.
 
 Each row is one deployment after its warm-up. Tokens a second are of all sessions together; beside them what the target
-brings alone (plain), with drafts that wait for each verdict (synchronous, the best of several sizes of tree), by an
-idealised schedule of the same deployment (`ideal.py`) and at most (`bound.py`).
+brings alone (plain), with drafts that wait for each verdict (synchronous), by an idealised schedule of the same
+deployment (`ideal.py`) and at most (`bound.py`).
+
+Synchronous drafting is the best of chains and trees of up to 64 nodes, with steps for whoever is ready, so that
+sessions split into groups that take turns, and with steps that wait for all; what short trials find best is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -24,8 +27,17 @@ from bench.simulation.deployment import Outcome, Scenario, simulate
 from bench.simulation.devices import PRESETS
 from bench.simulation.ideal import ideal
 from bench.simulation.language import Language
+from verifier_service.step_loop import MOST_CANDIDATES
 
-SYNCHRONOUS_NODES = (4, 8, 16, 32)
+CHAINS = tuple((nodes, 1) for nodes in (1, 2, 4, 8, 16))
+TREES = tuple((nodes, 0) for nodes in (4, 8, 16, 32, 64))
+"""(nodes, branches) of a synchronous draft's answer."""
+
+TOO_MANY = 16 * MOST_CANDIDATES
+"""Candidates of all sessions, of which a step could take a sixteenth: answers that long are not tried."""
+
+TRIAL, FINALISTS = 1 / 4, 3
+"""Part of the measured time; how many of the variants tried are measured."""
 
 SESSION_STEPS = 600
 """Measured at least, over all sessions: how many tokens one brings varies by a factor of two."""
@@ -61,8 +73,20 @@ class Row:
 
     @property
     def synchronous(self) -> float:
-        turns = replace(self.scenario, synchronous=True)
-        return max(measured(replace(turns, nodes=nodes)).rate for nodes in SYNCHRONOUS_NODES)
+        return measured(synchronous(self.scenario)).rate
+
+
+def synchronous(scenario: Scenario, answers: Sequence[tuple[int, int]] = CHAINS + TREES) -> Scenario:
+    """Of the same deployment with drafts that answer, the variant that brings most; `answers` as in CHAINS."""
+    variants = [
+        replace(scenario, synchronous=True, lockstep=lockstep, nodes=nodes, branches=branches)
+        for lockstep in ((False, True) if scenario.sessions > 1 else (False,))  # one session waits for itself anyway
+        for nodes, branches in answers
+        if scenario.sessions * nodes <= TOO_MANY
+    ]
+    trial = max(1, round(TRIAL * scenario.measured))
+    variants.sort(key=lambda variant: simulate(replace(variant, measured=trial)).rate, reverse=True)
+    return max(variants[:FINALISTS], key=lambda variant: measured(variant).rate)
 
 
 Column = tuple[str, Callable[[Row], str]]

@@ -43,7 +43,8 @@ MOST_A_STEP = 32
 class Scenario:
     """`delay`: seconds from any service to another, one way. `warm_up` and `measured`: how long, in steps of the
     target with every session's tip in it. `nodes`: candidates that a draft may have alive; if `synchronous`, that it
-    answers with (`bench.synchronous`). `lockstep`: a synchronous step waits for the answers of all drafts."""
+    answers with (`bench.synchronous`). `branches`: below one node; 0: the services' default. `lockstep`: a synchronous
+    step waits for the answers of all drafts."""
 
     hardware: Hardware
     language: Language = field(default_factory=Language)
@@ -54,6 +55,7 @@ class Scenario:
     synchronous: bool = False
     lockstep: bool = False
     nodes: int = VerifierLimits.max_nodes
+    branches: int = 0
     always: bool = False  # the guard has no say
     warm_up: int = 30
     measured: int = 60
@@ -66,7 +68,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the measured time."""
+    """Of the measured time, from the end of a step to the end of another."""
 
     seconds: float
     tokens: int
@@ -110,7 +112,7 @@ class Spelling:
 class Totals:
     """Counters of a deployment at one moment."""
 
-    time: float
+    time: float  # at which the last step ended
     tokens: int
     steps: int
     rows: int
@@ -179,7 +181,7 @@ class Deployment:
                 always=self._scenario.always or self._scenario.synchronous,
                 max_candidates=0,
                 max_depth=self._scenario.nodes if self._scenario.synchronous else 0,
-                max_branches=0,
+                max_branches=self._scenario.branches,
                 lookahead=None,
             ),
             tenant="",
@@ -195,7 +197,7 @@ class Deployment:
     def totals(self) -> Totals:
         load = self._verifier_loop.load
         return Totals(
-            time=asyncio.get_running_loop().time(),
+            time=self._verifier_loop.last_step,
             tokens=load.committed,
             steps=load.steps,
             rows=load.rows,
@@ -273,6 +275,8 @@ async def _measure(scenario: Scenario) -> Outcome:
 
 
 def _difference(before: Totals, after: Totals) -> Outcome:
+    if before.steps in (0, after.steps):
+        raise ValueError("no step ended in the time that was to be measured, or none before it: it is too short")
     seconds = after.time - before.time
     candidates = after.drafted - before.drafted
     traffic = [late - early for early, late in zip(before.traffic, after.traffic, strict=True)]

@@ -1,0 +1,33 @@
+"""What `bench.simulate` compares with: synchronous drafting at its best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.simulate import synchronous
+from bench.simulation.deployment import Scenario, simulate
+from bench.simulation.devices import PRESETS, Device, Hardware
+
+DRAFT = PRESETS["70b"].draft
+FLAT, STEEP = Hardware(Device(0.03, 0.0), DRAFT), Hardware(Device(0.001, 0.002), DRAFT)
+FOUR = Scenario(FLAT, sessions=4, warm_up=50, measured=40)
+ANSWERS = ((4, 0), (8, 0))
+
+
+@pytest.mark.parametrize(("hardware", "lockstep"), [(FLAT, True), (STEEP, False)])
+def test_the_better_of_lockstep_and_taking_turns_counts(hardware: Hardware, lockstep: bool) -> None:
+    """Where a step takes as long for all as for some, all should be in it; where every row takes its time, the target
+    should work for some while the others wait for their drafts."""
+    scenario = replace(FOUR, hardware=hardware)
+    best = synchronous(scenario, ANSWERS)
+    assert best.synchronous
+    assert best.lockstep is lockstep
+    others = [replace(best, lockstep=not lockstep, nodes=nodes, branches=branches) for nodes, branches in ANSWERS]
+    assert simulate(best).rate > max(simulate(other).rate for other in others)
+
+
+def test_the_best_answer_counts() -> None:
+    assert synchronous(FOUR, ((1, 1), (16, 0))).nodes == 16
+    assert synchronous(replace(FOUR, hardware=STEEP), ((1, 1), (16, 0))).nodes == 1
