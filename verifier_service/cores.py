@@ -2,25 +2,46 @@
 
 A draft on the verifier's own machine wants a core while it is at work. While none is, that core is the verifier's:
 speculation that does not pay must not leave it slower than if nobody had speculated.
+
+All threads of a forward pass meet several times in every layer. Where another process takes a part of a core, each
+meeting waits until the system gives it back, and a step can take thirty times as long as with a thread fewer. So what
+steps cost with either number is compared as they come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from specdec.engine.engine import Engine
 from verifier_service.cost import StepCost
 
+BETTER = 0.9
+"""Part of the present cost that another number of threads must come down to, to be taken."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds of steps until all threads are tried again; each time that they lose twice as long."""
+
+SETTLED = 1.0
+"""Seconds of steps with all threads after which it counts as over that they had to wait."""
+
 
 class Cores:
-    """Of an engine that can compute with all of its threads, or with fewer beside drafts at work."""
+    """Of an engine that can compute with all of its threads, or with fewer beside drafts or strangers at work."""
 
-    def __init__(self, engine: Engine, slots: int, cost: StepCost | None = None) -> None:
-        """Steps are measured over the engine's first `slots` slots, unless what they `cost` is known."""
+    def __init__(self, engine: Engine, measure: Callable[[], StepCost]) -> None:
+        """`measure` says what steps cost with the threads that the engine has just then."""
         self._engine = engine
         self._costs: dict[int, StepCost] = {}
         for threads in reversed(engine.threads):
             engine.use_threads(threads)
-            self._costs[threads] = cost or StepCost.measure(engine, slots)
-        self._used = engine.threads[0]
+            self._costs[threads] = measure()
+        self._all, self._fewest = engine.threads[0], engine.threads[-1]
+        self._ratio = self._costs[self._all].of(1) / self._costs[self._fewest].of(1)  # where nobody is in the way
+        self._undrafted = self._all  # threads of a step without drafts
+        self._used = self._all
+        self._clock = 0.0  # seconds of undrafted steps
+        self._pause = FIRST_PAUSE
+        self._changed = 0.0  # when another number was last taken
 
     @property
     def cost(self) -> StepCost:
@@ -29,17 +50,42 @@ class Cores:
 
     @property
     def undrafted_cost(self) -> StepCost:
-        """Of a step with all of them."""
-        return self._costs[self._engine.threads[0]]
+        """Of a step with as many as it has where no draft is at work."""
+        return self._costs[self._undrafted]
 
     @property
     def shared(self) -> bool:
         """Whether drafts have taken some of them, even if they bring nothing."""
-        return self._used != self._engine.threads[0]
+        return self._used != self._undrafted
 
     def share(self, with_drafts: bool) -> None:
         """Have the next steps leave room for drafts at work, or not."""
-        threads = self._engine.threads[-1 if with_drafts else 0]
+        self._use(self._fewest if with_drafts else self._undrafted)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step over `rows` rows was made, with the threads that it has now."""
+        self.cost.observe(rows, seconds)
+        if self._all == self._fewest or self.shared:
+            return
+        self._clock += seconds
+        since = self._clock - self._changed
+        if self._undrafted == self._all:
+            if self._costs[self._fewest].of(rows) < BETTER * self.cost.of(rows):
+                self._take(self._fewest)
+            elif since >= SETTLED:
+                self._pause = FIRST_PAUSE
+        elif self._costs[self._all].of(rows) < BETTER * self.cost.of(rows):
+            self._take(self._all)
+        elif since >= self._pause:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._costs[self._all].become(rows, self._ratio * self.cost.of(rows))  # as if nobody were in the way
+            self._take(self._all)
+
+    def _take(self, threads: int) -> None:
+        self._undrafted, self._changed = threads, self._clock
+        self._use(threads)
+
+    def _use(self, threads: int) -> None:
         if threads != self._used:
             self._used = threads
             self._engine.use_threads(threads)

@@ -77,6 +77,11 @@ class StepCost:
         self._seconds[right] *= math.exp(SHAPE_LEARNS * nearness * surprise)
         self._tabulate()
 
+    def become(self, rows: int, seconds: float) -> None:
+        """Take a step over `rows` to cost so many `seconds`, and all others in proportion."""
+        self._seconds *= seconds / self.of(rows)
+        self._tabulate()
+
     def _tabulate(self) -> None:
         """T_v at every number of rows up to the last measured one: it is asked for often in a step."""
         monotone = np.maximum.accumulate(self._seconds)

@@ -1,4 +1,5 @@
-"""All threads for who has no draft at work, fewer beside one; each number with what its steps cost."""
+"""All threads for who has no draft at work, fewer beside one, or beside a stranger for whom all would have to wait;
+each number with what its steps cost."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import pytest
 
 from specdec.engine.blocks import BLOCK
 from tests.verifier.fakes import Client, Decided, TextEngine, step_loop
-from verifier_service.cores import Cores
+from verifier_service.cores import FIRST_PAUSE, LONGEST_PAUSE, Cores
+from verifier_service.cost import StepCost
 from verifier_service.guard import Way
 from verifier_service.session import Policy
 
@@ -19,7 +21,7 @@ class Threaded(TextEngine):
 
 def test_steps_are_measured_with_each_number() -> None:
     engine = Threaded(BLOCKS)
-    cores = Cores(engine, BLOCKS * BLOCK)
+    cores = Cores(engine, lambda: StepCost.measure(engine, BLOCKS * BLOCK))
     assert engine.used == 2
     assert cores.cost is cores.undrafted_cost
     cores.share(with_drafts=True)
@@ -39,3 +41,58 @@ def test_room_is_left_where_candidates_of_drafts_are_taken(way: Way, speculate: 
     Client(loop, [3, 4, 5], policy=Policy(speculate, 8, 0.0, always=always))
     loop.turn()
     assert engine.used == (1 if speculate and (always or way is Way.DRAFTED) else 2)
+
+
+class Machine:
+    """Whose steps take `seconds` by the number of threads: what they took when nobody was in the way, at first."""
+
+    def __init__(self, of_two: float = 0.003, of_one: float = 0.005) -> None:
+        self.engine = Threaded(BLOCKS)
+        self.seconds = {2: of_two, 1: of_one}
+        self.cores = Cores(self.engine, lambda: StepCost((1, 2), [self.seconds[self.engine.used]] * 2))
+        self.clock = 0.0
+
+    def steps(self, seconds: float) -> dict[int, float]:
+        """Make steps for so long; how much of it with which number of threads."""
+        spent = {1: 0.0, 2: 0.0}
+        until = self.clock + seconds
+        while self.clock < until:
+            taken = self.seconds[self.engine.used]
+            spent[self.engine.used] += taken
+            self.clock += taken
+            self.cores.observe(1, taken)
+            self.cores.share(with_drafts=False)
+        return spent
+
+
+def test_a_stranger_takes_one_thread_s_core_not_all_of_the_time() -> None:
+    machine = Machine()
+    assert machine.steps(5.0)[1] == 0
+    machine.seconds = {2: 0.1, 1: 0.006}
+    spent = machine.steps(60.0)
+    assert spent[2] < 0.1 * 60  # a few steps to see it, a few in every trial
+    machine.seconds = {2: 0.003, 1: 0.005}
+    machine.steps(LONGEST_PAUSE + FIRST_PAUSE)
+    assert machine.steps(5.0)[1] == 0
+
+
+def test_a_slower_machine_is_no_stranger() -> None:
+    machine = Machine()
+    machine.seconds = {2: 0.012, 1: 0.02}  # longer texts, a slow spell
+    spent = machine.steps(10.0)
+    assert spent[1] < 0.05 * 10  # long enough to see that one thread suffers as well
+
+
+def test_a_model_that_gains_nothing_by_threads_has_one() -> None:
+    machine = Machine(of_two=0.005, of_one=0.003)
+    assert machine.steps(10.0)[1] > 9.0
+
+
+def test_drafts_that_share_the_cores_say_nothing_of_all_threads() -> None:
+    machine = Machine()
+    machine.cores.share(with_drafts=True)
+    for _ in range(1000):
+        machine.cores.observe(1, 0.0001)
+    assert machine.cores.shared
+    machine.cores.share(with_drafts=False)
+    assert machine.engine.used == 2
