@@ -27,6 +27,7 @@ from draft_service.session import GrowthPolicy
 from draft_service.session import Session as DraftSession
 from draft_service.session import SessionRequest as DraftRequest
 from specdec.decoding.choice import Chooser
+from specdec.decoding.rows import HostRows
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.engine.blocks import BlockPool
 from specdec.engine.load import load_engine
@@ -116,7 +117,7 @@ class Pair:
         scratch = list(range(CAPACITY - SCRATCH, CAPACITY))
         planned = session.plan(packer, session.remaining_prompt + 1, nodes, scratch)
         descent = Descent(session, planned)
-        walk([descent], self.target.forward(packer.pack()))
+        walk([descent], HostRows(self.target.forward(packer.pack())))
         if descent.error is not None:
             raise descent.error
         if descent.moves:

@@ -92,6 +92,7 @@ class Planned:
     tip: int | None = None  # None: a piece of prompt that does not reach the tip
     results: dict[int, int] = field(default_factory=dict)  # id(node) -> index among the results
     slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
+    candidates: list[Node] = field(default_factory=list)
     foresight: Foresight | None = None
     foreseen: list[int] = field(default_factory=list)  # for each place it asks about, an index among the results
 
@@ -289,6 +290,7 @@ class Session:
         need scratch slots, and copying if one of them wins.
         """
         own = self.slots
+        planned.candidates = nodes
         principal: Node | None = self.tree.root
         row_of: dict[int, int] = {}
         inner: set[int] = set()
@@ -374,8 +376,15 @@ class Descent:
         self._path: list[int] = []
 
     def ask(self) -> Ask:
-        session = self.session
-        return Ask(session.request.chooser, self._node.position + 1, session.history, self._path, self._proposal())
+        return self._ask(self._node, self._path)
+
+    def asks(self) -> Iterator[tuple[int, Ask]]:
+        """What may be asked on any way, and about the window: rows of the results, and the question to each."""
+        yield self.row, self.ask()
+        for node in self.planned.candidates:
+            yield self.planned.results[id(node)], self._ask(node, [step.token for step in node.path()])
+        if self.planned.foresight is not None:
+            yield from zip(self.planned.foreseen, self.session.asks_ahead(self.planned), strict=True)
 
     def take(self, token: int) -> bool:
         node, planned, verdict = self._node, self.planned, self.verdict
@@ -404,11 +413,11 @@ class Descent:
     def fail(self, error: Exception) -> None:
         self.error = error
 
-    def _proposal(self) -> Proposal | None:
-        """What the draft says of the next position. A sampled child is put to the test whether or not it is in this
-        step: if it is accepted, what the draft has grown below it stays alive."""
-        node = self._node
-        return None if node.row is None else Proposal(next(iter(node.children), None), node.row)
+    def _ask(self, node: Node, path: list[int]) -> Ask:
+        """A sampled child is put to the test whether or not it is in this step: if it is accepted, what the draft has
+        grown below it stays alive."""
+        proposal = None if node.row is None else Proposal(next(iter(node.children), None), node.row)
+        return Ask(self.session.request.chooser, node.position + 1, self.session.history, path, proposal)
 
     def _source(self, node: Node, child: Node | None) -> int:
         if child is not None:

@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 
-from specdec.decoding.choice import choose
-from specdec.decoding.logprobs import logprobs
+from specdec.decoding.rows import HostRows, Rows
 from specdec.decoding.tree import Node
-from specdec.engine.batch import Packer
+from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.blocks import BLOCK, BlockPool
-from specdec.engine.engine import Engine
+from specdec.engine.engine import DeviceEngine, Engine
 from specdec.engine.kv import NOWHERE, PoolFullError, Slots
 from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
@@ -151,7 +149,7 @@ class StepLoop(Worker):
         self._arrivals = itertools.count()
         self._waiting: list[Attached] = []  # for memory, in order of precedence
         self._running: list[Attached] = []  # in order of arrival
-        self._cores = Cores(engine, blocks * BLOCK, cost)
+        self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, blocks * BLOCK))
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
         self._shared = SharedTexts(shared_tokens)
@@ -227,11 +225,11 @@ class StepLoop(Worker):
         # 2. One forward pass, one walk.
         try:
             forward_start = time.monotonic()
-            logits = self._engine.forward(packer.pack())
-            forward_time = time.monotonic() - forward_start
             descents = [(a, Descent(a.session, p)) for a, p in planned if p.tip is not None]
-            walk([descent for _, descent in descents], logits)
-            self._look([descent for _, descent in descents if descent.error is None], logits)
+            results = self._forward(packer.pack(), [descent for _, descent in descents])
+            forward_time = time.monotonic() - forward_start
+            walk([descent for _, descent in descents], results)
+            self._look([descent for _, descent in descents if descent.error is None], results)
         except Exception as error:  # the step's sessions are lost, the loop is not
             for attached, _ in planned:
                 self._quarantine(attached, error)
@@ -243,7 +241,7 @@ class StepLoop(Worker):
                 attached.session.computed += piece.count
         kept = [(a, descent) for a, descent in descents if descent.error is None]
         self._move([move for _, descent in kept for move in descent.moves])
-        self._add_logprobs([descent for _, descent in kept], logits)
+        self._add_logprobs([descent for _, descent in kept], results)
         begin = start if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
@@ -258,6 +256,11 @@ class StepLoop(Worker):
         if all(piece.tip is not None and piece.count == 1 for _, piece in planned):
             self._watch(rows, end - begin, start - begin - waited, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
+
+    def _forward(self, batch: PackedBatch, descents: list[Descent]) -> Rows:
+        if isinstance(self._engine, DeviceEngine):
+            return self._engine.step(batch, {row: ask for descent in descents for row, ask in descent.asks()})
+        return HostRows(self._engine.forward(batch))
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
         """Rows of all: the tips of those who decode, the candidates that pay, pieces of prompts."""
@@ -300,14 +303,14 @@ class StepLoop(Worker):
                 free -= len(foresight.nodes)
         return foresights
 
-    def _look(self, descents: list[Descent], logits: NDArray[np.float32]) -> None:
+    def _look(self, descents: list[Descent], results: Rows) -> None:
         """Tell the windows what the target chooses below them."""
         looking = [descent for descent in descents if descent.planned.foresight is not None]
         if not looking:
             return
         rows = [row for descent in looking for row in descent.planned.foreseen]
         asks = [ask for descent in looking for ask in descent.session.asks_ahead(descent.planned)]
-        chosen = iter(choose(logits[rows], asks).tolist())
+        chosen = iter(results.choose(rows, asks)[0].tolist())
         for descent in looking:
             tokens = list(itertools.islice(chosen, len(descent.planned.foreseen)))
             descent.session.guesser.looked(tokens, len(descent.verdict.tokens))
@@ -417,14 +420,14 @@ class StepLoop(Worker):
 
     # --- results ------------------------------------------------------------------------------------
 
-    def _add_logprobs(self, descents: list[Descent], logits: NDArray[np.float32]) -> None:
+    def _add_logprobs(self, descents: list[Descent], results: Rows) -> None:
         asking = [descent for descent in descents if descent.session.request.logprobs]
         if not asking:
             return
-        rows = np.asarray([row for descent in asking for row in descent.rows])
+        rows = [row for descent in asking for row in descent.rows]
         tokens = np.asarray([token for descent in asking for token in descent.verdict.tokens])
         tops = [descent.session.request.logprobs - 1 for descent in asking for _ in descent.rows]
-        found = iter(logprobs(logits[rows], tokens, tops))
+        found = iter(results.logprobs(rows, tokens, tops))
         for descent in asking:
             descent.verdict.logprobs = list(itertools.islice(found, len(descent.rows)))
 
@@ -461,7 +464,7 @@ class StepLoop(Worker):
         return attached.outbox, partial(attached.message, verdict, times)
 
     def _observe(self, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
-        self._cost.observe(rows, seconds)
+        self._cores.observe(rows, seconds)
         load = self.load
         load.steps += 1
         load.rows += rows

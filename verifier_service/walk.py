@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specdec.decoding.choice import Ask, Chooser, choose
+from specdec.decoding.rows import Rows
 from specdec.decoding.sampling import Sampling
 
 
@@ -20,7 +20,7 @@ class Walker(Protocol):
     """A session on its way down."""
 
     row: int
-    """Where the logits of its present node lie."""
+    """That of its present node."""
 
     def ask(self) -> Ask:
         """What is to be chosen there."""
@@ -32,15 +32,12 @@ class Walker(Protocol):
         """Its logits cannot be used."""
 
 
-def walk(walkers: Sequence[Walker], logits: NDArray[np.float32]) -> None:
+def walk(walkers: Sequence[Walker], rows: Rows) -> None:
     """Take every walker to the end of its way."""
     while walkers:
-        rows = np.asarray([walker.row for walker in walkers])
-        here = logits[rows]
-        tokens = choose(here, [walker.ask() for walker in walkers])
-        usable = np.isfinite(here[np.arange(len(rows)), tokens])  # a NaN is every argmax's first choice
+        tokens, sound = rows.choose([walker.row for walker in walkers], [walker.ask() for walker in walkers])
         going: list[Walker] = []
-        for walker, token, finite in zip(walkers, tokens.tolist(), usable.tolist(), strict=True):
+        for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
                 walker.fail(FloatingPointError("the model's logits are not finite"))
             elif walker.take(token):

@@ -199,7 +199,7 @@ def _draw(z: Logits, asks: Sequence[Ask]) -> Tokens:
     from specdec.decoding.contenders import contenders  # compiled, which only a verifier needs
 
     z = tempered(z, [ask.chooser.sampling for ask in asks])
-    streams = _streams(asks)
+    streams = streams_of(asks)
     return winners(z, streams, contenders(z, streams))
 
 
@@ -209,9 +209,9 @@ def _draw_truncated(z: Logits, asks: Sequence[Ask]) -> Tokens:
     z = tempered(z, samplings)
     offsets = range(0, z.size, z.shape[1])
     kept = [survivors(*of_row) + offset for *of_row, offset in zip(z, samplings, offsets, strict=True)]
-    return winners(z, _streams(asks), np.concatenate(kept))
+    return winners(z, streams_of(asks), np.concatenate(kept))
 
 
-def _streams(asks: Sequence[Ask]) -> NDArray[np.uint64]:
+def streams_of(asks: Sequence[Ask]) -> NDArray[np.uint64]:
     states = np.array([ask.chooser.state for ask in asks], dtype=np.uint64)
     return token_words(states, np.array([ask.position for ask in asks]))  # `stream` of them all: one more mix

@@ -32,14 +32,34 @@ def survivors(z: Logits, sampling: Sampling) -> Ids:
     if not truncates(sampling):
         return ids
     ranked = -np.sort(-values)
-    size = min(sampling.top_k or len(ids), len(ids))
+    size = _surviving(ranked, total, sampling)
+    return ids[_leading(values, ranked[size - 1], size)]
+
+
+def leading(z: Logits, ids: Ids, total: float, vocabulary: int, sampling: Sampling) -> Ids | None:
+    """`survivors` of a row of which only the largest logits are known: z, descending, their ids, and the sum of all
+    weights, in float64. Indices into z, by ascending id; None: too little is known to tell."""
+    count = int(np.count_nonzero(z > -np.inf))
+    known, all_known = z[:count], count < len(z) or len(z) == vocabulary
+    if sampling.top_k > count and not all_known:
+        return None
+    size = _surviving(known, None if 0 < sampling.top_k < vocabulary else total, sampling)
+    if not all_known and not known[size - 1] > known[-1]:
+        return None  # what is not known may survive as well, or come before one of these among equals
+    best = np.lexsort((ids[:count], -known))[:size]
+    return np.asarray(best[np.argsort(ids[best])])
+
+
+def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
+    """How many of a ranking's logits, descending, survive; `total`: as `_plausible` says."""
+    size = min(sampling.top_k or len(ranked), len(ranked))
     if sampling.top_p < 1.0:
         reached = np.cumsum(np.exp(ranked[:size] - ranked[0]), dtype=np.float64)
         wanted = sampling.top_p * (reached[-1] if total is None else total)
         size = min(size, int(np.searchsorted(reached, wanted)) + 1)
     if sampling.min_p > 0.0:
         size = min(size, int(np.count_nonzero(ranked >= _least(ranked[0], sampling.min_p))))
-    return ids[_leading(values, ranked[size - 1], size)]
+    return size
 
 
 def largest(row: NDArray[np.floating], count: int) -> Ids:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.choice import Ask
+from specdec.decoding.rows import Rows
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv import Slots
 
@@ -35,3 +38,11 @@ class Engine(Protocol):
 
     def use_threads(self, count: int) -> None:
         """Compute with so many of `threads` from now on."""
+
+
+@runtime_checkable
+class DeviceEngine(Engine, Protocol):
+    """One whose logits are better left where they are."""
+
+    def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> Rows:
+        """A forward pass, and the wanted rows; what is `asked` of them, by their index, is known in advance."""

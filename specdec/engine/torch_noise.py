@@ -21,16 +21,17 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def words(seed: int, position: int, ids: Tensor) -> Tensor:
-    """int64 [n], the bits of `noise.words`: the raw word of each token id at an absolute position."""
-    value = ids.to(torch.int64) + _signed((noise.stream(seed, position) + noise.GAMMA) & noise.MASK)
+def token_words(streams: Tensor, ids: Tensor) -> Tensor:
+    """int64, the bits of `noise.token_words`: the raw word of each token id in each stream, of the shape that the two
+    broadcast to."""
+    value = streams + _signed(noise.GAMMA) + ids
     value = (value ^ _shift(value, 30)) * _signed(noise.MULTIPLY_1)
     value = (value ^ _shift(value, 27)) * _signed(noise.MULTIPLY_2)
     return value ^ _shift(value, 31)
 
 
-def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
-    """float64 [n]: standard Gumbel noise of each token id at an absolute position; equal to
-    `noise.gumbel` to an ulp, since logarithms differ between libraries."""
-    uniform = (_shift(words(seed, position, ids), 12).to(torch.float64) + 0.5) * 2.0**-52
+def gumbel(streams: Tensor, ids: Tensor) -> Tensor:
+    """float64: the standard Gumbel noise of each token id in each stream; equal to `noise.word_gumbel` to an ulp, since
+    logarithms differ between libraries."""
+    uniform = (_shift(token_words(streams, ids), 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))

@@ -9,19 +9,22 @@ get, whatever happens on the way.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import Ask, Chooser, Tokens
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.processing import History
+from specdec.decoding.rows import Rows
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
 from specdec.engine.blocks import BLOCK
+from specdec.engine.device_rows import DeviceRows
 from specdec.engine.kv import NOWHERE, Slots
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
@@ -142,6 +145,19 @@ class TextEngine:
     def use_threads(self, count: int) -> None:
         assert count in self.threads
         self.used = count
+
+
+class DeviceTextEngine(TextEngine):
+    """Its logits stay on a device; a row that nobody announced is not answered."""
+
+    def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> Rows:
+        return Announced(torch.from_numpy(self.forward(batch)), asked)
+
+
+class Announced(DeviceRows):
+    def choose(self, rows: Sequence[int], asks: Sequence[Ask]) -> tuple[Tokens, NDArray[np.bool_]]:
+        assert self._known.keys() >= set(rows)
+        return super().choose(rows, asks)
 
 
 class Decided(Guard):

@@ -10,6 +10,7 @@ import pytest
 
 from specdec.decoding.choice import Chooser
 from specdec.decoding.proposal import DraftRow
+from specdec.decoding.rows import HostRows
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import Node, Paths
 from specdec.engine.blocks import BLOCK, BlockPool
@@ -98,7 +99,7 @@ def planned(session: Session, packer: PathPacker, scratch: list[int] | None = No
 def step(session: Session, script: Script, scratch: list[int] | None = None) -> tuple[Verdict, Descent]:
     packer = PathPacker()
     descent = Descent(session, planned(session, packer, scratch))
-    walk([descent], script.logits(packer, session))
+    walk([descent], HostRows(script.logits(packer, session)))
     assert descent.error is None
     return session.settle(descent, 0.0), descent
 
@@ -149,7 +150,7 @@ class TestStep:
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         descent = Descent(session, plan)
-        walk([descent], Script({(1, 2, 3): 4}).logits(packer, session))
+        walk([descent], HostRows(Script({(1, 2, 3): 4}).logits(packer, session)))
         verdict = session.settle(descent, 0.0)
         assert (verdict.tokens, verdict.sources) == ([4], [PLAIN])
         assert [node.token for node in session.tree.best(9)] == [5]
@@ -162,7 +163,7 @@ class TestStep:
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         descent = Descent(session, plan)
-        walk([descent], Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session))
+        walk([descent], HostRows(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
         assert session.settle(descent, 0.0).sources == [DRAFT, BONUS]
 
     @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ class TestStep:
         session = decoding()
         packer = PathPacker()
         descent = Descent(session, planned(session, packer))
-        walk([descent], np.full((1, VOCABULARY), np.nan, dtype=np.float32))
+        walk([descent], HostRows(np.full((1, VOCABULARY), np.nan, dtype=np.float32)))
         assert isinstance(descent.error, FloatingPointError)
 
     def test_penalties_see_the_candidates_before(self) -> None:
@@ -214,7 +215,7 @@ class TestStep:
         packer, scratch = PathPacker(), list(SCRATCH)
         descents = [Descent(session, planned(session, packer, scratch)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
-        walk(descents, script.logits(packer, one, other))
+        walk(descents, HostRows(script.logits(packer, one, other)))
         assert [session.settle(d, 0.0).tokens for session, d in zip((one, other), descents, strict=True)] == [
             [7, 8],
             [6, 6, 2],
@@ -241,7 +242,7 @@ class TestPrompt:
         session.settle_in(BlockPool(2))
         packer = PathPacker()
         descent = Descent(session, session.plan(packer, 3, [], []))
-        walk([descent], Script({(1, 2, 3): 7}).logits(packer, session))
+        walk([descent], HostRows(Script({(1, 2, 3): 7}).logits(packer, session)))
         assert session.settle(descent, 0.0).tokens == [7]
         assert (session.computed, session.remaining_prompt) == (3, 0)
 

@@ -32,6 +32,7 @@ from tests.verifier.fakes import (
     VOCABULARY,
     Client,
     Decided,
+    DeviceTextEngine,
     FixedCost,
     TextEngine,
     run,
@@ -750,6 +751,9 @@ WHO = st.integers(0, 99)
 COSTS = [FREE, FixedCost(0.05), DEAR]
 
 
+ENGINES = [TextEngine, DeviceTextEngine]
+
+
 class Crowd(RuleBasedStateMachine):
     """Whatever sessions do to a loop, and whatever is drafted for them."""
 
@@ -759,9 +763,18 @@ class Crowd(RuleBasedStateMachine):
         cost=st.sampled_from(COSTS),
         step_rows=st.sampled_from([8, 40, 512]),
         run_ahead=st.sampled_from([4, 256]),
+        kind=st.sampled_from(ENGINES),
     )
-    def start(self, blocks: int, rows: RowClass | None, cost: FixedCost, step_rows: int, run_ahead: int) -> None:
-        self.engine = TextEngine(blocks, 3 if blocks == 2 else MOST_CANDIDATES, rows)
+    def start(
+        self,
+        blocks: int,
+        rows: RowClass | None,
+        cost: FixedCost,
+        step_rows: int,
+        run_ahead: int,
+        kind: type[TextEngine],
+    ) -> None:
+        self.engine = kind(blocks, 3 if blocks == 2 else MOST_CANDIDATES, rows)
         self.loop = step_loop(self.engine, cost, step_rows=step_rows, run_ahead=run_ahead)
         self.clients: list[Client] = []
 
@@ -874,7 +887,9 @@ def test_a_storm(seed: int) -> None:
     """The same, with many more sessions than there is memory for."""
     dice = Random(seed)
     crowd = Crowd()
-    crowd.start(3 + seed, [None, RowClass((4, 6, 16))][seed % 2], COSTS[seed % 3], [8, 40, 512][seed % 3], 40)
+    crowd.start(
+        3 + seed, [None, RowClass((4, 6, 16))][seed % 2], COSTS[seed % 3], [8, 40, 512][seed % 3], 40, ENGINES[seed % 2]
+    )
     for _ in range(300):
         who = dice.randrange(100)
         if dice.random() < 0.3:
