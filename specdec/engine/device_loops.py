@@ -11,8 +11,6 @@ its key as NaN: who sees the key gets NaN, and nobody else anything.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -99,11 +97,11 @@ def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tenso
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_and_normalise(
-    residual: Any,
-    update: Any,
-    weight: Any,
-    out: Any,
-    epsilon: Any,
+    residual: tl.tensor,
+    update: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    epsilon: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -123,16 +121,16 @@ def _add_and_normalise(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate(
-    projected: Any,
-    norms: Any,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    slots: Any,
-    query: Any,
-    keys: Any,
-    values: Any,
-    epsilon: Any,
+    projected: tl.tensor,
+    norms: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    epsilon: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -176,7 +174,7 @@ def _rotate(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gate(projected: Any, out: Any, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _gate(projected: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """A program for each block of a row."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -190,15 +188,15 @@ def _gate(projected: Any, out: Any, INNER: tl.constexpr, BLOCK: tl.constexpr) ->
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(
-    key: Any,
-    value: Any,
-    slots: Any,
-    keys: Any,
-    values: Any,
-    key_row: Any,
-    key_head: Any,
-    value_row: Any,
-    value_head: Any,
+    key: tl.tensor,
+    value: tl.tensor,
+    slots: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_row: tl.tensor,
+    key_head: tl.tensor,
+    value_row: tl.tensor,
+    value_head: tl.tensor,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -218,11 +216,11 @@ def _store(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _all_finite(x: Any) -> Any:
+def _all_finite(x: tl.tensor) -> tl.tensor:
     return tl.sum((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 0) == x.shape[0]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finite_or_zero(x: Any) -> Any:
+def _finite_or_zero(x: tl.tensor) -> tl.tensor:
     wide = x.to(tl.float32)
     return tl.where(tl.abs(wide) < float("inf"), wide, 0.0)

@@ -13,7 +13,6 @@ dealt with when it is stored (`device_loops.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
@@ -168,22 +167,22 @@ class UnitAttention:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read(
-    query: Any,  # [t, heads, width]
-    keys: Any,  # [slots, kv_heads, width]
-    values: Any,  # [slots, kv_heads, value_width]
-    unit_counts: Any,
-    unit_splits: Any,
-    unit_rows: Any,
-    unit_keys: Any,
-    positions: Any,
-    first_partials: Any,
-    largest: Any,  # [partials, heads], written
-    totals: Any,  # [partials, heads], written
-    sums: Any,  # [partials, heads, value_width], written
-    query_row: Any,
-    query_head: Any,
-    scale: Any,
-    softcap: Any,
+    query: tl.tensor,  # [t, heads, width]
+    keys: tl.tensor,  # [slots, kv_heads, width]
+    values: tl.tensor,  # [slots, kv_heads, value_width]
+    unit_counts: tl.tensor,
+    unit_splits: tl.tensor,
+    unit_rows: tl.tensor,
+    unit_keys: tl.tensor,
+    positions: tl.tensor,
+    first_partials: tl.tensor,
+    largest: tl.tensor,  # [partials, heads], written
+    totals: tl.tensor,  # [partials, heads], written
+    sums: tl.tensor,  # [partials, heads, value_width], written
+    query_row: tl.tensor,
+    query_head: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PLACES: tl.constexpr,
@@ -269,12 +268,12 @@ def _read(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_up(
-    largest: Any,  # [partials, heads]
-    totals: Any,
-    sums: Any,  # [partials, heads, value_width]
-    positions: Any,
-    first_partials: Any,
-    out: Any,  # [t, heads, value_width], written
+    largest: tl.tensor,  # [partials, heads]
+    totals: tl.tensor,
+    sums: tl.tensor,  # [partials, heads, value_width]
+    positions: tl.tensor,
+    first_partials: tl.tensor,
+    out: tl.tensor,  # [t, heads, value_width], written
     HEADS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
