@@ -1,0 +1,79 @@
+"""A unit batch on its device: one piece of memory at one address, filled by one transfer.
+
+So a CUDA graph that was captured with these tensors runs with whatever is in them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from specdec.engine.units import SPLIT, UnitBatch
+
+ALIGNMENT = 32
+"""Numbers; each tensor begins at a multiple, so that kernels may read it in wide pieces."""
+
+
+class UnitTensors:
+    """Tensors for batches of exactly so many rows, wanted rows and units; int32 all of them."""
+
+    def __init__(self, rows: int, wanted: int, units: int, places: int, device: torch.device | str) -> None:
+        shapes = {
+            "tokens": (rows,),
+            "positions": (rows,),
+            "slots": (rows,),
+            "first_partials": (rows,),
+            "wanted": (wanted,),
+            "unit_counts": (units,),
+            "unit_splits": (units,),
+            "unit_rows": (units, places),
+            "unit_keys": (units, SPLIT),
+        }
+        self._shapes = shapes
+        size = sum(_aligned(math.prod(shape)) for shape in shapes.values())
+        self._there = torch.zeros(size, dtype=torch.int32, device=device)
+        on_gpu = self._there.device.type == "cuda"
+        self._here = torch.zeros(size, dtype=torch.int32, pin_memory=True) if on_gpu else self._there
+        views = self._views(self._there)
+        self.tokens = views["tokens"]  # [t]
+        self.positions = views["positions"]  # [t]
+        self.slots = views["slots"]  # [t]
+        self.first_partials = views["first_partials"]  # [t]
+        self.wanted = views["wanted"]  # [n]
+        self.unit_counts = views["unit_counts"]  # [u]
+        self.unit_splits = views["unit_splits"]  # [u]
+        self.unit_rows = views["unit_rows"]  # [u, places]
+        self.unit_keys = views["unit_keys"]  # [u, SPLIT]
+        self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
+
+    @classmethod
+    def of(cls, batch: UnitBatch, device: torch.device | str) -> UnitTensors:
+        """Tensors of the batch's sizes, filled."""
+        units, places = batch.unit_rows.shape
+        tensors = cls(len(batch.tokens), len(batch.wanted), units, places, device)
+        tensors.fill(batch)
+        return tensors
+
+    def fill(self, batch: UnitBatch) -> None:
+        """Put a batch in place of the one before, which must have been computed; ValueError if it has other sizes."""
+        for name, array in self._arrays.items():
+            found = getattr(batch, name)
+            if found.shape != array.shape:
+                raise ValueError(f"{name} has shape {found.shape}, the tensors are for {array.shape}")
+            array[...] = found
+        if self._here is not self._there:
+            self._there.copy_(self._here, non_blocking=True)
+
+    def _views(self, memory: Tensor) -> dict[str, Tensor]:
+        views, start = {}, 0
+        for name, shape in self._shapes.items():
+            size = math.prod(shape)
+            views[name] = memory[start : start + size].view(shape)
+            start += _aligned(size)
+        return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
