@@ -14,6 +14,8 @@ class DeviceHead(torch.nn.Module):
 
     def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__()
+        self.in_features = head.in_features
+        self.out_features = head.out_features
         self.weight = torch.nn.Parameter(head.weight.detach(), requires_grad=False)
         bias = None if head.bias is None else torch.nn.Parameter(head.bias.detach().float(), requires_grad=False)
         self.bias = bias

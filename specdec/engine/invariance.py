@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import Packer
+from specdec.engine.device_head import DeviceHead
 from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE
 from specdec.engine.linear import PackedLinear
@@ -24,7 +25,7 @@ PROBED_ROWS = 128
 CROWDS = (41, 200, 487, 680)
 """Strangers beside a text in the check of a whole engine: below, up to and beyond the largest candidate."""
 
-Linear = torch.nn.Linear | PackedLinear
+Linear = torch.nn.Linear | PackedLinear | DeviceHead
 
 
 class TiledLinear(torch.nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from specdec.engine import attention, decoder
+from specdec.engine import decoder
 from specdec.engine.arithmetic import NUMBA
 from specdec.engine.attention import PackedAttention
 from specdec.engine.batch import PackedBatch, Packer
@@ -28,17 +26,15 @@ from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
 from specdec.engine.linear import Float32Head, can_pack, lay_out
 from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.numerics import DTYPES, device_kind
+from specdec.engine.own_forward import OwnForward
 from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.pretrained import attention_of, load, window_of
 from specdec.engine.row_class import RowClass
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """A forward pass: tokens [t], positions [t], wanted rows [n] and the batch's attention to logits [n, vocabulary]."""
-
-DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest relative difference from the model's own forward that the check at start lets pass."""
 
 
 @dataclass
@@ -114,7 +110,7 @@ class TorchEngine:
             (
                 f"torch-{torch.__version__}",
                 f"transformers-{transformers.__version__}",
-                _device_kind(device),
+                device_kind(device),
                 dtype,
                 f"threads-{'-'.join(map(str, self.threads))}",
                 "compiled" if compiled else "packed" if packed else "plain",
@@ -214,53 +210,3 @@ class TorchEngine:
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
-
-
-def _device_kind(device: str) -> str:
-    """What computes, as far as it decides bits."""
-    if torch.device(device).type == "cuda":
-        return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
-    return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
-
-
-@dataclass(frozen=True)
-class OwnForward:
-    """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced."""
-
-    text: list[int]
-    branch: list[int]  # in place of the last tokens
-    logits: Tensor  # [2, vocabulary] of the last token of either
-
-    @classmethod
-    @torch.inference_mode()
-    def of(cls, model: PreTrainedModel, vocabulary: int) -> OwnForward:
-        config = model.config.get_text_config()
-        length = min(24, int(getattr(config, "max_position_embeddings", 24)))
-        text = np.random.default_rng(0).integers(1, vocabulary, length).tolist()
-        branch = [(text[-2] + 1) % vocabulary, (text[-1] + 2) % vocabulary]
-        texts = torch.tensor([text, text[:-2] + branch], device=model.device)
-        try:
-            model.set_attn_implementation("eager")
-            return cls(text, branch, model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu())
-        finally:
-            model.set_attn_implementation(attention.NAME)
-
-    def check(self, engine: TorchEngine) -> None:
-        """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it:
-        that finds an architecture that asks for more than the packed attention, or the joined layers, know."""
-        length = len(self.text)
-        slots = np.arange(1, length + 3)
-        packer = engine.packer()
-        rows = packer.add_rows(self.text, 0, slots[:length])
-        packer.add_path(slots[:length], list(rows))
-        side = packer.add_rows(self.branch, length - 2, slots[length:])
-        packer.add_path(np.concatenate([slots[: length - 2], slots[length:]]), list(side))
-        packer.want(rows[-1])
-        packer.want(side[-1])
-        got = torch.from_numpy(engine.forward(packer.pack()))
-        difference = float((got - self.logits).abs().max() / self.logits.abs().max())
-        if not difference <= DISAGREEMENT[engine.model.dtype]:
-            raise UnsupportedModelError(
-                f"{type(engine.model).__name__}: packed logits differ from the model's own by {difference:.2g} of "
-                "their scale; it does something that the packed attention, or the joined layers, do not know"
-            )

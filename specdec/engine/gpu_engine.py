@@ -1,0 +1,161 @@
+"""The engine for GPUs: attention over units, layers in few kernels, steps as CUDA graphs, choices on the device.
+
+Layers of the Llama kind are run by `device_decoder.py`, and their steps are graphs; any other model runs its own
+layers, kernel by kernel, around the same attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.decoding.choice import Ask
+from specdec.engine import decoder
+from specdec.engine.batch import PackedBatch
+from specdec.engine.device_decoder import DeviceDecoder
+from specdec.engine.device_head import DeviceHead
+from specdec.engine.device_rows import DeviceRows
+from specdec.engine.graphs import MOST_ROWS, Graphs
+from specdec.engine.invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
+from specdec.engine.kv import Slots
+from specdec.engine.linear import lay_out
+from specdec.engine.memory import slots_for
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.numerics import DTYPES, device_kind
+from specdec.engine.own_forward import OwnForward
+from specdec.engine.pretrained import attention_of, load, window_of
+from specdec.engine.row_class import RowClass
+from specdec.engine.unit_attention import UnitAttention, UnitMemory
+from specdec.engine.unit_tensors import UnitTensors
+from specdec.engine.units import UnitBatch, UnitPacker, places_for
+
+LEAST_PARTIALS = 1 << 12
+"""What rows find in their splits: room for so many at first. A new room is twice as large, and graphs are recorded
+anew."""
+
+
+class GpuEngine:
+    """A model and its key/value memory on one GPU. `capacity` is in slots; None takes what memory there is room for.
+    `exact` asks for rows that do not depend on their batch; the attribute says whether the check at start found it to
+    be so. On "cpu" it runs under Triton's interpreter, for tests."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        *,
+        capacity: int | None,
+        dtype: str = "bfloat16",
+        device: str = "cuda",
+        exact: bool = True,
+    ) -> None:
+        self.threads: tuple[int, ...] = (torch.get_num_threads(),)  # they compute nothing
+        self.model = load(directory, DTYPES[dtype], device)
+        own = OwnForward.of(self.model, directory.vocabulary)
+        self.model.set_output_embeddings(DeviceHead(self.model.get_output_embeddings()))
+        self._joined = decoder.fits(self.model)
+        if self._joined:
+            decoder.join_products(self.model)
+        lay_out(self.model, packed=False)
+        self.vocabulary = directory.vocabulary
+        self.window = window_of(self.model)
+        self._context = directory.context
+        self._device = torch.device(device)
+        self._layers = layers = attention_of(self.model)
+        self._heads = int(self.model.config.get_text_config().num_attention_heads)
+        self._places = places_for(max(self._heads // each.kv_heads for each in layers))
+        slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
+        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
+        place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
+        keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
+        values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
+        self._memory = UnitMemory(keys, values)
+        self._memory.reserve(LEAST_PARTIALS, self._heads)
+        self._rows = RowClass(CANDIDATES)
+        self._assemble()
+        own.check(self)
+        self.exact = exact and self._make_exact()
+        self.numerics = "/".join(
+            (
+                f"torch-{torch.__version__}",
+                f"transformers-{transformers.__version__}",
+                device_kind(device),
+                dtype,
+                "joined" if self._joined else "layers",
+                f"units-triton-{triton.__version__}",
+                f"exact-{self._rows}" if self.exact else "fast",
+            )
+        )
+
+    def packer(self) -> UnitPacker:
+        return UnitPacker(rows=self._rows, places=self._places)
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return np.asarray(self._logits(batch).cpu().numpy())
+
+    def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> DeviceRows:
+        with torch.inference_mode():
+            return DeviceRows(self._logits(batch), asked)
+
+    @torch.inference_mode()
+    def copy(self, source: Slots, target: Slots) -> None:
+        source_rows, target_rows = (torch.from_numpy(slots).to(self._device) for slots in (source, target))
+        for pool in (*self._memory.keys, *self._memory.values):
+            pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
+
+    def use_threads(self, count: int) -> None:
+        """There is one number of them."""
+
+    @torch.inference_mode()
+    def _logits(self, batch: PackedBatch) -> Tensor:
+        """Of the wanted rows, [n, vocabulary]."""
+        assert isinstance(batch, UnitBatch)  # from our own packer
+        batch.check(self.capacity)
+        if batch.partials > self._memory.partials:
+            self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads)
+            self._assemble()
+        wanted, rows = len(batch.wanted), len(batch.tokens)
+        if self._graphs is None or rows > MOST_ROWS:
+            return self._pass(UnitTensors.of(batch, self._device))
+        # A graph has one number of wanted rows for each number of rows: the head reads its weights once anyway.
+        every = np.concatenate([batch.wanted, np.repeat(batch.wanted[:1], rows - wanted)])
+        return self._graphs.forward(replace(batch, wanted=every))[:wanted]
+
+    def _assemble(self) -> None:
+        """The pass, of the layers and the memory as they are now."""
+        self._decoder = DeviceDecoder(self.model, self._layers, self._context) if self._joined else None
+        graphed = self._decoder is not None and self._device.type == "cuda"
+        self._graphs = Graphs(self._pass, self._device) if graphed else None
+
+    def _pass(self, batch: UnitTensors) -> Tensor:
+        attention = UnitAttention(self._memory, batch)
+        if self._decoder is not None:
+            return self._decoder(batch.tokens, batch.positions, batch.wanted, attention)
+        logits: Tensor = self.model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            logits_to_keep=batch.wanted,
+            use_cache=False,
+            packed=attention,
+        ).logits
+        return logits[0]
+
+    def _make_exact(self) -> bool:
+        """Run at the members of a row class only, if then rows do not depend on their batch indeed."""
+        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
+        usual, self._rows = self._rows, find(linears, str(self._device))
+        tile(self.model, self._rows)
+        self._assemble()
+        if rows_are_independent(self):
+            return True
+        self._rows = usual
+        untile(self.model)
+        self._assemble()
+        return False

@@ -1,0 +1,16 @@
+"""What torch computes in and on, as far as it decides bits."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device_kind(device: str) -> str:
+    """For the fingerprint."""
+    if torch.device(device).type == "cuda":
+        return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
+    return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,62 @@
+"""Whether an engine computes what its model does: compared once, at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.engine import attention
+from specdec.engine.engine import Engine, UnsupportedModelError
+
+DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest relative difference from the model's own forward that the check at start lets pass."""
+
+
+@dataclass(frozen=True)
+class OwnForward:
+    """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced."""
+
+    name: str  # of the model's class
+    dtype: torch.dtype
+    text: list[int]
+    branch: list[int]  # in place of the last tokens
+    logits: Tensor  # [2, vocabulary] of the last token of either
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PreTrainedModel, vocabulary: int) -> OwnForward:
+        config = model.config.get_text_config()
+        length = min(24, int(getattr(config, "max_position_embeddings", 24)))
+        text = np.random.default_rng(0).integers(1, vocabulary, length).tolist()
+        branch = [(text[-2] + 1) % vocabulary, (text[-1] + 2) % vocabulary]
+        texts = torch.tensor([text, text[:-2] + branch], device=model.device)
+        try:
+            model.set_attn_implementation("eager")
+            logits = model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu()
+            return cls(type(model).__name__, model.dtype, text, branch, logits)
+        finally:
+            model.set_attn_implementation(attention.NAME)
+
+    def check(self, engine: Engine) -> None:
+        """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it:
+        that finds an architecture that asks for more than the packed attention, or the joined layers, know."""
+        length = len(self.text)
+        slots = np.arange(1, length + 3)
+        packer = engine.packer()
+        rows = packer.add_rows(self.text, 0, slots[:length])
+        packer.add_path(slots[:length], list(rows))
+        side = packer.add_rows(self.branch, length - 2, slots[length:])
+        packer.add_path(np.concatenate([slots[: length - 2], slots[length:]]), list(side))
+        packer.want(rows[-1])
+        packer.want(side[-1])
+        got = torch.from_numpy(engine.forward(packer.pack()))
+        difference = float((got - self.logits).abs().max() / self.logits.abs().max())
+        if not difference <= DISAGREEMENT[self.dtype]:
+            raise UnsupportedModelError(
+                f"{self.name}: packed logits differ from the model's own by {difference:.2g} of "
+                "their scale; it does something that the packed attention, or the joined layers, do not know"
+            )
