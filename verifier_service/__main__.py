@@ -102,11 +102,11 @@ def main(
     from specdec.engine.parallel import follow
     from specdec.engine.ranks import Ranks
 
+    logs.configure("verifier", log_level)
     with Ranks.joined(device) as ranks:
         if ranks.rank == 0:
             run(settings, lambda: in_a_thread_of_its_own(partial(start, ranks)), "verifier")
         else:
-            logs.configure("verifier", log_level)
             follow(ranks, lambda: load(ranks.together(lambda: ModelDirectory(model)), ranks))
 
 

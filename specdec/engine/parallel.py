@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
+from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine, UnsupportedModelError
@@ -32,9 +31,9 @@ class PartEngine(TorchEngine):
         self._ranks = ranks
         super().__init__(directory, ranks=ranks, **options)
 
-    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+    def logits(self, batch: PackedBatch) -> Tensor:
         try:
-            return super().forward(batch)
+            return super().logits(batch)
         except Exception as error:
             self._ranks.fail(error)
 
@@ -46,9 +45,9 @@ class PartEngine(TorchEngine):
 class LeadingEngine(PartEngine):
     """Rank 0's: to its user an engine like any other."""
 
-    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        self._ranks.tell("forward", batch)
-        return super().forward(batch)
+    def logits(self, batch: PackedBatch) -> Tensor:
+        self._ranks.tell("logits", batch)
+        return super().logits(batch)
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._ranks.tell("copy", source, target)
@@ -72,7 +71,7 @@ class FollowingEngine(PartEngine):
     def follow(self) -> NoReturn:
         """Do as rank 0 tells, until the process ends with it."""
         calls: dict[str, Any] = {
-            "forward": self.forward,
+            "logits": self.logits,
             "copy": self.copy,
             "use_threads": self.use_threads,
             "tile": self.tile,

@@ -34,10 +34,15 @@ class LayerAttention(NamedTuple):
 
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
     """The model with our attention, or an error that says why not; with `ranks`, cut into parts by transformers."""
-    config = _check_configuration(directory)
     if ranks is None:
+        _check_configuration(directory)
         return _read(directory, dtype).to(device)
+    config = ranks.together(lambda: _check_configuration(directory))
     check_plan(directory.name, config.get_text_config(), ranks.degree)
+    fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model there")
     return ranks.together(lambda: _read(directory, dtype, DistributedConfig(tp_size=ranks.degree, tp_plan="auto")))
 
 

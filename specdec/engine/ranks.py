@@ -12,6 +12,7 @@ Nothing here knows what a command means, or what a model is.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import pickle
 import queue
@@ -68,7 +69,8 @@ class Ranks:
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._ends = False  # because it is time to
-        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        context = contextvars.copy_context()  # with what every line of the log says
+        self._watcher = threading.Thread(target=context.run, args=(self._watch,), name="ranks", daemon=True)
 
     @classmethod
     @contextmanager
@@ -94,27 +96,25 @@ class Ranks:
         finally:
             ranks._part()
 
+    def all(self, thing: T) -> list[T]:
+        """Everybody's, by rank. Small and picklable."""
+        things: list[Any] = [None] * self.degree
+        dist.all_gather_object(things, thing, group=self._group)
+        return things
+
     def together(self, action: Callable[[], T]) -> T:
         """What the action gives here, once it has been done everywhere; if it was refused anywhere, the same error
         everywhere."""
         result: T | None = None
-        error: Exception | None = None
+        refusal: Exception | None = None
         try:
             result = action()
-        except (UnsupportedModelError, ModelDirectoryError) as refusal:
-            error = refusal
-        errors: list[Exception | None] = [None] * self.degree
-        dist.all_gather_object(errors, error, group=self._group)
-        for rank, found in enumerate(errors):
+        except (UnsupportedModelError, ModelDirectoryError) as error:
+            refusal = error
+        for rank, found in enumerate(self.all(refusal)):
             if found is not None:
                 raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
         return result  # type: ignore[return-value]
-
-    def least(self, number: int) -> int:
-        """Of everybody's numbers."""
-        smallest = torch.tensor(number)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
-        return int(smallest)
 
     def tell(self, *command: Any) -> None:
         """Have all the others run a command as well. It is not waited for."""
@@ -142,6 +142,8 @@ class Ranks:
         os._exit(LOST)
 
     def _part(self) -> None:
+        if wait(list(self._connections), timeout=0):  # there is an end on one, perhaps why this process ends
+            self._watcher.join(CONCLUSION_SECONDS)
         if self.rank == 0:
             self._ends = True
             with contextlib.suppress(OSError):

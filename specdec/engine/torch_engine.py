@@ -133,10 +133,14 @@ class TorchEngine:
         return LanePacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return np.asarray(self.logits(batch).cpu().numpy())
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """A forward pass, whose logits [n, vocabulary] stay where they are."""
         # In inference mode torch's compiler would not freeze the weights, and be slower than no compiler.
         with torch.no_grad() if self._compiled else torch.inference_mode():
             tensors = (self._tensor(batch.tokens), self._tensor(batch.positions), self._tensor(batch.wanted))
-            return np.asarray(self._run(*tensors, self._attention(batch)).cpu().numpy())
+            return self._run(*tensors, self._attention(batch))
 
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
@@ -164,7 +168,7 @@ class TorchEngine:
         if ranks is None:
             return slots_for(slot_bytes, context, device)
         sharers = ranks.local_degree if device == "cpu" else 1
-        return ranks.least(ranks.together(lambda: slots_for(slot_bytes, context, device, sharers)))
+        return min(ranks.all(ranks.together(lambda: slots_for(slot_bytes, context, device, sharers))))
 
     def _settle(self, own: OwnForward, *, exact: bool, compiled: bool) -> None:
         """Compare with the model's own forward, and choose how to compute."""
