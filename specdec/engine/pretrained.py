@@ -3,12 +3,12 @@ attention, and whether it can run in a packed batch at all."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
@@ -43,10 +43,10 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
             raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model there")
-    return ranks.together(lambda: _read(directory, dtype, DistributedConfig(tp_size=ranks.degree, tp_plan="auto")))
+    return ranks.together(lambda: _read(directory, dtype, distributed_config=_cut_into(ranks.degree)))
 
 
-def _read(directory: ModelDirectory, dtype: torch.dtype, parts: DistributedConfig | None = None) -> PreTrainedModel:
+def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -56,7 +56,7 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, parts: DistributedConfi
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            **({} if parts is None else {"distributed_config": parts}),
+            **options,
         )
     except Exception as error:  # transformers raises whatever it meets
         raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
@@ -64,6 +64,14 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, parts: DistributedConfi
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
     return model.eval()
+
+
+def _cut_into(parts: int) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    if importlib.util.find_spec("accelerate") is None:
+        raise UnsupportedModelError("transformers cuts a model with accelerate: pip install 'specdec[parallel]'")
+    return DistributedConfig(tp_size=parts, tp_plan="auto")
 
 
 def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:

@@ -31,6 +31,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from specdec.engine.compact import dumps
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectoryError
 
@@ -118,7 +119,7 @@ class Ranks:
 
     def tell(self, *command: Any) -> None:
         """Have all the others run a command as well. It is not waited for."""
-        message = pickle.dumps(command, protocol=5)
+        message = dumps(command)
         try:
             self._send(message)
         except OSError as error:

@@ -87,7 +87,7 @@ def run_all(cases: list[Case], results: Path) -> None:
                 engine = kind(ModelDirectory(case.directory), ranks=ranks, **options)
             except UnsupportedModelError as error:
                 if ranks.rank == 0:
-                    np.savez(results / f"{case.name}.npz", refusal=str(error))
+                    np.savez(results / f"{case.name}.npz", refusal=np.asarray(str(error)))
                 continue
             if isinstance(engine, FollowingEngine):
                 for name, *arguments in ranks.commands():
@@ -96,7 +96,8 @@ def run_all(cases: list[Case], results: Path) -> None:
                     getattr(engine, name)(*arguments)
                 continue
             found = compute(engine)
-            np.savez(results / f"{case.name}.npz", numerics=engine.numerics, exact=engine.exact, **found)
+            facts = {"numerics": np.asarray(engine.numerics), "exact": np.asarray(engine.exact)}
+            np.savez(results / f"{case.name}.npz", allow_pickle=False, **facts, **found)
             ranks.tell(NEXT)
         if ranks.rank:
             ranks.await_end()

@@ -30,9 +30,8 @@ WIDE: dict[str, Any] = {"intermediate_size": 128}
 
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "llama": ("llama", UNEVEN, False),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}, False),
-    "qwen3-lanes": ("qwen3", WIDE, True),
-    "gemma2": ("gemma2", WIDE, False),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}, False),
+    "gemma2": ("gemma2", WIDE, True),
     "gpt2": ("gpt2", {}, False),
 }
 """Name to architecture, what is different, and whether by lanes. Of one, gpt2, transformers knows no cut."""
