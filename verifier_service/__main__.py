@@ -1,19 +1,26 @@
-"""`python -m verifier_service`: serve a target model."""
+"""`python -m verifier_service`: serve a target model; under `torchrun`, in parts, one in each process."""
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import structlog
 import typer
 
+from specdec.engine.engine import Engine
 from specdec.engine.load import Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.serving import logs
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
 from verifier_service.servicer import Limits, VerifierServicer
 from verifier_service.step_loop import StepLoop
+
+if TYPE_CHECKING:  # it brings torch
+    from specdec.engine.ranks import Ranks
 
 log = structlog.get_logger()
 
@@ -66,9 +73,8 @@ def main(
     """Serve a target model: verify candidates, decide every token."""
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
-    def start() -> VerifierServicer:
-        directory = ModelDirectory(model)
-        loaded = load_engine(
+    def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
+        return load_engine(
             engine,
             directory,
             capacity=kv_tokens,
@@ -77,7 +83,12 @@ def main(
             device=device,
             exact=exact,
             compiled=compile,
+            ranks=ranks,
         )
+
+    def start(ranks: Ranks | None = None) -> VerifierServicer:
+        directory = ModelDirectory(model) if ranks is None else ranks.together(lambda: ModelDirectory(model))
+        loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
         loop = StepLoop(loaded, step_rows=step_rows, shared_tokens=shared_tokens)
@@ -85,7 +96,18 @@ def main(
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
 
-    run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
+        return
+    from specdec.engine.parallel import follow
+    from specdec.engine.ranks import Ranks
+
+    logs.configure("verifier", log_level)
+    with Ranks.joined(device) as ranks:
+        if ranks.rank == 0:
+            run(settings, lambda: in_a_thread_of_its_own(partial(start, ranks)), "verifier")
+        else:
+            follow(ranks, lambda: load(ranks.together(lambda: ModelDirectory(model)), ranks))
 
 
 if __name__ == "__main__":

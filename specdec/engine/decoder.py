@@ -70,8 +70,10 @@ class Decoder:
         inside: Any = model.model
         self._dtype = model.dtype
         self._hidden = config.hidden_size
-        self._heads = config.num_attention_heads
-        self._inner = config.intermediate_size
+        # What there is of them here: a model may be in parts.
+        self._heads = attends[0].kv_heads * (config.num_attention_heads // config.num_key_value_heads)
+        gate_proj = inside.layers[0].mlp.gate_proj
+        self._inner = gate_proj.outputs.stop - gate_proj.outputs.start
         self._epsilon = np.float32(config.rms_norm_eps)
         self._embed = inside.embed_tokens
         self._rotary = inside.rotary_emb
@@ -82,7 +84,7 @@ class Decoder:
         # Rows that fit into one tile go round the tiling: its few lines, 33 times, are 5 % of a row's step.
         self._layers = [self._layer(*pair, tiled=False) for pair in pairs]
         self._tiled_layers = [self._layer(*pair, tiled=True) for pair in pairs]
-        some = inside.layers[0].mlp.down_proj
+        some = gate_proj.joined.linear
         self._rows_of_a_tile = some.rows.counts[-1] if isinstance(some, TiledLinear) else math.inf
 
     def _layer(self, layer: Any, attends: LayerAttention, *, tiled: bool) -> _Layer:

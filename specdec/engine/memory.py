@@ -19,10 +19,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MOST_KEPT = 1 << 30
 
 
-def slots_for(slot_bytes: int, context: int, device: str) -> int:
-    """The number of slots of `slot_bytes` for a model of `context` tokens on a device; UnsupportedModelError if there
-    is room for next to none."""
-    slots = min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * free_bytes(device)) // slot_bytes)
+def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1) -> int:
+    """The number of slots of `slot_bytes` for a model of `context` tokens on a device that so many processes share
+    evenly; UnsupportedModelError if there is room for next to none."""
+    slots = min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * free_bytes(device)) // sharers // slot_bytes)
     if slots < LEAST_SLOTS:
         raise UnsupportedModelError(
             f"free memory has room for {slots} tokens of keys and values, at least {LEAST_SLOTS} are needed: "

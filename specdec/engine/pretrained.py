@@ -3,11 +3,12 @@ attention, and whether it can run in a packed batch at all."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
@@ -15,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.ranks import Ranks
+from specdec.engine.shards import check_plan
 
 PROBE = "specdec-probe"
 
@@ -29,9 +32,21 @@ class LayerAttention(NamedTuple):
     window: int | None  # how many tokens back it sees, itself included
 
 
-def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model with our attention, or an error that says why not."""
-    _check_configuration(directory)
+def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
+    """The model with our attention, or an error that says why not; with `ranks`, cut into parts by transformers."""
+    if ranks is None:
+        _check_configuration(directory)
+        return _read(directory, dtype).to(device)
+    config = ranks.together(lambda: _check_configuration(directory))
+    check_plan(directory.name, config.get_text_config(), ranks.degree)
+    fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model there")
+    return ranks.together(lambda: _read(directory, dtype, distributed_config=_cut_into(ranks.degree)))
+
+
+def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -41,16 +56,25 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrain
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **options,
         )
     except Exception as error:  # transformers raises whatever it meets
         raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
-    return model.to(device).eval()
+    return model.eval()
 
 
-def _check_configuration(directory: ModelDirectory) -> None:
+def _cut_into(parts: int) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    if importlib.util.find_spec("accelerate") is None:
+        raise UnsupportedModelError("transformers cuts a model with accelerate: pip install 'specdec[parallel]'")
+    return DistributedConfig(tp_size=parts, tp_plan="auto")
+
+
+def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
     """Refuse by name what the weights need not be loaded for."""
     for rope_type in _rope_types(directory.config):
         if rope_type in ("dynamic", "longrope"):
@@ -72,6 +96,7 @@ def _check_configuration(directory: ModelDirectory) -> None:
             f"{directory.name}: {kind.__name__} does not take its attention from transformers' attention "
             "interface, so that it cannot run in a packed batch"
         )
+    return config
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine import decoder
+from specdec.engine import decoder, shards
 from specdec.engine.arithmetic import NUMBA
 from specdec.engine.attention import PackedAttention
 from specdec.engine.batch import PackedBatch, Packer
@@ -31,6 +31,7 @@ from specdec.engine.own_forward import OwnForward
 from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.pretrained import attention_of, load, window_of
+from specdec.engine.ranks import Ranks
 from specdec.engine.row_class import RowClass
 
 Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -57,7 +58,8 @@ class TorchEngine:
     their batch, nor on which of the numbers of `threads` it computes with, the largest first; the attribute says
     whether the check at start found it to be so. On a CPU attention goes by paths,
     elsewhere, or if so asked, by lanes. Layers of the Llama kind are run by `decoder.py`, others by the model's own
-    code; `compiled` has torch fuse that (`compiled.py`).
+    code; `compiled` has torch fuse that (`compiled.py`). With `ranks` the model is in parts, and this is one of them
+    (`parallel.py`).
     """
 
     def __init__(
@@ -71,12 +73,16 @@ class TorchEngine:
         threads: Sequence[int] = (),
         compiled: bool = False,
         lanes: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
-        self.model = load(directory, DTYPES[dtype], device)
-        self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
+        self.model = load(directory, DTYPES[dtype], device, ranks)
+        if ranks is None:
+            self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
         own = OwnForward.of(self.model, directory.vocabulary)
+        if ranks is not None:
+            shards.settle(self.model, ranks)
         self._by_path = device == "cpu" and not lanes
         self._joined = self._by_path and not compiled and decoder.fits(self.model)
         if self._joined:
@@ -88,7 +94,7 @@ class TorchEngine:
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
-        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
+        self.capacity = capacity = capacity or self._room(slot_bytes, directory.context, device, ranks)
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
         keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
         values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
@@ -100,12 +106,8 @@ class TorchEngine:
         self._usual_rows = RowClass(CANDIDATES) if packed else None
         self._run = self._assembled()
         self._compiled = False
-        own.check(self)
-        if compiled:
-            self._compile()
         self.exact = False
-        if exact:
-            self._make_exact()
+        self._settle(own, exact=exact, compiled=compiled)
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",
@@ -117,6 +119,7 @@ class TorchEngine:
                 "joined" if self._joined else "layers",
                 f"paths-numba-{NUMBA}" if self._by_path else "lanes",
                 f"exact-{self._rows}" if self.exact else "fast",
+                *([] if ranks is None else [f"parallel-{ranks.degree}"]),
             )
         )
 
@@ -126,10 +129,14 @@ class TorchEngine:
         return LanePacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return np.asarray(self.logits(batch).cpu().numpy())
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """A forward pass, whose logits [n, vocabulary] stay where they are."""
         # In inference mode torch's compiler would not freeze the weights, and be slower than no compiler.
         with torch.no_grad() if self._compiled else torch.inference_mode():
             tensors = (self._tensor(batch.tokens), self._tensor(batch.positions), self._tensor(batch.wanted))
-            return np.asarray(self._run(*tensors, self._attention(batch)).cpu().numpy())
+            return self._run(*tensors, self._attention(batch))
 
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
@@ -141,6 +148,31 @@ class TorchEngine:
         torch.set_num_threads(count)
         if self._memory is not None:
             self._memory.threads = count
+
+    def tile(self, rows: RowClass | None) -> None:
+        """Run products at the members of a class only; None: at any number of rows."""
+        self._rows = rows
+        if rows is None:
+            untile(self.model)
+        else:
+            tile(self.model, rows)
+        self._run = self._assembled()
+
+    @staticmethod
+    def _room(slot_bytes: int, context: int, device: str, ranks: Ranks | None) -> int:
+        """Slots there is memory for, with every rank."""
+        if ranks is None:
+            return slots_for(slot_bytes, context, device)
+        sharers = ranks.local_degree if device == "cpu" else 1
+        return min(ranks.all(ranks.together(lambda: slots_for(slot_bytes, context, device, sharers))))
+
+    def _settle(self, own: OwnForward, *, exact: bool, compiled: bool) -> None:
+        """Compare with the model's own forward, and choose how to compute."""
+        own.check(self)
+        if compiled:
+            self._compile()
+        if exact:
+            self._make_exact()
 
     def _assembled(self) -> Run:
         """The layers as they are now."""
@@ -173,14 +205,10 @@ class TorchEngine:
             self.exact = rows_are_independent(self)
             return
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        self._rows = find(linears, str(self._device))
-        tile(self.model, self._rows)
-        self._run = self._assembled()
+        self.tile(find(linears, str(self._device)))
         self.exact = rows_are_independent(self)
         if not self.exact:
-            self._rows = None
-            untile(self.model)
-            self._run = self._assembled()
+            self.tile(None)
 
     def _attention(self, batch: PackedBatch) -> PackedAttention:
         if isinstance(batch, PathBatch):

@@ -1,0 +1,47 @@
+"""Packed batches as few bytes: they go to every rank of a parallel engine, in every step.
+
+Most of a batch are slots, which stand in long runs of consecutive numbers, and masks, of which a byte can hold eight.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORTH_IT = 64
+"""Numbers from which runs are looked for."""
+
+
+def dumps(thing: Any) -> bytes:
+    """Anything that can be pickled, with the arrays in it made small. `pickle.loads` takes it back."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(thing)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is np.ndarray and thing.dtype == np.bool_:
+            return _mask, (np.packbits(thing).tobytes(), thing.shape)
+        if type(thing) is np.ndarray and thing.dtype == np.int64 and thing.size >= WORTH_IT:
+            flat = thing.ravel()
+            begins = np.concatenate([[0], np.flatnonzero(np.diff(flat) != 1) + 1])
+            if 4 * len(begins) <= len(flat):
+                return _runs, (flat[begins].tobytes(), begins.tobytes(), thing.shape)
+        return NotImplemented
+
+
+def _mask(packed: bytes, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    size = int(np.prod(shape))
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=size).view(np.bool_).reshape(shape)
+
+
+def _runs(firsts: bytes, begins: bytes, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    size = int(np.prod(shape))
+    starts = np.frombuffer(begins, np.int64)
+    lengths = np.diff(starts, append=size)
+    return (np.repeat(np.frombuffer(firsts, np.int64) - starts, lengths) + np.arange(size)).reshape(shape)

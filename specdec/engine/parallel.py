@@ -1,0 +1,96 @@
+"""One engine out of several processes, each with its part of every layer and its own heads' keys and values.
+
+Rank 0 has every call told to the others before it runs its own part of it, and decides alone: what numbers of rows to
+compute with, whether rows are exact, and everything above the engine. The others run the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import structlog
+from torch import Tensor
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.kv import Slots
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.own_forward import OwnForward
+from specdec.engine.ranks import Ranks
+from specdec.engine.row_class import RowClass
+from specdec.engine.shards import sum_in_order
+from specdec.engine.torch_engine import TorchEngine
+
+log = structlog.get_logger()
+
+
+class PartEngine(TorchEngine):
+    """Any rank's. A call that fails here ends the process: the other ranks have run it, or wait in it."""
+
+    def __init__(self, directory: ModelDirectory, *, ranks: Ranks, **options: Any) -> None:
+        self._ranks = ranks
+        super().__init__(directory, ranks=ranks, **options)
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        try:
+            return super().logits(batch)
+        except Exception as error:
+            self._ranks.fail(error)
+
+    def tile(self, rows: RowClass | None) -> None:
+        super().tile(rows)
+        sum_in_order(self.model, rows is not None)
+
+
+class LeadingEngine(PartEngine):
+    """Rank 0's: to its user an engine like any other."""
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        self._ranks.tell("logits", batch)
+        return super().logits(batch)
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self._ranks.tell("copy", source, target)
+        super().copy(source, target)
+
+    def use_threads(self, count: int) -> None:
+        self._ranks.tell("use_threads", count)
+        super().use_threads(count)
+
+    def tile(self, rows: RowClass | None) -> None:
+        self._ranks.tell("tile", rows)
+        super().tile(rows)
+
+
+class FollowingEngine(PartEngine):
+    """Any other rank's."""
+
+    def _settle(self, own: OwnForward, *, exact: bool, compiled: bool) -> None:
+        """Rank 0 checks and decides."""
+
+    def follow(self) -> NoReturn:
+        """Do as rank 0 tells, until the process ends with it."""
+        calls: dict[str, Any] = {
+            "logits": self.logits,
+            "copy": self.copy,
+            "use_threads": self.use_threads,
+            "tile": self.tile,
+        }
+        for name, *arguments in self._ranks.commands():
+            calls[name](*arguments)
+        raise AssertionError("commands never end")
+
+
+def follow(ranks: Ranks, load: Callable[[], Engine]) -> NoReturn:
+    """Load a part of a model, and do as rank 0 tells until the process ends with it. What the model is refused for is
+    rank 0's to say."""
+    try:
+        engine = load()
+    except (UnsupportedModelError, ModelDirectoryError):
+        ranks.await_end()
+    except Exception as error:
+        ranks.fail(error)
+    assert isinstance(engine, FollowingEngine)
+    log.info("following", rank=ranks.rank, of=ranks.degree)
+    engine.follow()

@@ -1,0 +1,103 @@
+"""Engines in parts, as a program for every rank: rank 0 writes down what they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.parallel import FollowingEngine, LeadingEngine
+from specdec.engine.ranks import Ranks
+from tests.models import VOCABULARY
+
+CAPACITY = 512
+BRANCH = 5
+"""Tokens of a branch in the end of the text."""
+
+NEXT = "next"
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how to run it."""
+
+    name: str
+    directory: Path
+    lanes: bool = False
+    dtype: str = "float32"
+
+
+def text() -> list[int]:
+    return [int(token) for token in np.random.default_rng(5).integers(3, VOCABULARY, 60)]
+
+
+def branch() -> list[int]:
+    """In place of the last tokens of the text."""
+    return [(token + 7) % VOCABULARY for token in text()[-BRANCH:]]
+
+
+def compute(engine: Engine) -> dict[str, Logits]:
+    """Logits of every token of the text, and of a branch in it, in several ways."""
+    tokens, side = text(), branch()
+    length, fork = len(tokens), len(tokens) - BRANCH
+    own, theirs = np.arange(1, 1 + length), np.arange(100, 100 + BRANCH)
+
+    def run(packer: Any, rows: range) -> Logits:
+        for row in rows:
+            packer.want(row)
+        return engine.forward(packer.pack())[: len(rows)].copy()
+
+    packer = engine.packer()
+    rows = packer.add_rows(tokens, 0, own)
+    packer.add_path(own, rows)
+    whole = run(packer, rows)
+
+    packer = engine.packer()  # all but the last, then the last, copied in between, beside the branch
+    for start in (0, 1, 2):
+        other = packer.add_rows(tokens[start:], 0, np.arange(200 + 64 * start, 200 + 64 * start + length - start))
+        packer.add_path(np.arange(200 + 64 * start, 200 + 64 * start + length - start), other)
+    rows = packer.add_rows(tokens[:-1], 0, own[:-1])
+    packer.add_path(own[:-1], rows)
+    crowded = run(packer, rows)
+    moved = np.arange(430, 430 + fork)
+    engine.copy(own[:fork], moved)
+    packer = engine.packer()
+    rows = packer.add_rows(side, fork, theirs)
+    packer.add_path(np.concatenate([moved, theirs]), rows)
+    last = packer.add_row(tokens[-1], length - 1, int(own[-1]))
+    packer.add_path(own, [last])
+    branched = run(packer, range(rows[0], last + 1))
+    return {"whole": whole, "crowded": crowded, "branched": branched[:BRANCH], "alone": branched[BRANCH:]}
+
+
+def run_all(cases: list[Case], results: Path) -> None:
+    """What each computes, or what it is refused for."""
+    with Ranks.joined("cpu") as ranks:
+        kind = FollowingEngine if ranks.rank else LeadingEngine
+        for case in cases:
+            options: dict[str, Any] = {"capacity": CAPACITY, "dtype": case.dtype, "lanes": case.lanes, "threads": (1,)}
+            try:
+                engine = kind(ModelDirectory(case.directory), ranks=ranks, **options)
+            except UnsupportedModelError as error:
+                if ranks.rank == 0:
+                    np.savez(results / f"{case.name}.npz", refusal=np.asarray(str(error)))
+                continue
+            if isinstance(engine, FollowingEngine):
+                for name, *arguments in ranks.commands():
+                    if name == NEXT:
+                        break
+                    getattr(engine, name)(*arguments)
+                continue
+            found = compute(engine)
+            facts = {"numerics": np.asarray(engine.numerics), "exact": np.asarray(engine.exact)}
+            np.savez(results / f"{case.name}.npz", allow_pickle=False, **facts, **found)
+            ranks.tell(NEXT)
+        if ranks.rank:
+            ranks.await_end()

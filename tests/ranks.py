@@ -1,0 +1,101 @@
+"""What torchrun does: one program in several processes that find each other. They are forked from a process that has
+imported and compiled what takes seconds (`tests.faults.pods`), and none outlives the tests."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tests.faults.pods import PRELOAD, free_address
+
+PATIENCE_SECONDS = 120.0
+"""For a busy machine."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The processes, by rank; all that they say, on stdout and stderr, goes to their logs."""
+
+    processes: list[ForkServerProcess]
+    logs: list[Path]
+
+    def said(self, rank: int) -> str:
+        return self.logs[rank].read_text(errors="replace")
+
+    def until_said(self, rank: int, words: str) -> str:
+        """The first line with these words in it."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            running = self.processes[rank].is_alive()
+            for line in self.said(rank).splitlines():
+                if words in line:
+                    return line
+            assert running, f"rank {rank} ended without {words!r}:\n{self.said(rank)}"
+            assert time.monotonic() < deadline, f"no {words!r} from rank {rank}:\n{self.said(rank)}"
+            time.sleep(0.02)
+
+    def exit_codes(self) -> list[int | None]:
+        """Once all have ended, or have had their time for it."""
+        for process in self.processes:
+            process.join(PATIENCE_SECONDS)
+        return [process.exitcode for process in self.processes]
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+
+@contextmanager
+def launched(degree: int, logs: Path, program: Callable[..., None], *arguments: Any) -> Iterator[Launched]:
+    """A program in so many processes; those that are left at the end are killed."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOAD)
+    host, port = free_address().split(":")
+    common = {"WORLD_SIZE": degree, "LOCAL_WORLD_SIZE": degree, "MASTER_ADDR": host, "MASTER_PORT": port}
+    logs.mkdir()
+    files = [logs / f"rank-{rank}.log" for rank in range(degree)]
+    processes = []
+    for rank, file in enumerate(files):
+        file.touch()
+        place = common | {"RANK": rank, "LOCAL_RANK": rank}
+        environment = {name: str(value) for name, value in place.items()}
+        processes.append(server.Process(target=_be, args=(file, environment, program, arguments), daemon=True))
+    try:
+        for process in processes:
+            process.start()
+        yield Launched(processes, files)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+
+
+def module(name: str, *options: str) -> None:
+    """A program: `python -m NAME OPTIONS`."""
+    sys.argv = [name, *options]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _be(log: Path, environment: dict[str, str], program: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 - for good
+    os.environ.update(environment)
+    program(*arguments)

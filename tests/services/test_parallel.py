@@ -1,0 +1,115 @@
+"""A verifier in two processes, as torchrun starts them: nothing else in the system knows the difference."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.ranks import LOST
+from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
+from tests.ranks import Launched, launched, module
+from tests.services.conftest import Directories
+from tests.services.test_equality import SAMPLINGS, chooser, prompts
+from tests.stack import model_of, request_of, served, stack
+
+pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec[parallel]")
+
+TOKENS = 24
+LONG = 200
+"""Tokens: a text that is not at its end when the next thing happens."""
+
+LOOKING = generation_pb2.SpeculationPolicy(
+    mode=generation_pb2.SPECULATION_MODE_LOOKAHEAD, lookahead=model_pb2.Lookahead(window=5, ngram=3, guesses=5)
+)
+"""Trees in every step, whatever a draft would have had the time for."""
+
+
+@asynccontextmanager
+async def serving(target: Path, logs: Path) -> AsyncIterator[tuple[Launched, Any]]:
+    """A verifier in two processes, and a stub of an orchestrator before it."""
+    with launched(2, logs, module, "verifier_service", "--model", str(target), "--kv-tokens", "8192") as ranks:
+        ready = await asyncio.to_thread(ranks.until_said, 0, "ready ")
+        peers = Peers(Pods([ready.removeprefix("ready ")]), None, failover_seconds=1.0)
+        service = GenerationServicer(model_of(ModelDirectory(target)), peers)
+        async with served(service) as (address, _), grpc.aio.insecure_channel(address) as channel:
+            yield ranks, generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+async def test_the_tokens_are_those_of_one_process(directories: Directories, tmp_path: Path) -> None:
+    """Plain and with trees, at several temperatures, many at once. Then it drains: what runs is brought to its end."""
+    requests = list(zip(prompts(len(SAMPLINGS)), SAMPLINGS, strict=True))
+    async with stack(directories.target, None) as services:
+        want = [
+            list((await services.generate(prompt, sampling=sampling, max_tokens=TOKENS, plain=True)).tokens)
+            for prompt, sampling in requests
+        ]
+    async with serving(directories.target, tmp_path / "logs") as (ranks, stub):
+
+        async def complete(prompt: list[int], sampling: dict[str, Any], **way: Any) -> generation_pb2.Completion:
+            request = request_of(prompt, sampling=sampling, max_tokens=TOKENS, **way)
+            answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
+            completion: generation_pb2.Completion = answer.completions[0]
+            return completion
+
+        for way in ({"plain": True}, {"speculation": LOOKING}):
+            completions = await asyncio.gather(*(complete(prompt, sampling, **way) for prompt, sampling in requests))
+            for (prompt, sampling), tokens, got in zip(requests, want, completions, strict=True):
+                directories.oracle.same(prompt, tokens, list(got.tokens), chooser(sampling), f"{way}, {sampling}")
+                assert "parallel-2" in got.finish.numerics_fingerprint.split("/")
+        assert sum(completion.finish.speculation.accepted for completion in completions) > 0
+
+        responses = aiter(stub.Generate(request_of([5, 6, 7], max_tokens=LONG, ignore_end_token=True)))
+        received = list((await anext(responses)).tokens)
+        for rank in (1, 0):  # as torchrun tells all
+            ranks.signal(rank, signal.SIGTERM)
+        async for response in responses:
+            received += response.tokens
+        assert len(received) == LONG
+        assert await asyncio.to_thread(ranks.exit_codes) == [0, 0]
+
+
+async def test_a_lost_follower_ends_the_pod(directories: Directories, tmp_path: Path) -> None:
+    async with serving(directories.target, tmp_path / "logs") as (ranks, stub):
+        responses = aiter(stub.Generate(request_of([5, 6, 7], max_tokens=LONG, ignore_end_token=True)))
+        await anext(responses)
+        ranks.signal(1, signal.SIGKILL)
+        assert await asyncio.to_thread(ranks.exit_codes) == [LOST, -signal.SIGKILL]
+        line = json.loads(ranks.until_said(0, "rank_lost"))
+        assert (line["service"], line["rank"], line["lost"], line["level"]) == ("verifier", 0, 1, "critical")
+        with pytest.raises(grpc.aio.AioRpcError) as ending:
+            async for _ in responses:
+                pass
+        assert ending.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--engine", "onnx"), "the ONNX engine computes in one process"),
+        (("--compile",), "cannot be compiled"),
+        (("--device", "meta"), "say cuda"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_goes_by_one_process_only_is_refused(
+    directories: Directories, tmp_path: Path, options: tuple[str, ...], reason: str
+) -> None:
+    model = ("--model", str(directories.target))
+    with launched(2, tmp_path / "logs", module, "verifier_service", *model, *options) as ranks:
+        assert ranks.exit_codes() == [1, 0]
+        (line,) = ranks.said(0).splitlines()
+        assert line.startswith("verifier: ")
+        assert reason in line
+        assert reason not in ranks.said(1)
