@@ -16,6 +16,7 @@ from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE = "specdec-probe"
 
 

@@ -30,14 +30,13 @@ from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
-from specdec.engine.pretrained import attention_of, load, window_of
+from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
 from specdec.engine.row_class import RowClass
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """A forward pass: tokens [t], positions [t], wanted rows [n] and the batch's attention to logits [n, vocabulary]."""
 
-DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest relative difference from the model's own forward that the check at start lets pass."""
 
 
@@ -76,12 +75,14 @@ class TorchEngine:
         compiled: bool = False,
         lanes: bool = False,
     ) -> None:
+        self._by_path = device == "cpu" and not lanes
+        if self._by_path and dtype == "float16":
+            raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
         self.model = load(directory, DTYPES[dtype], device)
         self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
         own = OwnForward.of(self.model, directory.vocabulary)
-        self._by_path = device == "cpu" and not lanes
         self._joined = self._by_path and not compiled and decoder.fits(self.model)
         if self._joined:
             decoder.join_products(self.model)
