@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
-from specdec.engine.load import Kind, load_engine
+from specdec.engine.load import Dtype, Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--text", type=int, default=200, help="tokens before the rows")
     parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
-    kinds: list[tuple[Kind, str]] = [("onnx", "float32"), ("torch", "float32"), ("torch", "bfloat16")]
+    kinds: list[tuple[Kind, Dtype]] = [("onnx", "float32"), ("torch", "float32"), ("torch", "bfloat16")]
     print("| engine | rows of a session | " + " | ".join(f"{rows} rows, ms" for rows in ROWS) + " |")
     print("|---|---|" + "---|" * len(ROWS))
     for kind, dtype in kinds:

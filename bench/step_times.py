@@ -18,7 +18,7 @@ import numpy as np
 from bench.draft_step import batch
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
-from specdec.engine.load import load_engine
+from specdec.engine.load import Dtype, load_engine
 from specdec.engine.model_directory import ModelDirectory
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -31,7 +31,7 @@ Times = dict[str, float]
 class StepTimes:
     """Two engines in this process, asleep unless asked."""
 
-    def __init__(self, target: Path, draft: Path | None, dtype: str, text: int) -> None:
+    def __init__(self, target: Path, draft: Path | None, dtype: Dtype, text: int) -> None:
         """Rows are behind texts of `text` tokens."""
         self._cores = os.cpu_count() or 1
         self._threads = sorted({self._cores, max(1, self._cores - 1)}, reverse=True)

@@ -9,7 +9,7 @@ import typer
 
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer, Limits
-from specdec.engine.load import Kind, load_engine
+from specdec.engine.load import Dtype, Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
@@ -22,7 +22,13 @@ def main(
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     engine: Annotated[Kind, typer.Option(help="onnx exports a Hugging Face directory on first use.")] = "onnx",
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="bfloat16: with --engine torch.")] = "float32",
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="float16: for GPUs. bfloat16: with --engine torch. By default an exported model's own, else float32."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
     kv_tokens: Annotated[
         int | None,
@@ -40,7 +46,7 @@ def main(
 
     def start() -> DraftServicer:
         directory = ModelDirectory(model)
-        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype)
+        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype, device=device)
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)

@@ -84,6 +84,9 @@ def orchestrator(context: typer.Context) -> None:
 def export(
     model: Annotated[Path, typer.Argument(help="Directory of a model in Hugging Face's layout.")],
     target: Annotated[Path, typer.Argument(help="Directory to write; replaced if it exists.")],
+    dtype: Annotated[
+        Literal["float32", "float16"], typer.Option(help="What it computes in; float16 is for GPUs.")
+    ] = "float32",
 ) -> None:
     """Export a model for the ONNX draft, so that the draft's machine needs no torch."""
     from specdec.engine.engine import UnsupportedModelError
@@ -93,7 +96,7 @@ def export(
         directory = ModelDirectory(model)
         from specdec.engine.export import export as run  # takes seconds: a wrong path is told before
 
-        run(directory, target)
+        run(directory, target, dtype)
     except (ModelDirectoryError, UnsupportedModelError) as error:
         _fail(str(error))
     print(target)

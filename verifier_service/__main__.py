@@ -11,7 +11,7 @@ import structlog
 import typer
 
 from specdec.engine.engine import Engine
-from specdec.engine.load import Kind, load_engine
+from specdec.engine.load import Dtype, Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving import logs
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
@@ -29,10 +29,18 @@ def main(
     model: Annotated[Path, typer.Option(help="Directory of the target model, in Hugging Face's layout.")],
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "float32",
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="What the model computes in; by default an exported model's own, else float32. float16: for GPUs."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     engine: Annotated[
-        Kind, typer.Option(help="onnx exports a Hugging Face directory on first use; float32, and not exact.")
+        Kind,
+        typer.Option(
+            help="onnx exports a Hugging Face directory on first use, and is not exact. eager: the model's own layers."
+        ),
     ] = "torch",
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
     threads_drafted: Annotated[

@@ -17,15 +17,20 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+import onnx
 import torch
 from torch import Tensor
 
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.lane_attention import Group, LaneAttention
 from specdec.engine.linear import Float32Head
-from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
-from specdec.engine.pretrained import attention_of, load, window_of
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
+
+Dtype = Literal["float32", "float16"]
+"""What a graph computes in: NumPy has no bfloat16, which the pools would be made with."""
 
 OPSET = 23
 INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
@@ -80,14 +85,15 @@ class _Graph(torch.nn.Module):
         return logits[0], [*memory.keys, *memory.values]
 
 
-def export(directory: ModelDirectory, target: Path) -> None:
-    """Write graph, configuration and tokenizer into `target`, complete or not at all.
+def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") -> None:
+    """Write graphs, configuration and tokenizer into `target`, complete or not at all.
 
-    An earlier export there is replaced; anything else is left alone, with a ModelDirectoryError.
+    Weights, keys and values are in `dtype`; what comes out of the graph are float32 logits all the same. An earlier
+    export there is replaced; anything else is left alone, with a ModelDirectoryError.
     """
     if target.exists() and not (target / DESCRIPTION).is_file() and any(target.iterdir()):
         raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
-    model = load(directory, torch.float32, "cpu")
+    model = load(directory, DTYPES[dtype], "cpu")
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
     attends = attention_of(model)
     layers = len(attends)
@@ -104,8 +110,8 @@ def export(directory: ModelDirectory, target: Path) -> None:
         torch.ones(3, 4, 64, dtype=torch.bool),
         torch.zeros(6, dtype=torch.int64),
         torch.arange(2),
-        [torch.zeros(128, each.kv_heads, each.width) for each in attends]
-        + [torch.zeros(128, each.kv_heads, each.value_width) for each in attends],
+        [torch.zeros(128, each.kv_heads, each.width, dtype=model.dtype) for each in attends]
+        + [torch.zeros(128, each.kv_heads, each.value_width, dtype=model.dtype) for each in attends],
     )
     shapes_of_inputs = (
         {0: t},
@@ -135,7 +141,9 @@ def export(directory: ModelDirectory, target: Path) -> None:
                 dynamic_shapes=shapes_of_inputs,
                 external_data=True,
             )
+        onnx.save(copy_graph(dtype), partial / COPY_GRAPH)
         description = {
+            "dtype": dtype,
             "pools": [[each.kv_heads, each.width, each.value_width] for each in attends],
             "window": window_of(model),
             "model": directory.name,
@@ -151,15 +159,41 @@ def export(directory: ModelDirectory, target: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def exported(directory: ModelDirectory) -> Path:
+def copy_graph(dtype: Dtype) -> onnx.ModelProto:
+    """Rows of a pool copied within it, all read before any is written."""
+    kind = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}[dtype]
+    pool = ["slots", "heads", "width"]
+    slots = onnx.TensorProto.INT64
+    return onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [
+                onnx.helper.make_node("Gather", ["pool", "source"], ["rows"], axis=0),
+                onnx.helper.make_node("Unsqueeze", ["target", "last"], ["places"]),
+                onnx.helper.make_node("ScatterND", ["pool", "places", "rows"], ["new_pool"]),
+            ],
+            "copy",
+            [
+                onnx.helper.make_tensor_value_info("pool", kind, pool),
+                onnx.helper.make_tensor_value_info("source", slots, ["n"]),
+                onnx.helper.make_tensor_value_info("target", slots, ["n"]),
+            ],
+            [onnx.helper.make_tensor_value_info("new_pool", kind, pool)],
+            [onnx.helper.make_tensor("last", slots, [1], [1])],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=10,  # of the oldest onnxruntime that is supported
+    )
+
+
+def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
     """The exported form of a directory: itself, or one in the user's cache, made now if need be."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # The form of the graph is part of the key: a newer exporter does not meet an older one's file.
-    target = cache / "specdec" / "onnx-1" / directory.model_fingerprint[:24] / directory.name
+    target = cache / "specdec" / "onnx-2" / dtype / directory.model_fingerprint[:24] / directory.name
     if not (target / DESCRIPTION).is_file():
-        export(directory, target)
+        export(directory, target, dtype)
     return target
 
 

@@ -29,9 +29,9 @@ from specdec.engine.kv import Slots
 from specdec.engine.linear import lay_out
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.numerics import DTYPES, device_kind
+from specdec.engine.numerics import device_kind
 from specdec.engine.own_forward import OwnForward
-from specdec.engine.pretrained import attention_of, load, window_of
+from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
 from specdec.engine.row_class import RowClass
 from specdec.engine.unit_attention import UnitAttention, UnitMemory
 from specdec.engine.unit_tensors import UnitTensors

@@ -84,7 +84,7 @@ def _lanes(
     if fused and softcap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = (q @ k.transpose(-1, -2)).float() * scale
+        scores = ((q * scale) @ k.transpose(-1, -2)).float()  # scaled before: float16 ends at 65,504
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = torch.where(mask, scores, torch.finfo(torch.float32).min)

@@ -97,7 +97,9 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether this CPU and this torch have the kernels."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def as_linear(layer: Conv1D) -> torch.nn.Linear:

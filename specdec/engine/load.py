@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.providers import place_of, providers
 
 if TYPE_CHECKING:  # it brings torch
     from specdec.engine.ranks import Ranks
 
-Kind = Literal["torch", "onnx"]
+Kind = Literal["torch", "eager", "onnx"]
+"""On a GPU `torch` is the engine that is made for it. `eager`, the model's own layers and attention by tensor
+operations, is slower anywhere: what others can be compared with, on any device."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def load_engine(
@@ -21,36 +26,69 @@ def load_engine(
     *,
     capacity: int | None,
     threads: Sequence[int],
-    dtype: str = "float32",
+    dtype: Dtype | None = None,
     device: str = "cpu",
     exact: bool = False,
     compiled: bool = False,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """ModelDirectoryError or UnsupportedModelError say in one line what is in the way. With `ranks`, the engine of this
-    one: for rank 0 one like any other, for the rest a `FollowingEngine`."""
-    if kind == "torch":
-        import torch
-
-        from specdec.engine.torch_engine import TorchEngine
-
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise UnsupportedModelError(f"device {device}: torch sees no CUDA device")
-        if ranks is not None:
-            return _part(
-                ranks, directory, device, compiled, capacity=capacity, dtype=dtype, exact=exact, threads=threads
-            )
-        return TorchEngine(
-            directory, capacity=capacity, dtype=dtype, device=device, exact=exact, threads=threads, compiled=compiled
+    """ModelDirectoryError or UnsupportedModelError say in one line what is in the way. Without a `dtype` an exported
+    model computes in its own, any other in float32. With `ranks`, the engine of this one: for rank 0 one like any
+    other, for the rest a `FollowingEngine`."""
+    if compiled and (kind != "torch" or device != "cpu" or ranks is not None):
+        raise UnsupportedModelError(
+            "only the torch engine, on the CPU and in one process, can compile a model: leave out --compile"
         )
+    if kind == "onnx":
+        if ranks is not None:
+            raise UnsupportedModelError("the ONNX engine computes in one process: torchrun is for the torch engine")
+        return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
+    options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
     if ranks is not None:
-        raise UnsupportedModelError("the ONNX engine computes in one process: torchrun is for the torch engine")
-    if compiled:
-        raise UnsupportedModelError("the ONNX engine has nothing to compile")
-    if dtype != "float32":
-        raise UnsupportedModelError(f"the ONNX engine computes in float32, not {dtype}")
+        return _part(ranks, directory, device, threads=threads, **options)
+    _check_torch(device)
+    if kind == "torch" and device != "cpu":
+        return _gpu(directory, device, **options)
+    from specdec.engine.torch_engine import TorchEngine
+
+    return TorchEngine(directory, device=device, threads=threads, compiled=compiled, lanes=kind == "eager", **options)
+
+
+def _check_torch(device: str) -> None:
+    """Whether torch has it."""
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UnsupportedModelError(f"device {device}: torch knows no such device") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedModelError(f"device {device}: torch sees no CUDA device")
+    if kind not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"device {device}: cpu, cuda and cuda:N are supported")
+
+
+def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
+    """The engine for GPUs."""
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedModelError(
+            f"device {device}: the kernels want triton, which is not installed (specdec[cuda] brings it); "
+            "--engine eager goes without"
+        )
+    from specdec.engine.gpu_engine import GpuEngine
+
+    return GpuEngine(directory, device=device, **options)
+
+
+def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capacity: int | None, threads: int) -> Engine:
+    """ONNX Runtime's, of a graph that is exported if it is not yet."""
+    if dtype == "bfloat16":
+        raise UnsupportedModelError("the ONNX engine computes in float32 or float16, not bfloat16")
+    import onnxruntime
+
     from specdec.engine.onnx_engine import OnnxEngine
 
+    providers(place_of(device), onnxruntime.get_available_providers())  # before a model is exported in vain
     if not (directory.path / GRAPH).is_file():
         if importlib.util.find_spec("torch") is None:
             raise ModelDirectoryError(
@@ -59,18 +97,16 @@ def load_engine(
             )
         from specdec.engine.export import exported
 
-        directory = ModelDirectory(exported(directory))
-    return OnnxEngine(directory, capacity=capacity, threads=min(threads))  # it cannot change their number
+        directory = ModelDirectory(exported(directory, dtype or "float32"))
+    return OnnxEngine(directory, capacity=capacity, threads=threads, dtype=dtype, device=device)
 
 
-def _part(ranks: Ranks, directory: ModelDirectory, device: str, compiled: bool, **options: Any) -> Engine:
+def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) -> Engine:
     """This rank's part of an engine."""
     import torch
 
     from specdec.engine.parallel import FollowingEngine, LeadingEngine
 
-    if compiled:
-        raise UnsupportedModelError("a model in parts cannot be compiled: leave out --compile, or torchrun")
     if device not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"device {device}: under torchrun say cuda, of which every process takes its own")
     if device == "cpu" and torch.accelerator.is_available():
@@ -79,5 +115,6 @@ def _part(ranks: Ranks, directory: ModelDirectory, device: str, compiled: bool, 
             "CUDA_VISIBLE_DEVICES=, or say --device cuda"
         )
     own = f"cuda:{ranks.local_rank}" if device == "cuda" else device
+    _check_torch(own)
     kind = LeadingEngine if ranks.rank == 0 else FollowingEngine
     return kind(directory, ranks=ranks, device=own, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from pathlib import Path
+from typing import Any
 
 from specdec.engine.engine import UnsupportedModelError
 
@@ -34,9 +35,15 @@ def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1) -> i
 def free_bytes(device: str) -> int:
     """Memory that can be taken: of a CUDA device; of the machine, within what a container may have."""
     if device.startswith("cuda"):
-        import torch
+        with contextlib.suppress(ImportError, AssertionError):  # without torch, or with one that has no CUDA
+            import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+            return int(torch.cuda.mem_get_info(device)[0])
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise UnsupportedModelError(f"device {device}: there is no CUDA driver ({error})") from error
+        return free_by_driver(driver, int(device.partition(":")[2] or 0))
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
@@ -46,6 +53,24 @@ def free_bytes(device: str) -> int:
         cached_files = int(statistics["inactive_file"])  # the weights just read, for one; given back when needed
         free = min(free, limit - int((group / "memory.current").read_text()) + cached_files)
     return max(0, free)
+
+
+def free_by_driver(driver: Any, index: int) -> int:
+    """Free bytes of a CUDA device by the driver's own interface: an ONNX service has no torch to ask."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    for name, *arguments in (
+        ("cuInit", 0),
+        ("cuDeviceGet", ctypes.byref(device), index),
+        ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
+        ("cuCtxPushCurrent_v2", context),
+        ("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total)),
+        ("cuCtxPopCurrent_v2", ctypes.byref(context)),
+    ):
+        status = getattr(driver, name)(*arguments)
+        if status:
+            raise UnsupportedModelError(f"device cuda:{index}: the CUDA driver's {name} failed with status {status}")
+    return free.value
 
 
 def keep_freed_memory() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 GRAPH = "model.onnx"
+COPY_GRAPH = "copy.onnx"
 DESCRIPTION = "specdec.json"
 """What an exported model has beside configuration and tokenizer."""
 

@@ -1,12 +1,10 @@
-"""What torch computes in and on, as far as it decides bits."""
+"""What torch computes on, as far as it decides bits."""
 
 from __future__ import annotations
 
 import platform
 
 import torch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def device_kind(device: str) -> str:

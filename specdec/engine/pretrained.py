@@ -19,6 +19,7 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.ranks import Ranks
 from specdec.engine.shards import check_plan
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE = "specdec-probe"
 
 

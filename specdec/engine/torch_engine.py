@@ -26,11 +26,11 @@ from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
 from specdec.engine.linear import Float32Head, can_pack, lay_out
 from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.numerics import DTYPES, device_kind
+from specdec.engine.numerics import device_kind
 from specdec.engine.own_forward import OwnForward
 from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
-from specdec.engine.pretrained import attention_of, load, window_of
+from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
 from specdec.engine.ranks import Ranks
 from specdec.engine.row_class import RowClass
 
@@ -75,6 +75,9 @@ class TorchEngine:
         lanes: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
+        self._by_path = device == "cpu" and not lanes
+        if self._by_path and dtype == "float16":
+            raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
         self.model = load(directory, DTYPES[dtype], device, ranks)
@@ -83,7 +86,6 @@ class TorchEngine:
         own = OwnForward.of(self.model, directory.vocabulary)
         if ranks is not None:
             shards.settle(self.model, ranks)
-        self._by_path = device == "cpu" and not lanes
         self._joined = self._by_path and not compiled and decoder.fits(self.model)
         if self._joined:
             decoder.join_products(self.model)

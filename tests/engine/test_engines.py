@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import safetensors.torch
 import torch
@@ -24,10 +25,10 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.engine import Engine, UnsupportedModelError
-from specdec.engine.export import export, exported
+from specdec.engine.export import copy_graph, export, exported
 from specdec.engine.kv import KVPool, Slots
 from specdec.engine.load import load_engine
-from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx_engine import OnnxEngine
 from specdec.engine.torch_engine import TorchEngine
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make, save
@@ -245,6 +246,17 @@ def words(seed: int, count: int) -> Text:
     return [int(token) for token in np.random.default_rng(seed).integers(END + 1, VOCABULARY, count)]
 
 
+def last_logits(engine: Engine, text: Text) -> Rows:
+    """Of a text as one prompt, on the first slots."""
+    packer = engine.packer()
+    slots = np.arange(1, len(text) + 1)
+    rows = packer.add_rows(text, 0, slots)
+    packer.add_path(slots, rows)
+    packer.want(rows[-1])
+    (got,) = engine.forward(packer.pack())
+    return np.asarray(got)
+
+
 def prefilled(subject: Subject, text: Text) -> Session:
     session = Session(subject, text)
     step = Step(subject)
@@ -406,18 +418,19 @@ class TestVariants:
         tree.as_paths(step)
         step.run()
 
+    def test_float16_stays_close(self, tmp_path: Path) -> None:
+        """By lanes, as GPUs run it."""
+        directory = make("gemma2", tmp_path)
+        engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="float16", exact=False, lanes=True)
+        got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
+        assert got.dtype == np.float32
+        assert 1e-5 < np.abs(got - want).max() / np.abs(want).max() < 0.02
+
     def test_bfloat16_stays_close(self, tmp_path: Path) -> None:
         """Head and logits are float32 all the same."""
         directory = make("llama", tmp_path)
         engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="bfloat16")
-        text = words(1, 40)
-        packer = engine.packer()
-        slots = np.arange(1, 41)
-        rows = packer.add_rows(text, 0, slots)
-        packer.add_path(slots, rows)
-        packer.want(rows[-1])
-        (got,) = engine.forward(packer.pack())
-        want = Oracle(directory).logits(text)[-1]
+        got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
         assert got.dtype == np.float32
         assert len(np.unique(got)) == VOCABULARY  # rounded to bfloat16 some would be equal
         assert 1e-5 < np.abs(got - want).max() / np.abs(want).max() < 0.1
@@ -549,6 +562,10 @@ class TestRefusals:
         with pytest.raises(UnsupportedModelError, match="dynamic rotary embeddings depend on"):
             self.load(directory)
 
+    def test_float16_on_the_cpu(self, llama: Path) -> None:
+        with pytest.raises(UnsupportedModelError, match="float16 is for GPUs"):
+            TorchEngine(ModelDirectory(llama), capacity=64, dtype="float16")
+
     def test_no_directory(self, tmp_path: Path) -> None:
         with pytest.raises(ModelDirectoryError, match=r"nowhere: no such directory"):
             self.load(tmp_path / "nowhere")
@@ -609,17 +626,18 @@ class TestRefusals:
         with pytest.raises(ModelDirectoryError, match=r"not an exported model .*specdec export"):
             OnnxEngine(ModelDirectory(llama), capacity=64, threads=1)
 
-    @pytest.mark.parametrize("name", [GRAPH, DESCRIPTION])
+    @pytest.mark.parametrize("name", [GRAPH, COPY_GRAPH, DESCRIPTION])
     @pytest.mark.parametrize("content", [None, b"", b"nonsense"], ids=["missing", "empty", "nonsense"])
     def test_a_broken_export(self, llama: Path, name: str, content: bytes | None) -> None:
         """Files of the right names, one of them missing or damaged."""
-        (llama / DESCRIPTION).write_text(json.dumps({"pools": [], "window": None, "model_fingerprint": ""}))
-        (llama / GRAPH).touch()
+        (llama / DESCRIPTION).write_text(json.dumps({"dtype": "float32", "pools": [], "window": None}))
+        for file in (GRAPH, COPY_GRAPH):
+            onnx.save(copy_graph("float32"), llama / file)
         if content is None:
             (llama / name).unlink()
         else:
             (llama / name).write_bytes(content)
-        with pytest.raises(ModelDirectoryError, match="llama"):
+        with pytest.raises(ModelDirectoryError, match=f"llama.*{name}"):
             OnnxEngine(ModelDirectory(llama), capacity=64, threads=1)
 
 

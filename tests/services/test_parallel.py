@@ -98,7 +98,7 @@ async def test_a_lost_follower_ends_the_pod(directories: Directories, tmp_path: 
     ("options", "reason"),
     [
         (("--engine", "onnx"), "the ONNX engine computes in one process"),
-        (("--compile",), "cannot be compiled"),
+        (("--compile",), "leave out --compile"),
         (("--device", "meta"), "say cuda"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
