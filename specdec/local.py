@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -82,6 +83,7 @@ class Stack:
         listens at another: where benchmarks put variants of a service, and something between them.
         """
         target_path, draft_path = _models(target, draft)
+        _check_port(port)
         children: dict[str, Child] = {}
         try:
             verifier = children["verifier"] = _spawn(
@@ -137,6 +139,14 @@ def _models(target: Path | None, draft: str | None) -> tuple[Path, Path | None]:
     except ModelDirectoryError as error:
         raise LocalError(str(error)) from error
     return target_path, draft_path
+
+
+def _check_port(port: int) -> None:
+    """An occupied port is told before models are loaded."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise LocalError(f"127.0.0.1:{port}: cannot listen there: {error.strerror}") from error
 
 
 def _threads(drafted: bool) -> tuple[str, ...]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import copy
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from draft_service.growth_loop import GrowthLoop
@@ -30,6 +33,7 @@ from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.server import Service
 from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
+from verifier_service.cost import StepCost
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import StepLoop
@@ -180,6 +184,30 @@ def as_it_is(number: int, identity: model_pb2.ModelIdentity) -> None:
     """A verifier that says what is true."""
 
 
+_idle_engines: defaultdict[tuple[Any, ...], list[TorchEngine]] = defaultdict(list)
+"""By what they were made with. A loop begins with nothing in memory, whatever an earlier one has left there."""
+_costs: dict[tuple[Any, ...], StepCost] = {}
+"""Of a step as first measured, by what the engine was made with and what slows it."""
+
+
+@contextmanager
+def torch_engine(directory: Path, **options: Any) -> Iterator[TorchEngine]:
+    """One that nobody else has: made, and checked by itself, only where none is idle."""
+    idle = _idle_engines[directory, torch.get_num_threads(), *sorted(options.items())]
+    engine = idle.pop() if idle else TorchEngine(ModelDirectory(directory), **options)
+    try:
+        yield engine
+    finally:
+        idle.append(engine)
+
+
+def cost_of(engine: Engine, *made_with: Any) -> StepCost:
+    """Measured once for all engines that are alike."""
+    if made_with not in _costs:
+        _costs[made_with] = StepCost.measure(engine, engine.capacity)
+    return copy.deepcopy(_costs[made_with])
+
+
 @asynccontextmanager
 async def stack(
     target: Path,
@@ -209,15 +237,12 @@ async def stack(
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:
-            directory = ModelDirectory(target)
-            engine: Engine = await asyncio.to_thread(
-                TorchEngine, directory, capacity=capacity, dtype=dtype, exact=exact
-            )
+            engine: Engine = exits.enter_context(torch_engine(target, capacity=capacity, dtype=dtype, exact=exact))
             if target_delay is not None:
                 engine = SlowEngine(engine, target_delay)
-            loop = StepLoop(engine)
+            loop = StepLoop(engine, cost=cost_of(engine, target, capacity, dtype, exact, target_delay))
             loop.start()
-            identity = identity_of(directory, engine, loop.context)
+            identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)
             service = verifier_kind(loop, identity, verifier_limits or VerifierLimits())
             pod = VerifierPod(service, loop=loop)
@@ -225,8 +250,11 @@ async def stack(
             return pod
 
         async def draft_pod(directory: ModelDirectory) -> DraftPod:
-            make = draft_engine or (lambda d: TorchEngine(d, capacity=capacity, exact=False))
-            engine: Engine = await asyncio.to_thread(make, directory)
+            engine: Engine
+            if draft_engine is not None:
+                engine = await asyncio.to_thread(draft_engine, directory)
+            else:
+                engine = exits.enter_context(torch_engine(directory.path, capacity=capacity, exact=False))
             if delay is not None:
                 engine = SlowEngine(engine, delay)
             loop = GrowthLoop(engine)

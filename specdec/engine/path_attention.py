@@ -144,7 +144,10 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
         from_row, to_row = cuts[0] // kv_heads, -(-cuts[1] // kv_heads)
         if from_row == to_row:
             return
-        scores = np.empty((heads, positions[from_row:to_row].max() + 1), np.float32)
+        longest = 0
+        for r in range(from_row, to_row):  # not `max`, which takes a second to compile
+            longest = max(longest, positions[r] + 1)
+        scores = np.empty((heads, longest), np.float32)
         sums = np.empty((heads, value_width), np.float32)
         for r in range(from_row, to_row):
             end = positions[r] + 1

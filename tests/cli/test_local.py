@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from bench.processes import alive, children_of
+from specdec.engine.export import export
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from tests.models import make, near
 
 
@@ -45,6 +47,16 @@ def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.fixture(scope="module")
+def exported(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The draft as `specdec export` writes it."""
+    target = tmp_path_factory.mktemp("exported") / "out"
+    done = specdec("export", str(pair.draft), str(target))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{target}\n"
+    return target
+
+
 @dataclass(frozen=True)
 class Up:
     process: subprocess.Popen[str]
@@ -53,8 +65,8 @@ class Up:
 
 
 @pytest.fixture(scope="module")
-def up(pair: Pair, cache: dict[str, str]) -> Iterator[Up]:
-    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.draft)]
+def up(pair: Pair, exported: Path, cache: dict[str, str]) -> Iterator[Up]:
+    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(exported)]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -200,17 +212,12 @@ def test_each_service_has_help() -> None:
         assert "--model" in done.stdout
 
 
-def test_export_writes_what_the_draft_serves(pair: Pair, tmp_path: Path) -> None:
-    done = specdec("export", str(pair.draft), str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert {f.name for f in (tmp_path / "out").iterdir()} >= {
-        "model.onnx",
-        "specdec.json",
-        "config.json",
-        "tokenizer.json",
-    }
-    over_itself = specdec("export", str(pair.draft), str(pair.draft))  # an export may be renewed, nothing else
-    assert over_itself.returncode == 1
-    assert "not replaced" in over_itself.stderr
+def test_export_writes_what_the_draft_serves(pair: Pair, exported: Path, tmp_path: Path) -> None:
+    files = {f.name for f in exported.iterdir()}
+    assert files >= {"model.onnx", "specdec.json", "config.json", "tokenizer.json"}
+    with pytest.raises(ModelDirectoryError, match="not replaced"):  # an export may be renewed, nothing else
+        export(ModelDirectory(pair.draft), pair.draft)
     assert (pair.draft / "model.safetensors").is_file()
-    assert specdec("export", "/nonexistent", str(tmp_path / "out2")).returncode == 1
+    wrong = specdec("export", "/nonexistent", str(tmp_path / "out"))
+    assert wrong.returncode == 1
+    assert wrong.stderr == "specdec: /nonexistent: no such directory\n"
