@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from bench.prompts import held_out
 from draft_service.calibration import Calibration
-from draft_service.growth_loop import Attached, Extension, GrowthLoop
-from draft_service.session import GrowthPolicy
+from draft_service.growth_loop import Attached, GrowthLoop
+from draft_service.session import Extension, GrowthPolicy
 from draft_service.session import Session as DraftSession
 from draft_service.session import SessionRequest as DraftRequest
 from specdec.decoding.choice import Chooser
@@ -101,7 +101,7 @@ class Pair:
             while draft.frontier(1):
                 loop.turn()
             for extension in pushed:
-                verifier.extend(*extension, 0.0)
+                verifier.extend(extension.base, extension.paths, 0.0)
             pushed.clear()
             base, finished = verifier.tree.base, self._step(verifier, count)
             if finished:

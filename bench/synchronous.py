@@ -10,13 +10,14 @@ K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import draft_service.servicer
 import draft_service.session
 import verifier_service.servicer
 import verifier_service.session
-from draft_service.session import Frontier, GrowthPolicy
+from draft_service.session import Extension, Frontier, GrowthPolicy
 from specdec.decoding.tree import Node, Paths
 from specdec.serving.outbox import Outbox
 from specdec.v1 import draft_pb2, verifier_pb2
@@ -45,11 +46,15 @@ class DraftSession(draft_service.session.Session):
         """Nothing once it has answered."""
         return [] if self._answered == self.tree.base else super().frontier(count)
 
-    def due(self, now: float) -> bool:
-        """When there is nothing left to grow; no candidate at all is an answer too."""
-        return self._answered != self.tree.base and not self.frontier(1)
+    def _worth_sending(self, node: Node) -> bool:
+        """All of it is the answer."""
+        return True
 
-    def spell_unsent(self, now: float) -> tuple[int, Paths]:
+    def due(self, step: float) -> float:
+        """When there is nothing left to grow; no candidate at all is an answer too."""
+        return -math.inf if self._answered != self.tree.base and not self.frontier(1) else math.inf
+
+    def spell_unsent(self, now: float) -> Extension:
         self._answered = self.tree.base
         return super().spell_unsent(now)
 
@@ -78,8 +83,8 @@ class VerifierSession(verifier_service.session.Session):
         """Committed tokens that a step can take: all but, while its draft is silent, the tip."""
         return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.speculate)
 
-    def extend(self, base: int, paths: Paths, arrived: float) -> None:
-        super().extend(base, paths, arrived)
+    def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
+        super().extend(base, paths, arrived, held)
         self._answered = base
 
 

@@ -6,22 +6,21 @@ has anything worth guessing, the loop sleeps.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
-from draft_service.session import Frontier, Session
-from specdec.decoding.tree import Paths
+from draft_service.session import Extension, Frontier, Session
 from specdec.engine.engine import Engine
 from specdec.engine.kv import KVPool
 from specdec.serving.worker import Worker
 
 log = structlog.get_logger()
 
-Extension = tuple[int, Paths]
-"""(base, new candidates)"""
+STEP_SMOOTHING = 0.1
 
 
 @dataclass
@@ -54,6 +53,7 @@ class GrowthLoop(Worker):
         self._rows_per_session = rows_per_session
         self._prompt_budget = prompt_budget
         self._attached: dict[int, Attached] = {}
+        self._step_seconds = 0.0  # moving average
 
     @property
     def slots_used(self) -> int:
@@ -81,6 +81,7 @@ class GrowthLoop(Worker):
         ]
         if hungry:
             hungry.sort(key=lambda h: -h.frontier[0][0])
+            start = time.monotonic()
             try:
                 self._step(hungry)
             except Exception as error:  # the step's sessions are lost, the loop is not
@@ -88,6 +89,7 @@ class GrowthLoop(Worker):
                 for h in hungry:
                     self.detach(h.attached.session)
                     h.attached.fail(error)
+            self._step_seconds += STEP_SMOOTHING * (time.monotonic() - start - self._step_seconds)
         now = time.monotonic()
         wake = self._send(now)
         if hungry:
@@ -125,9 +127,9 @@ class GrowthLoop(Worker):
         wake: float | None = None
         for attached in self._attached.values():
             session = attached.session
-            if session.due(now):
+            due = session.due(self._step_seconds)
+            if due <= now:
                 attached.emit(session.spell_unsent(now))
-            elif session.waits:
-                then = session.sent_at + session.policy.extend_interval
-                wake = then if wake is None else min(wake, then)
+            elif due < math.inf:
+                wake = due if wake is None else min(wake, due)
         return wake

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from draft_service.calibration import Calibration
-from draft_service.growth_loop import Attached, Extension, GrowthLoop
-from draft_service.session import GrowthPolicy, Session, SessionRequest
+from draft_service.growth_loop import Attached, GrowthLoop
+from draft_service.session import Extension, GrowthPolicy, Session, SessionRequest
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Rule
 from specdec.serving.errors import InvalidRequestError
@@ -65,7 +65,9 @@ class DraftServicer(
 
     def attach(self, session: Session, outbox: Outbox[draft_pb2.DraftResponse]) -> None:
         def emit(extension: Extension) -> None:
-            outbox.put(draft_pb2.DraftResponse(extend=paths_message(*extension)))
+            extend = paths_message(extension.base, extension.paths)
+            extend.held_us = int(1e6 * extension.held)
+            outbox.put(draft_pb2.DraftResponse(extend=extend))
 
         self._loop.attach(Attached(session, emit, outbox.put))
 
@@ -75,6 +77,7 @@ class DraftServicer(
     def act(self, session: Session, request: draft_pb2.DraftRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "committed":
+                session.heard(arrived)
                 session.commit(request.committed.base, list(request.committed.tokens))
             case "policy":
                 session.follow(self._policy(request.policy, session.policy.max_nodes))
@@ -99,6 +102,7 @@ class DraftServicer(
             max_branches=min(message.max_branches or defaults.max_branches, limits.max_branches),
             min_reach=max(message.min_reach, defaults.min_reach),
             extend_interval=message.extend_interval_us * 1e-6,
+            round_trip=message.round_trip_us * 1e-6,
         )
 
     def parse(self, request: draft_pb2.DraftRequest) -> Session:

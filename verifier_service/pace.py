@@ -41,6 +41,7 @@ class Pace:
         self._acceptance = 0.7
         self._delay = 0.003  # from a commit to the first candidates that know of it
         self._gap = 0.001  # from one message to the next
+        self.round_trip = 0.0  # of a commit to the draft and of candidates back; 0: unknown
         self._commits: dict[int, float] = {}  # base -> when it became so
         self._last: dict[int, float] = {}  # base -> when the last message that knows of it came
         self._awaited: float | None = None  # until when a message is hoped for
@@ -55,12 +56,16 @@ class Pace:
             del self._commits[oldest]
             self._last.pop(oldest, None)
 
-    def arrived(self, base: int, at: float) -> None:
-        """A message that starts at `base` came; late ones teach as well."""
+    def arrived(self, base: int, at: float, held: float = 0.0) -> None:
+        """A message that starts at `base` came; late ones teach as well. Its sender had known of `base` for `held`
+        seconds: what else has passed since the commit was spent on the way."""
         self._awaited, self._given_up = None, False
         begun = self._commits.get(base)
         if begun is None:
             return
+        way = at - begun - held
+        if held > 0 and way > 0:
+            self.round_trip += SMOOTHING * (way - self.round_trip) if self.round_trip else way
         if base in self._last:
             self._gap += SMOOTHING * (at - self._last[base] - self._gap)
         else:

@@ -144,7 +144,7 @@ class VerifierServicer(
             most = max(len(extend.tokens), len(extend.parents), len(extend.scores), len(extend.rows))
             if most > MOST_NODES_A_MESSAGE:
                 raise ValueError(f"{most} nodes, at most {MOST_NODES_A_MESSAGE} a message")
-            session.extend(extend.base, paths_from(extend), arrived)
+            session.extend(extend.base, paths_from(extend), arrived, extend.held_us * 1e-6)
         except ValueError as error:
             self._loop.load.refused += 1
             log.warning("candidates_refused", why=str(error))
@@ -243,5 +243,6 @@ def response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
         price=times.price,
         drafted_sessions=times.drafted,
         checksum=verdict.checksum,
+        round_trip_us=int(1e6 * times.round_trip),
     )
     return verifier_pb2.VerifyResponse(commit=commit)

@@ -184,12 +184,13 @@ class Session:
 
     # --- candidates ---------------------------------------------------------------------------------
 
-    def extend(self, base: int, paths: Paths, arrived: float) -> None:
-        """Candidates came; ValueError if they cannot be."""
+    def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
+        """Candidates came, from a draft that had known of `base` for so many seconds, if it says so; ValueError if they
+        cannot be."""
         rule = self.request.chooser.rule
         rows = [(parent, row) for parent, row in paths.rows if row.fits(rule, self._vocabulary)]
         self.tree.insert(base, paths._replace(rows=rows), origin=DRAFT)
-        self.pace.arrived(base, arrived)
+        self.pace.arrived(base, arrived, held)
         self._outlook = None
 
     def usable(self, node: Node) -> bool:

@@ -70,6 +70,7 @@ class StepTimes:
     preemptions: int = 0  # so far
     price: float = 0.0  # of a candidate: the probability from which it pays to verify one
     drafted: int = 0  # sessions of the pod that have a draft
+    round_trip: float = 0.0  # to this session's draft and back; 0: unknown
 
 
 @dataclass(eq=False)
@@ -457,7 +458,17 @@ class StepLoop(Worker):
         """What is untold of a session, to be put into its outbox."""
         found, attached.session.found = attached.session.found, 0
         price = self._price if self._drafts(attached) else NOTHING_PAYS
-        times = StepTimes(forward, step, waited, attached.queued, found, attached.preemptions, price, self._drafted)
+        times = StepTimes(
+            forward,
+            step,
+            waited,
+            attached.queued,
+            found,
+            attached.preemptions,
+            price,
+            self._drafted,
+            attached.session.pace.round_trip,
+        )
         verdict, attached.untold = attached.untold, None
         attached.queued, attached.told = 0.0, time.monotonic()
         assert verdict is not None

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import model_pb2 as specdec_dot_v1_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x16specdec/v1/model.proto\"\xbd\x01\n\x0c\x44raftRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.specdec.v1.DraftOpenH\x00\x12*\n\tcommitted\x18\x02 \x01(\x0b\x32\x15.specdec.v1.CommittedH\x00\x12)\n\x06policy\x18\x03 \x01(\x0b\x32\x17.specdec.v1.DraftPolicyH\x00\x12$\n\x06resend\x18\x04 \x01(\x0b\x32\x12.specdec.v1.ResendH\x00\x42\t\n\x07message\"\x95\x01\n\rDraftResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.specdec.v1.DraftOpenedH\x00\x12$\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x12.specdec.v1.ExtendH\x00\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x14.specdec.v1.ProgressH\x00\x42\t\n\x07message\"\xb4\x02\n\tDraftOpen\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x18\n\x10generated_tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12(\n\x04rule\x18\x04 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nend_tokens\x18\x06 \x03(\r\x12\'\n\x06policy\x18\x07 \x01(\x0b\x32\x17.specdec.v1.DraftPolicy\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12&\n\x08\x63ontrast\x18\t \x01(\x0b\x32\x14.specdec.v1.Contrast\x12\x17\n\x0fvocabulary_size\x18\n \x01(\r\":\n\x0b\x44raftOpened\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.specdec.v1.ModelIdentity\"x\n\x0b\x44raftPolicy\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_branches\x18\x03 \x01(\r\x12\x11\n\tmin_reach\x18\x04 \x01(\x02\x12\x1a\n\x12\x65xtend_interval_us\x18\x05 \x01(\r\"\x08\n\x06Resend2P\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x16specdec/v1/model.proto\"\xbd\x01\n\x0c\x44raftRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.specdec.v1.DraftOpenH\x00\x12*\n\tcommitted\x18\x02 \x01(\x0b\x32\x15.specdec.v1.CommittedH\x00\x12)\n\x06policy\x18\x03 \x01(\x0b\x32\x17.specdec.v1.DraftPolicyH\x00\x12$\n\x06resend\x18\x04 \x01(\x0b\x32\x12.specdec.v1.ResendH\x00\x42\t\n\x07message\"\x95\x01\n\rDraftResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.specdec.v1.DraftOpenedH\x00\x12$\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x12.specdec.v1.ExtendH\x00\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x14.specdec.v1.ProgressH\x00\x42\t\n\x07message\"\xb4\x02\n\tDraftOpen\x12\x15\n\rprompt_tokens\x18\x01 \x03(\r\x12\x18\n\x10generated_tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12(\n\x04rule\x18\x04 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nend_tokens\x18\x06 \x03(\r\x12\'\n\x06policy\x18\x07 \x01(\x0b\x32\x17.specdec.v1.DraftPolicy\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12&\n\x08\x63ontrast\x18\t \x01(\x0b\x32\x14.specdec.v1.Contrast\x12\x17\n\x0fvocabulary_size\x18\n \x01(\r\":\n\x0b\x44raftOpened\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.specdec.v1.ModelIdentity\"\x8f\x01\n\x0b\x44raftPolicy\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x14\n\x0cmax_branches\x18\x03 \x01(\r\x12\x11\n\tmin_reach\x18\x04 \x01(\x02\x12\x1a\n\x12\x65xtend_interval_us\x18\x05 \x01(\r\x12\x15\n\rround_trip_us\x18\x06 \x01(\r\"\x08\n\x06Resend2P\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,10 +40,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTOPEN']._serialized_end=715
   _globals['_DRAFTOPENED']._serialized_start=717
   _globals['_DRAFTOPENED']._serialized_end=775
-  _globals['_DRAFTPOLICY']._serialized_start=777
-  _globals['_DRAFTPOLICY']._serialized_end=897
-  _globals['_RESEND']._serialized_start=899
-  _globals['_RESEND']._serialized_end=907
-  _globals['_DRAFTSERVICE']._serialized_start=909
-  _globals['_DRAFTSERVICE']._serialized_end=989
+  _globals['_DRAFTPOLICY']._serialized_start=778
+  _globals['_DRAFTPOLICY']._serialized_end=921
+  _globals['_RESEND']._serialized_start=923
+  _globals['_RESEND']._serialized_end=931
+  _globals['_DRAFTSERVICE']._serialized_start=933
+  _globals['_DRAFTSERVICE']._serialized_end=1013
 # @@protoc_insertion_point(module_scope)

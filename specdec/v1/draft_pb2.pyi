@@ -186,6 +186,7 @@ class DraftPolicy(google.protobuf.message.Message):
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     MIN_REACH_FIELD_NUMBER: builtins.int
     EXTEND_INTERVAL_US_FIELD_NUMBER: builtins.int
+    ROUND_TRIP_US_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Live nodes at most: the credit the verifier granted."""
     max_depth: builtins.int
@@ -198,6 +199,10 @@ class DraftPolicy(google.protobuf.message.Message):
     """
     extend_interval_us: builtins.int
     """Least time between two Extend messages, microseconds, unless the verifier has nothing to verify."""
+    round_trip_us: builtins.int
+    """Time that a commit takes to the draft and its candidates take to the verifier, microseconds; 0: unknown. Where there
+    is one message for a step of the verifier, it is sent so much before the next one can begin.
+    """
     def __init__(
         self,
         *,
@@ -206,8 +211,9 @@ class DraftPolicy(google.protobuf.message.Message):
         max_branches: builtins.int = ...,
         min_reach: builtins.float = ...,
         extend_interval_us: builtins.int = ...,
+        round_trip_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_reach", b"min_reach"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_reach", b"min_reach", "round_trip_us", b"round_trip_us"]) -> None: ...
 
 global___DraftPolicy = DraftPolicy
 

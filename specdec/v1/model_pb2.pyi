@@ -333,8 +333,11 @@ class Extend(google.protobuf.message.Message):
     PARENTS_FIELD_NUMBER: builtins.int
     SCORES_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
+    HELD_US_FIELD_NUMBER: builtins.int
     base: builtins.int
     """Committed tokens (prompt included) the paths start from."""
+    held_us: builtins.int
+    """Time that the sender has known of `base` for, microseconds; 0: it does not say."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token of each node."""
@@ -363,8 +366,9 @@ class Extend(google.protobuf.message.Message):
         parents: collections.abc.Iterable[builtins.int] | None = ...,
         scores: collections.abc.Iterable[builtins.float] | None = ...,
         rows: collections.abc.Iterable[global___DraftRow] | None = ...,
+        held_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "parents", b"parents", "rows", b"rows", "scores", b"scores", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "held_us", b"held_us", "parents", b"parents", "rows", b"rows", "scores", b"scores", "tokens", b"tokens"]) -> None: ...
 
 global___Extend = Extend
 

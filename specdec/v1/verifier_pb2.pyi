@@ -289,6 +289,7 @@ class Commit(google.protobuf.message.Message):
     PRICE_FIELD_NUMBER: builtins.int
     DRAFTED_SESSIONS_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    ROUND_TRIP_US_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
@@ -317,6 +318,8 @@ class Commit(google.protobuf.message.Message):
     """The CRC-32 of VerifyOpen continued: over all tokens committed since, each as 4 bytes, little-endian, and the finish
     reason as one token more.
     """
+    round_trip_us: builtins.int
+    """Time that a commit of this session takes to its draft and candidates take back, microseconds, of late; 0: unknown."""
     @property
     def committed(self) -> specdec.v1.model_pb2.Committed:
         """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
@@ -348,9 +351,10 @@ class Commit(google.protobuf.message.Message):
         price: builtins.float = ...,
         drafted_sessions: builtins.int = ...,
         checksum: builtins.int = ...,
+        round_trip_us: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bench.simulation import clock
 from draft_service.calibration import Calibration
-from draft_service.growth_loop import Attached, Extension, GrowthLoop
-from draft_service.session import GrowthPolicy, Session, SessionRequest
+from draft_service.growth_loop import Attached, GrowthLoop
+from draft_service.session import Extension, GrowthPolicy, Session, SessionRequest
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
@@ -46,7 +51,7 @@ class Engine:
         raise AssertionError("there is one")
 
 
-def session(tokens: int = 200, **policy: int) -> Session:
+def session(tokens: int = 200, **policy: Any) -> Session:
     request = SessionRequest([1, 2, 3], [], Chooser(Sampling()), frozenset(), tokens, 10_000)
     return Session(request, GrowthPolicy(**policy), VOCABULARY, Calibration())
 
@@ -92,7 +97,7 @@ def test_who_does_not_listen_is_grown_no_further() -> None:
     assert deaf.tree.size == 24
     assert len(pod.sent[id(deaf)]) <= 24
     assert listening.tree.base == 23
-    assert {base for base, _ in pod.sent[id(listening)]} == set(range(3, 23))
+    assert {extension.base for extension in pod.sent[id(listening)]} == set(range(3, 23))
 
 
 def test_with_nothing_worth_guessing_it_sleeps() -> None:
@@ -114,9 +119,41 @@ def test_a_verdict_takes_effect_at_the_next_step() -> None:
     caught_up, grown = pod.engine.read[steps:]
     assert caught_up == [5]
     assert set(grown) <= {node.token for node in each.tree.root.walk()}
-    base, paths = pod.sent[id(each)][-1]
-    assert base == 6
-    assert paths.tokens
+    last = pod.sent[id(each)][-1]
+    assert last.base == 6
+    assert last.paths.tokens
+
+
+def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None:
+    """With a tree as large as it may be, it sleeps until just before the next step of the verifier begins."""
+    period, round_trip = 0.030, 0.006
+    sent: list[tuple[float, Extension]] = []
+    failed: list[Exception] = []
+
+    async def main() -> None:
+        loop = GrowthLoop(Engine(), rows=ROWS)
+        each = session(max_nodes=8, extend_interval=period, round_trip=round_trip)
+        loop.attach(Attached(each, lambda extension: sent.append((time.monotonic(), extension)), failed.append))
+        for _ in range(40):
+            commit = time.monotonic()
+            each.heard(commit)
+            each.commit(each.tree.base, [7])
+            while True:  # as a worker does
+                wait = loop.turn()
+                left = commit + period - time.monotonic()
+                if wait is None or wait >= left:
+                    break
+                await asyncio.sleep(wait)
+            await asyncio.sleep(max(0.0, left))
+            if len(sent) > 20:
+                when, last = sent[-1]
+                assert commit + period - round_trip - 0.001 < when < commit + period - round_trip
+                assert last.base == each.tree.base
+                assert last.held == pytest.approx(when - commit, abs=1e-6)
+
+    clock.run(main())
+    assert len(sent) >= 39
+    assert not failed
 
 
 def test_memory_is_for_who_has_it() -> None:

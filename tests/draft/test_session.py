@@ -12,6 +12,7 @@ from draft_service.calibration import Calibration
 from draft_service.session import RESTING_UNREAD, GrowthPolicy, Session, SessionRequest
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.tree import TokenTree
 from specdec.engine.paths import PathPacker
 
 VOCABULARY = 16
@@ -27,15 +28,15 @@ def made(rule: Rule = Rule.COUPLED, temperature: float = 0.0, context: int = CON
     return session
 
 
-def step(session: Session) -> None:
-    """Read what there is to read; the model prefers the tokens in order, 7 most."""
+def step(session: Session, best: float = 5.0) -> None:
+    """Read what there is to read; the model prefers the tokens in order, 7 most, of which it is as sure as said."""
     packer = PathPacker()
     if session.unread_text:
         session.plan_text(packer, 1000)
     else:
         session.plan_nodes(packer, [node for _, node in session.frontier(4)])
     logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
-    logits[7] = 5.0
+    logits[7] = best
     session.grow(np.tile(logits, (len(packer.wanted), 1)))
 
 
@@ -66,7 +67,7 @@ def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
     session = made(Rule.REJECTION, temperature=1.0)
     for _ in range(4):
         step(session)
-    _, paths = session.spell_unsent(0.0)
+    paths = session.spell_unsent(0.0).paths
     assert list(paths.parents) == [0, 1, 2, 3]
     assert [parent for parent, _ in paths.rows] == [0, 1, 2, 3]
     assert all(row.fits(Rule.REJECTION, VOCABULARY) for _, row in paths.rows)
@@ -76,7 +77,55 @@ def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
     first, second = made(Rule.REJECTION, temperature=1.0), made(Rule.REJECTION, temperature=1.0)
     for session in (first, second):
         step(session)
-    assert first.spell_unsent(0.0)[1].tokens == second.spell_unsent(0.0)[1].tokens
+    assert first.spell_unsent(0.0).paths.tokens == second.spell_unsent(0.0).paths.tokens
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
+def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule, temperature: float) -> None:
+    """Nodes and their distributions, all of it in the end and each once."""
+    session = made(rule, temperature, min_reach=0.05)
+    while session.frontier(4):
+        step(session, best=1.5)
+    near = [node for reach, node in session.tree.by_reach() if reach >= session.policy.least_sent]
+    first = session.spell_unsent(0.0).paths
+    assert len(near) <= len(first.tokens) < session.tree.size  # ancestors go along
+    (child, *_) = session.tree.root.children.values()
+    session.commit(3, [child.token])
+    session.follow(replace(session.policy, min_reach=1e-9))
+    rest = session.spell_unsent(0.0).paths
+    known = TokenTree(
+        [1, 2, 3, child.token], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=rule is Rule.REJECTION
+    )
+    known.insert(3, first)
+    known.insert(4, rest)
+    assert known.size == session.tree.size
+    assert _described(known) == _described(session.tree)
+    assert not session.waits
+
+
+def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
+    """Paths, and whether each has a distribution below it."""
+    nodes = (tree.root, *tree.root.walk())
+    return {(tuple(n.token for n in node.path()), node.row is not None) for node in nodes}
+
+
+def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
+    session = made(min_reach=0.3, max_branches=1)
+    packer = PathPacker()
+    session.plan_text(packer, 1000)
+    session.grow(np.zeros((1, VOCABULARY), dtype=np.float32))
+    (child,) = session.tree.root.children.values()
+    assert child.reach() < session.policy.least_reach
+    assert session.spell_unsent(0.0).paths.tokens == [child.token]
+
+
+def test_where_tokens_are_not_contrasted_distributions_wait_for_the_right_moment() -> None:
+    session = made(Rule.REJECTION, temperature=1.0, extend_interval=0.03)
+    for number in range(20):
+        session.heard(0.03 * number)
+    step(session)
+    assert session.unsent_rows
+    assert 0.57 < session.due(0.001) < 0.60
 
 
 def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
@@ -89,8 +138,8 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
     assert session.frontier(4)
     step(session)
     assert session.tree.root.row is not None
-    assert session.due(0.0)
-    assert session.spell_unsent(0.0)[1].rows[0][0] == 0
+    assert session.due(0.0) < 0.0
+    assert session.spell_unsent(0.0).paths.rows[0][0] == 0
 
 
 def test_a_text_beyond_the_drafts_context() -> None:

@@ -71,6 +71,20 @@ def test_many_sessions_send_fewer_messages_each() -> None:
     assert crowded.policy.extend_interval_us == 40_000  # one a step
 
 
+def test_a_draft_is_told_how_long_the_way_is_when_it_changes() -> None:
+    pacing, text = Pacing(draft_pb2.DraftPolicy(), needed=False), Text()
+
+    def told(round_trip_us: int) -> list[str | None]:
+        return kinds(list(pacing.messages(text.commit(0.5, step_us=40_000, round_trip_us=round_trip_us))))
+
+    assert told(0) == ["policy", "committed"]
+    assert told(1000) == ["committed"]  # of 40,000
+    assert told(9000) == ["policy", "committed"]
+    assert told(9500) == ["committed"]
+    policy, _ = pacing.messages(text.commit(0.5, step_us=40_000, round_trip_us=20_000))
+    assert policy.policy.round_trip_us == 20_000
+
+
 def test_another_verifier_is_told_all_candidates_anew() -> None:
     pacing = Pacing(draft_pb2.DraftPolicy(max_nodes=64), needed=False)
     assert kinds(list(pacing.another_verifier(64))) == ["resend"]

@@ -30,6 +30,26 @@ def learned(delay: float, gap: float = 0.001) -> Pace:
     return pace
 
 
+class TestRoundTrip:
+    def test_it_is_what_passed_while_the_draft_did_not_hold_the_text(self) -> None:
+        pace = Pace()
+        assert not pace.round_trip
+        for base in range(40):
+            pace.committed(base, float(base))
+            pace.arrived(base, base + 0.018 + 0.004, 0.004)
+            pace.arrived(base, base + 0.018 + 0.009, 0.009)
+        assert pace.round_trip == pytest.approx(0.018)
+
+    def test_who_does_not_say_or_cannot_be_right_teaches_nothing(self) -> None:
+        """It was told of the text by somebody else, before this verifier had it."""
+        pace = Pace()
+        pace.committed(5, 10.0)
+        pace.arrived(5, 10.1)
+        pace.arrived(5, 10.1, 3.0)
+        pace.arrived(4, 10.1, 0.05)
+        assert not pace.round_trip
+
+
 class TestOneSession:
     def test_it_waits_for_a_quick_draft_with_nothing_in_hand(self) -> None:
         until = wait(learned(0.002), 100, 100.0)
