@@ -61,7 +61,7 @@ def branched(engine: GpuEngine, text: list[int], branch: list[int]) -> tuple[Pac
 
 
 def test_logits_are_the_model_s_own(subject: Subject) -> None:
-    text = np.random.default_rng(0).integers(3, VOCABULARY, 40).tolist()
+    text = np.random.default_rng(0).integers(3, VOCABULARY, 12).tolist()
     packer, texts = branched(subject.engine, text, [7, 9])
     logits = subject.engine.forward(packer.pack())
     for row, spelt in zip(logits, texts, strict=False):
@@ -70,14 +70,14 @@ def test_logits_are_the_model_s_own(subject: Subject) -> None:
 
 
 def test_what_was_computed_is_read_again_where_it_was_copied(subject: Subject) -> None:
-    text = np.random.default_rng(1).integers(3, VOCABULARY, 30).tolist()
+    text = np.random.default_rng(1).integers(3, VOCABULARY, 9).tolist()
     packer, _ = branched(subject.engine, text, [5])
     subject.engine.forward(packer.pack())
-    old, new = np.arange(1, 31), np.arange(300, 330)
-    subject.engine.copy(old, new)
+    new = np.arange(300, 300 + len(text))
+    subject.engine.copy(np.arange(1, 1 + len(text)), new)
     packer = subject.engine.packer()
-    row = packer.add_row(11, 30, 330)
-    packer.add_path(np.append(new, 330), [row])
+    row = packer.add_row(11, len(text), 400)
+    packer.add_path(np.append(new, 400), [row])
     packer.want(row)
     want = subject.own_logits([*text, 11])
     assert np.abs(subject.engine.forward(packer.pack())[0] - want).max() < 1e-4 * np.abs(want).max()
@@ -86,9 +86,9 @@ def test_what_was_computed_is_read_again_where_it_was_copied(subject: Subject) -
 def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     engine = subject.engine
     assert isinstance(engine, DeviceEngine)
-    text = np.random.default_rng(2).integers(3, VOCABULARY, 20).tolist()
+    text = np.random.default_rng(2).integers(3, VOCABULARY, 6).tolist()
     samplings = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_p=0.8, seed=4)]
-    asks = [Ask(Chooser(samplings[row % 3]), 20 + row // 2) for row in range(4)]
+    asks = [Ask(Chooser(samplings[row % 3]), len(text) + row // 2) for row in range(4)]
     packer, _ = branched(engine, text, [6, 8])
     want, _ = HostRows(engine.forward(packer.pack())).choose(range(4), asks)
     packer, _ = branched(engine, text, [6, 8])
