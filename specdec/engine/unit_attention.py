@@ -23,15 +23,19 @@ from specdec.engine.device_loops import store
 from specdec.engine.unit_tensors import UnitTensors
 from specdec.engine.units import SPLIT, TILE_ROWS
 
-TILE = 64
-"""Keys that are read at once."""
+TILES = (64, 32, 16)
+"""Numbers of keys that are read at once: the first of which keys and values take no more than STAGE_BYTES, but the
+first not for float32, whose products want many registers."""
+
+STAGE_BYTES = 1 << 15
+"""Two such stages and the queries fit into the shared memory of processors that have 164 KiB or more."""
+
+PRECISION = tl.constexpr("tf32x3")
+"""Of products of float32: three of a tensor core, nearly as exact as float32 itself. (Exact ones, "ieee", are computed
+without tensor cores, with more numbers under way than there are registers for.)"""
 
 SPLITS_AT_ONCE = 16
 """That the second kernel reads."""
-
-STAGE_BYTES = 1 << 16
-"""Of a program's shared memory, for the tiles that are under way: two programs find room on a processor that has 164
-KiB or more."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter, with which the tests run where there is no GPU, has no products of bfloat16: there they are
@@ -64,17 +68,20 @@ class UnitMemory:
     def found(self, heads: int, value_width: int) -> tuple[Tensor, Tensor]:
         """Room for largest scores and sums of weights [2, partials, heads], and weighted values [partials, heads,
         value_width]."""
-        count = self.partials * heads
-        if self.partials * self._width < count * (2 + value_width):
+        if heads * (2 + value_width) > self._width:
             raise ValueError(f"no room is reserved for {heads} heads of width {value_width}")
+        count = self.partials * heads
         extents = self._found[: 2 * count].view(2, self.partials, heads)
         return extents, self._found[2 * count : count * (2 + value_width)].view(self.partials, heads, value_width)
 
 
 class UnitAttention:
-    """What the model's layers ask in one forward pass. `memory` has room for the batch's partials."""
+    """What the model's layers ask in one forward pass; ValueError if the memory has no room for the batch's
+    partials."""
 
     def __init__(self, memory: UnitMemory, batch: UnitTensors) -> None:
+        if batch.partials > memory.partials:
+            raise ValueError(f"room is reserved for {memory.partials} partials, the batch has {batch.partials}")
         self.batch = batch
         self._memory = memory
 
@@ -115,7 +122,9 @@ class UnitAttention:
         extents, sums = self._memory.found(heads, value_width)
         block = triton.next_power_of_2(max(16, width))
         value_block = triton.next_power_of_2(max(16, value_width))
-        tile_bytes = TILE * (block + value_block) * keys.element_size()
+        key_bytes = (block + value_block) * keys.element_size()
+        wide = keys.element_size() > 2
+        tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
         _read[(units, kv_heads)](
             query,
             keys,
@@ -142,12 +151,12 @@ class UnitAttention:
             BLOCK=block,
             VALUE_BLOCK=value_block,
             SPLIT=SPLIT,
-            TILE=TILE,
+            TILE=tile,
             CAPPED=softcap is not None,
             WINDOW=window or 0,
             WIDENED=INTERPRETED and keys.dtype == torch.bfloat16,
-            num_warps=4 if value_block <= 128 else 8,
-            num_stages=max(1, min(3, STAGE_BYTES // tile_bytes)),
+            num_warps=4 if tile == TILES[0] else 8,
+            num_stages=1 if tile == TILES[-1] else 2 if tile * key_bytes == STAGE_BYTES else 3,
         )
         _add_up[(rows, heads)](
             extents[0],
@@ -236,7 +245,7 @@ def _read(
         v = tl.load(values + slot[:, None] * VALUE_WIDTH + dv[None, :], mask=(dv < VALUE_WIDTH)[None, :], other=0.0)
         if WIDENED:
             k = k.to(tl.float32)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if CAPPED:
             scores = (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0) * softcap  # tanh
         seen = start + n[None, :] <= position[:, None]
@@ -252,7 +261,7 @@ def _read(
         if WIDENED:
             stored = stored.to(tl.float32)
             v = v.to(tl.float32)
-        sum_ = tl.dot(stored, v, sum_ * kept[:, None], input_precision="ieee")
+        sum_ = tl.dot(stored, v, sum_ * kept[:, None], input_precision=PRECISION)
         best = new
 
     partial = tl.load(first_partials + row, mask=inside, other=0).to(tl.int64) + split

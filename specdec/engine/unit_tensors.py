@@ -46,6 +46,7 @@ class UnitTensors:
         self.unit_splits = views["unit_splits"]  # [u]
         self.unit_rows = views["unit_rows"]  # [u, places]
         self.unit_keys = views["unit_keys"]  # [u, SPLIT]
+        self.partials = 0  # of the batch
         self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
 
     @classmethod
@@ -59,10 +60,12 @@ class UnitTensors:
     def fill(self, batch: UnitBatch) -> None:
         """Put a batch in place of the one before, which must have been computed; ValueError if it has other sizes."""
         for name, array in self._arrays.items():
-            found = getattr(batch, name)
-            if found.shape != array.shape:
-                raise ValueError(f"{name} has shape {found.shape}, the tensors are for {array.shape}")
-            array[...] = found
+            shape = getattr(batch, name).shape
+            if shape != array.shape:
+                raise ValueError(f"{name} has shape {shape}, the tensors are for {array.shape}")
+        for name, array in self._arrays.items():
+            array[...] = getattr(batch, name)
+        self.partials = batch.partials
         if self._here is not self._there:
             self._there.copy_(self._here, non_blocking=True)
 

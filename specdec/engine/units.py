@@ -107,13 +107,15 @@ class UnitPacker(Packer):
         units = int(heights.sum())
         padded = max(LEAST_UNITS, 1 << (units - 1).bit_length())
         rows = np.zeros((len(stacks), self.places), dtype=np.int32)
-        keys = np.full(padded * SPLIT, NOWHERE, dtype=np.int32)
+        keys = np.empty(padded * SPLIT, dtype=np.int32)
         bottom = 0
         for index, stack in enumerate(stacks):
             rows[index, : len(stack.rows)] = stack.rows
             own = stack.keys[stack.splits.start * SPLIT : stack.splits.stop * SPLIT]
             keys[bottom * SPLIT : bottom * SPLIT + len(own)] = own
-            bottom += len(stack.splits)
+            bottom, behind = bottom + len(stack.splits), bottom * SPLIT + len(own)
+            keys[behind : bottom * SPLIT] = NOWHERE
+        keys[units * SPLIT :] = NOWHERE
         below = np.cumsum(heights) - heights
         firsts = np.asarray([stack.splits.start for stack in stacks])
         positions = np.asarray(self.positions, dtype=np.int64)
