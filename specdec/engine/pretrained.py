@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.linear import is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,9 +33,11 @@ class LayerAttention(NamedTuple):
 
 
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model with our attention, or an error that says why not."""
+    """The model with our attention, or an error that says why not. A quantised one keeps its own linear layers."""
     _check_configuration(directory)
     transformers_logging.disable_progress_bar()
+    # Quantised weights are made where they will be: not all kinds can be moved.
+    made_there = quantised_by(directory.config) is not None and device != "cpu"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory.path,
@@ -42,13 +46,35 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrain
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            device_map={"": device} if made_there else None,
         )
     except Exception as error:  # transformers raises whatever it meets
-        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
+        quantised = f" (quantised by {method})" if (method := quantised_by(directory.config)) else ""
+        raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {_reason(error)}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
-    return model.to(device).eval()
+    if not is_plain(model.get_output_embeddings()):
+        head = type(model.get_output_embeddings()).__name__
+        raise UnsupportedModelError(f"{directory.name}: its output head is quantised, or no linear layer ({head})")
+    if not made_there:
+        model = model.to(device)
+    return model.eval()
+
+
+def quantised_by(config: dict[str, Any]) -> str | None:
+    """The method by which a model's weights are quantised, if they are."""
+    quantisation = config.get("quantization_config")
+    return None if quantisation is None else str(quantisation.get("quant_method"))
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def _reason(error: Exception) -> str:
+    """In one line."""
+    return " ".join(str(error).split())
 
 
 def _check_configuration(directory: ModelDirectory) -> None:
@@ -61,6 +87,15 @@ def _check_configuration(directory: ModelDirectory) -> None:
             )
     if directory.config.get("attention_chunk_size"):
         raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
+    method = quantised_by(directory.config)
+    if method not in (None, "bitsandbytes", *AUTO_QUANTIZER_MAPPING):
+        raise UnsupportedModelError(f"{directory.name}: quantised by {method}, which this transformers does not know")
+    quantisation = directory.config.get("quantization_config") or {}
+    if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
+        raise UnsupportedModelError(
+            f"{directory.name}: bitsandbytes' 8 bits look for outliers in the whole batch, so that a session's "
+            "tokens would depend on its neighbours (llm_int8_threshold 0 looks for none)"
+        )
     try:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -30,7 +30,7 @@ from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
-from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
+from specdec.engine.pretrained import DTYPES, attention_of, is_quantised, load, window_of
 from specdec.engine.row_class import RowClass
 
 Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -38,6 +38,9 @@ Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest relative difference from the model's own forward that the check at start lets pass."""
+
+QUANTISED_DISAGREEMENT = 0.05
+"""At least, where activations are quantised too: what rounding moves over the edge of a step moves by a whole one."""
 
 
 @dataclass
@@ -121,7 +124,7 @@ class TorchEngine:
                 "compiled" if compiled else "packed" if packed else "plain",
                 "joined" if self._joined else "layers",
                 f"paths-numba-{NUMBA}" if self._by_path else "lanes",
-                f"exact-{self._rows}" if self.exact else "fast",
+                f"exact-{self._rows or 'any'}" if self.exact else "fast",
             )
         )
 
@@ -174,7 +177,7 @@ class TorchEngine:
 
     def _make_exact(self) -> None:
         """Run at the members of a row class only, if then rows do not depend on their batch indeed."""
-        if self._compiled:  # the compiler owns the layers: all its numbers of rows, or none
+        if self._compiled or is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
             self.exact = rows_are_independent(self)
             return
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
@@ -243,6 +246,9 @@ class OwnForward:
         try:
             model.set_attn_implementation("eager")
             return cls(text, branch, model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu())
+        except Exception as error:  # of kernels that know not every shape, for one
+            reason = " ".join(str(error).split())
+            raise UnsupportedModelError(f"{type(model).__name__} cannot run here: {reason}") from error
         finally:
             model.set_attn_implementation(attention.NAME)
 
@@ -260,7 +266,10 @@ class OwnForward:
         packer.want(side[-1])
         got = torch.from_numpy(engine.forward(packer.pack()))
         difference = float((got - self.logits).abs().max() / self.logits.abs().max())
-        if not difference <= DISAGREEMENT[engine.model.dtype]:
+        allowed = DISAGREEMENT[engine.model.dtype]
+        if is_quantised(engine.model):
+            allowed = max(allowed, QUANTISED_DISAGREEMENT)
+        if not difference <= allowed:
             raise UnsupportedModelError(
                 f"{type(engine.model).__name__}: packed logits differ from the model's own by {difference:.2g} of "
                 "their scale; it does something that the packed attention, or the joined layers, do not know"
