@@ -31,7 +31,7 @@ from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.numerics import device_kind
 from specdec.engine.own_forward import OwnForward
-from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
+from specdec.engine.pretrained import DTYPES, attention_of, is_quantised, load, window_of
 from specdec.engine.row_class import RowClass
 from specdec.engine.unit_attention import UnitAttention, UnitMemory
 from specdec.engine.unit_tensors import UnitTensors
@@ -149,6 +149,8 @@ class GpuEngine:
 
     def _make_exact(self) -> bool:
         """Run at the members of a row class only, if then rows do not depend on their batch indeed."""
+        if is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
+            return rows_are_independent(self)
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         usual, self._rows = self._rows, find(linears, str(self._device))
         tile(self.model, self._rows)

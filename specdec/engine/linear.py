@@ -8,6 +8,7 @@ about four fifths of the time, in float32 and bfloat16 (`docs/decisions/2026-11-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -111,10 +112,21 @@ def as_linear(layer: Conv1D) -> torch.nn.Linear:
     return linear
 
 
+def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
+    """Whether a layer is torch's own and its weights are numbers: quantised ones have a class of their own, or weights
+    of one, or a function of their own put in place of the class's."""
+    return (
+        type(layer) is torch.nn.Linear
+        and type(layer.weight) in (torch.nn.Parameter, torch.Tensor)
+        and "forward" not in vars(layer)
+        and not layer._forward_pre_hooks
+    )
+
+
 def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
-    """Make every linear layer of a model that will only be run a Linear, or a PackedLinear."""
+    """Make every linear layer of a model that will only be run a Linear, or a PackedLinear; leave quantised ones."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             layer = as_linear(child) if isinstance(child, Conv1D) else child
-            if type(layer) is torch.nn.Linear:
+            if is_plain(layer):
                 setattr(module, name, PackedLinear(layer) if packed else layer)

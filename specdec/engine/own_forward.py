@@ -11,9 +11,13 @@ from transformers import PreTrainedModel
 
 from specdec.engine import attention
 from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.pretrained import is_quantised
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest relative difference from the model's own forward that the check at start lets pass."""
+
+QUANTISED_DISAGREEMENT = 0.05
+"""At least, where activations are quantised too: what rounding moves over the edge of a step moves by a whole one."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class OwnForward:
     """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced."""
 
     name: str  # of the model's class
-    dtype: torch.dtype
+    allowed: float  # difference, relative to the largest logit
     text: list[int]
     branch: list[int]  # in place of the last tokens
     logits: Tensor  # [2, vocabulary] of the last token of either
@@ -37,7 +41,11 @@ class OwnForward:
         try:
             model.set_attn_implementation("eager")
             logits = model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu()
-            return cls(type(model).__name__, model.dtype, text, branch, logits)
+            allowed = max(DISAGREEMENT[model.dtype], QUANTISED_DISAGREEMENT if is_quantised(model) else 0.0)
+            return cls(type(model).__name__, allowed, text, branch, logits)
+        except Exception as error:  # of kernels that know not every shape, for one
+            reason = " ".join(str(error).split())
+            raise UnsupportedModelError(f"{type(model).__name__} cannot run here: {reason}") from error
         finally:
             model.set_attn_implementation(attention.NAME)
 
@@ -55,7 +63,7 @@ class OwnForward:
         packer.want(side[-1])
         got = torch.from_numpy(engine.forward(packer.pack()))
         difference = float((got - self.logits).abs().max() / self.logits.abs().max())
-        if not difference <= DISAGREEMENT[self.dtype]:
+        if not difference <= self.allowed:
             raise UnsupportedModelError(
                 f"{self.name}: packed logits differ from the model's own by {difference:.2g} of "
                 "their scale; it does something that the packed attention, or the joined layers, do not know"

@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.linear import is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.ranks import Ranks
 from specdec.engine.shards import check_plan
@@ -34,10 +36,11 @@ class LayerAttention(NamedTuple):
 
 
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
-    """The model with our attention, or an error that says why not; with `ranks`, cut into parts by transformers."""
+    """The model with our attention, or an error that says why not; with `ranks`, cut into parts by transformers. A
+    quantised one keeps its own linear layers."""
     if ranks is None:
         _check_configuration(directory)
-        return _read(directory, dtype).to(device)
+        return _whole(directory, dtype, device)
     config = ranks.together(lambda: _check_configuration(directory))
     check_plan(directory.name, config.get_text_config(), ranks.degree)
     fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
@@ -45,6 +48,17 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
         if fingerprint != fingerprints[0]:
             raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model there")
     return ranks.together(lambda: _read(directory, dtype, distributed_config=_cut_into(ranks.degree)))
+
+
+def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    if quantised_by(directory.config) is None or device == "cpu":
+        model = _read(directory, dtype).to(device)
+    else:
+        model = _read(directory, dtype, device_map={"": device})  # not all kinds of quantised weights can be moved
+    if not is_plain(model.get_output_embeddings()):
+        head = type(model.get_output_embeddings()).__name__
+        raise UnsupportedModelError(f"{directory.name}: its output head is quantised, or no linear layer ({head})")
+    return model
 
 
 def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
@@ -60,11 +74,27 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
             **options,
         )
     except Exception as error:  # transformers raises whatever it meets
-        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
+        quantised = f" (quantised by {method})" if (method := quantised_by(directory.config)) else ""
+        raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {_reason(error)}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
     return model.eval()
+
+
+def quantised_by(config: dict[str, Any]) -> str | None:
+    """The method by which a model's weights are quantised, if they are."""
+    quantisation = config.get("quantization_config")
+    return None if quantisation is None else str(quantisation.get("quant_method"))
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def _reason(error: Exception) -> str:
+    """In one line."""
+    return " ".join(str(error).split())
 
 
 def _cut_into(parts: int) -> Any:
@@ -85,6 +115,15 @@ def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
             )
     if directory.config.get("attention_chunk_size"):
         raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
+    method = quantised_by(directory.config)
+    if method not in (None, "bitsandbytes", *AUTO_QUANTIZER_MAPPING):
+        raise UnsupportedModelError(f"{directory.name}: quantised by {method}, which this transformers does not know")
+    quantisation = directory.config.get("quantization_config") or {}
+    if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
+        raise UnsupportedModelError(
+            f"{directory.name}: bitsandbytes' 8 bits look for outliers in the whole batch, so that a session's "
+            "tokens would depend on its neighbours (llm_int8_threshold 0 looks for none)"
+        )
     try:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

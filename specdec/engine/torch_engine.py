@@ -30,7 +30,7 @@ from specdec.engine.numerics import device_kind
 from specdec.engine.own_forward import OwnForward
 from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
-from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
+from specdec.engine.pretrained import DTYPES, attention_of, is_quantised, load, window_of
 from specdec.engine.ranks import Ranks
 from specdec.engine.row_class import RowClass
 
@@ -120,7 +120,7 @@ class TorchEngine:
                 "compiled" if compiled else "packed" if packed else "plain",
                 "joined" if self._joined else "layers",
                 f"paths-numba-{NUMBA}" if self._by_path else "lanes",
-                f"exact-{self._rows}" if self.exact else "fast",
+                f"exact-{self._rows or 'any'}" if self.exact else "fast",
                 *([] if ranks is None else [f"parallel-{ranks.degree}"]),
             )
         )
@@ -203,7 +203,7 @@ class TorchEngine:
 
     def _make_exact(self) -> None:
         """Run at the members of a row class only, if then rows do not depend on their batch indeed."""
-        if self._compiled:  # the compiler owns the layers: all its numbers of rows, or none
+        if self._compiled or is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
             self.exact = rows_are_independent(self)
             return
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
