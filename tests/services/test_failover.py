@@ -638,14 +638,13 @@ async def test_rejection_survives_both(directories: Directories) -> None:
 
 async def test_a_crowd_moves(directories: Directories) -> None:
     """Every session of a verifier finds a place on the other, whatever may wait there."""
-    fields: dict[str, Any] = {"max_tokens": 60, "ignore_end_token": True, "sampling": WARM}
+    fields: dict[str, Any] = {"max_tokens": 120, "ignore_end_token": True, "sampling": WARM}
     async with stack(
         directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target, capacity=2048
     ) as services:
         want = await services.generate(PROMPT, **dict(fields))
         readers = [Reader(services, **fields) for _ in range(16)]
-        for reader in readers:
-            await reader.read(5)
+        await asyncio.gather(*(reader.read(5) for reader in readers))
         assert all(pod.loop.load.running for pod in services.verifiers)  # they were spread
         await services.verifiers[0].stop()
         answers = await asyncio.gather(*(reader.rest() for reader in readers))
