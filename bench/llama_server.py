@@ -158,10 +158,14 @@ def _ask(connection: http.client.HTTPConnection, load: Load, number: int, record
         "stream": True,
     }
     connection.request("POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"})
-    answer, known = connection.getresponse(), 0
+    socket_, known = connection.sock, 0
+    answer = connection.getresponse()
     if answer.status != http.client.OK:
         raise SubjectError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
     for line in answer:
+        # The server waits for what it sent to be acknowledged before it sends the next token; the kernel waits as well,
+        # some 40 ms for something to send along, unless it is told not to, each time anew.
+        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         kind, _, text = line.partition(b": ")
         if kind == b"error":
             raise SubjectError(text.decode(errors="replace").strip()[:300])

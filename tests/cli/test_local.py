@@ -47,16 +47,6 @@ def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.fixture(scope="module")
-def exported(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The draft as `specdec export` writes it."""
-    target = tmp_path_factory.mktemp("exported") / "out"
-    done = specdec("export", str(pair.draft), str(target))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{target}\n"
-    return target
-
-
 @dataclass(frozen=True)
 class Up:
     process: subprocess.Popen[str]
@@ -65,8 +55,8 @@ class Up:
 
 
 @pytest.fixture(scope="module")
-def up(pair: Pair, exported: Path, cache: dict[str, str]) -> Iterator[Up]:
-    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(exported)]
+def up(pair: Pair, cache: dict[str, str]) -> Iterator[Up]:
+    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.draft)]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -212,12 +202,16 @@ def test_each_service_has_help() -> None:
         assert "--model" in done.stdout
 
 
-def test_export_writes_what_the_draft_serves(pair: Pair, exported: Path, tmp_path: Path) -> None:
-    files = {f.name for f in exported.iterdir()}
+def test_export_writes_what_the_draft_serves(tmp_path: Path) -> None:
+    model, target = make("llama", tmp_path / "shallow", num_hidden_layers=1), tmp_path / "out"
+    done = specdec("export", str(model), str(target))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{target}\n"
+    files = {f.name for f in target.iterdir()}
     assert files >= {"model.onnx", "specdec.json", "config.json", "tokenizer.json"}
     with pytest.raises(ModelDirectoryError, match="not replaced"):  # an export may be renewed, nothing else
-        export(ModelDirectory(pair.draft), pair.draft)
-    assert (pair.draft / "model.safetensors").is_file()
-    wrong = specdec("export", "/nonexistent", str(tmp_path / "out"))
+        export(ModelDirectory(model), model)
+    assert (model / "model.safetensors").is_file()
+    wrong = specdec("export", "/nonexistent", str(tmp_path / "other"))
     assert wrong.returncode == 1
     assert wrong.stderr == "specdec: /nonexistent: no such directory\n"

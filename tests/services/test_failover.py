@@ -638,7 +638,7 @@ async def test_rejection_survives_both(directories: Directories) -> None:
 
 async def test_a_crowd_moves(directories: Directories) -> None:
     """Every session of a verifier finds a place on the other, whatever may wait there."""
-    fields: dict[str, Any] = {"max_tokens": 100, "ignore_end_token": True, "sampling": WARM}
+    fields: dict[str, Any] = {"max_tokens": 120, "ignore_end_token": True, "sampling": WARM}
     async with stack(
         directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target, capacity=2048
     ) as services:
