@@ -331,11 +331,14 @@ class Session:
             self._offer_row(node)
 
     def due(self, step: float) -> float:
-        """The moment from which on what is new is to be sent, perhaps long past; `step`: seconds of a draft's step."""
+        """The moment from which on what is new is to be sent, perhaps long past; `step`: seconds of a draft's step.
+
+        Distributions wait for no moment. That of the next token is needed at once: without it nothing can be chosen
+        (CONTRASTIVE), or a draw comes after the choice at its place and is lost (REJECTION)."""
         if not self.waits:
             return math.inf
-        if self._needed and (self.tree.root in self.unsent_rows or len(self.unsent_rows) >= ROWS_A_MESSAGE):
-            return -math.inf  # no token can be chosen without the former, the latter are a load already
+        if self.tree.root in self.unsent_rows or len(self.unsent_rows) >= ROWS_A_MESSAGE:
+            return -math.inf
         nothing_sent = len(self.unsent) + len(self._kept) == self.tree.size
         policy = self.policy
         return self.rhythm.due(policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)

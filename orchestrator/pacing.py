@@ -9,7 +9,7 @@ from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 AHEAD = 0.03
 """What will be worth verifying a step later lies below what is verified now: it is grown from this part of the price
 on, or from the draft's own least reach, if that is more. (A whole price left nothing to grow ahead; 0.3 of it was too
-much still, and 0.1 brought eight sessions to a pod 9 % less, by `python -m bench.simulate`.)"""
+much still, and 0.1 brought eight sessions of a pod 8 % less, by `python -m bench.simulate`.)"""
 
 KEEP_UP_EVERY = 64
 """Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""

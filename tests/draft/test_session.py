@@ -119,13 +119,15 @@ def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
     assert session.spell_unsent(0.0).paths.tokens == [child.token]
 
 
-def test_where_tokens_are_not_contrasted_distributions_wait_for_the_right_moment() -> None:
+def test_the_draw_of_the_next_token_is_sent_at_once_and_those_after_it_just_in_time() -> None:
     session = made(Rule.REJECTION, temperature=1.0, extend_interval=0.03)
     for number in range(20):
         session.heard(0.03 * number)
     step(session)
-    assert session.unsent_rows
-    assert 0.57 < session.due(0.001) < 0.60
+    assert session.due(0.001) == -np.inf
+    session.spell_unsent(0.571)
+    step(session)
+    assert 0.58 < session.due(0.001) < 0.60
 
 
 def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
