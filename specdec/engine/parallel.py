@@ -26,17 +26,11 @@ log = structlog.get_logger()
 
 
 class PartEngine(TorchEngine):
-    """Any rank's. A call that fails here ends the process: the other ranks have run it, or wait in it."""
+    """Any rank's. A call that fails ends the process: the other ranks have run it, or wait in it."""
 
     def __init__(self, directory: ModelDirectory, *, ranks: Ranks, **options: Any) -> None:
         self._ranks = ranks
         super().__init__(directory, ranks=ranks, **options)
-
-    def logits(self, batch: PackedBatch) -> Tensor:
-        try:
-            return super().logits(batch)
-        except Exception as error:
-            self._ranks.fail(error)
 
     def tile(self, rows: RowClass | None) -> None:
         super().tile(rows)
@@ -48,7 +42,10 @@ class LeadingEngine(PartEngine):
 
     def logits(self, batch: PackedBatch) -> Tensor:
         self._ranks.tell("logits", batch)
-        return super().logits(batch)
+        try:
+            return super().logits(batch)
+        except Exception as error:
+            self._ranks.fail(error)
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._ranks.tell("copy", source, target)
@@ -78,7 +75,10 @@ class FollowingEngine(PartEngine):
             "tile": self.tile,
         }
         for name, *arguments in self._ranks.commands():
-            calls[name](*arguments)
+            try:
+                calls[name](*arguments)
+            except Exception as error:
+                self._ranks.fail(error)
         raise AssertionError("commands never end")
 
 

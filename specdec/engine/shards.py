@@ -87,7 +87,9 @@ class Gathered(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden)
-        logits = F.pad(logits, (0, self._most - logits.shape[-1])).contiguous()
+        if missing := self._most - logits.shape[-1]:
+            logits = F.pad(logits, (0, missing))
+        logits = logits.contiguous()
         if self._rank:
             dist.gather(logits, dst=0)
             return logits[..., :0]
