@@ -45,7 +45,7 @@ def load_engine(
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
     if ranks is not None:
-        return _part(ranks, directory, device, threads=threads, **options)
+        return _part(ranks, directory, device, threads=threads, lanes=kind == "eager", **options)
     _check_torch(device)
     if kind == "torch" and device != "cpu":
         return _gpu(directory, device, **options)
