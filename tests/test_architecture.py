@@ -26,6 +26,7 @@ SERVICES = ("draft_service", "verifier_service", "orchestrator")
         ("orchestrator.__main__", ("torch", "transformers", "onnxruntime")),
         ("draft_service.__main__", ("torch", "transformers")),
         ("specdec.engine.onnx_engine", ("torch", "transformers")),
+        ("specdec.engine.torch_engine", ("specdec.engine.unit_attention", "specdec.engine.device_loops")),  # Triton
         ("specdec.decoding.choice", ("torch", "grpc", "transformers")),
         ("specdec.decoding.tree", ("torch", "grpc", "numpy")),
     ],

@@ -48,8 +48,8 @@ class UnitMemory:
 
     keys: list[Tensor]
     values: list[Tensor]
-    partials: int = 0
-    _width: int = 0
+    partials: int = field(init=False, default=0)  # that there is room for
+    _width: int = field(init=False, default=0)
     _found: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
