@@ -306,7 +306,7 @@ def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> NDArra
 
 
 class TestManyRows:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(crowds(), st.data())
     def test_a_row_does_not_depend_on_the_others(
         self, crowd: list[tuple[NDArray[np.float32], Ask]], data: st.DataObject
@@ -317,7 +317,7 @@ class TestManyRows:
         some = data.draw(st.lists(st.integers(0, len(crowd) - 1), min_size=1))
         assert together([crowd[i] for i in some]) == [alone[i] for i in some]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.data(), st.integers(1, 12))
     def test_every_row_equals_the_reference(self, data: st.DataObject, vocabulary: int) -> None:
         crowd = data.draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=6))

@@ -879,7 +879,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 TestCrowd = Crowd.TestCase
-TestCrowd.settings = settings(max_examples=60, stateful_step_count=40)
+TestCrowd.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("seed", range(6))
