@@ -31,7 +31,6 @@ class Case:
     name: str
     directory: Path
     lanes: bool = False
-    dtype: str = "float32"
 
 
 def text() -> list[int]:
@@ -82,7 +81,7 @@ def run_all(cases: list[Case], results: Path) -> None:
     with Ranks.joined("cpu") as ranks:
         kind = FollowingEngine if ranks.rank else LeadingEngine
         for case in cases:
-            options: dict[str, Any] = {"capacity": CAPACITY, "dtype": case.dtype, "lanes": case.lanes, "threads": (1,)}
+            options: dict[str, Any] = {"capacity": CAPACITY, "lanes": case.lanes, "threads": (1,)}
             try:
                 engine = kind(ModelDirectory(case.directory), ranks=ranks, **options)
             except UnsupportedModelError as error:

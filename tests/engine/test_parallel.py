@@ -84,11 +84,10 @@ def test_exact_in_parts(name: str, results: dict[str, dict[str, Any]]) -> None:
     assert np.array_equal(found["alone"], found["whole"][-1:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exact_in_four_parts(tmp_path: Path, dtype: str) -> None:
+def test_exact_in_four_parts(tmp_path: Path) -> None:
     """Of more than two parts a collective's sums are not exact: their order depends on the place in the tensor."""
     directory = make("llama", tmp_path / "model", num_key_value_heads=4, intermediate_size=256)
-    found = run_in(4, [Case("llama", directory, dtype=dtype)], tmp_path)["llama"]
+    found = run_in(4, [Case("llama", directory)], tmp_path)["llama"]
     if not found["exact"]:
         pytest.skip(f"{found['numerics']}: the check at start found that rows depend on their batch here")
     assert np.array_equal(found["crowded"], found["whole"][:-1])
