@@ -17,6 +17,7 @@ from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.linear import is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.random_weights import RandomWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE = "specdec-probe"
@@ -35,6 +36,8 @@ class LayerAttention(NamedTuple):
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The model with our attention, or an error that says why not. A quantised one keeps its own linear layers."""
     _check_configuration(directory)
+    if isinstance(directory, RandomWeights):
+        return _drawn(directory, dtype, device)
     transformers_logging.disable_progress_bar()
     # Quantised weights are made where they will be: not all kinds can be moved.
     made_there = quantised_by(directory.config) is not None and device != "cpu"
@@ -59,6 +62,16 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrain
         raise UnsupportedModelError(f"{directory.name}: its output head is quantised, or no linear layer ({head})")
     if not made_there:
         model = model.to(device)
+    return model.eval()
+
+
+def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The model with random weights, made where they will be; the same ones for a configuration on a device."""
+    config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+    on_device = [] if device == "cpu" else [torch.device(device)]
+    with torch.random.fork_rng(devices=on_device), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     return model.eval()
 
 
