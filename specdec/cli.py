@@ -329,6 +329,7 @@ def _report(
 BENCHMARKS = {
     "cost": "What drafts bring per device, and capacity at a latency: simulated.",
     "draft-length": "Run time against the number of tokens drafted, beside transformers' assisted generation.",
+    "engine": "What a step takes over the floor that memory sets, beside transformers: random weights.",
     "quality": "How varied naive, speculative and contrastive texts are.",
     "speed": "Tokens a second, latencies and efficiency, beside transformers and vLLM.",
 }

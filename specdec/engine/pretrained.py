@@ -18,6 +18,7 @@ from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.linear import is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.random_weights import RandomWeights
 from specdec.engine.ranks import Ranks
 from specdec.engine.shards import check_plan
 
@@ -51,6 +52,8 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
 
 
 def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    if isinstance(directory, RandomWeights):
+        return _drawn(directory, dtype, device)
     if quantised_by(directory.config) is None or device == "cpu":
         model = _read(directory, dtype).to(device)
     else:
@@ -79,6 +82,16 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
+    return model.eval()
+
+
+def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The model with random weights, made where they will be; the same ones for a configuration on a device."""
+    config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+    on_device = [] if device == "cpu" else [torch.device(device)]
+    with torch.random.fork_rng(devices=on_device), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     return model.eval()
 
 

@@ -1,0 +1,216 @@
+"""What an engine's step takes, over the floor that the device's memory sets: shapes of models with random weights.
+
+    specdec bench engine --shape 60m --device cpu --out build/engine
+    specdec bench engine --shape llama-3.1-8b --device cuda --dtype bfloat16 --synthetic-acceptance 0.8
+    specdec bench engine --config /models/mine/config.json --device cuda --dtype bfloat16
+
+A step takes n new tokens in each of so many texts of so many tokens. The floor is what it must read, weights but for
+the input embedding and keys and values, over the bandwidth that a large copy reaches here (bytes read and bytes written
+both counted). "host" is the time until control was back: an engine whose forward brings logits to the host has waited
+for the device by then. Beside it, on the same shape: transformers' forward with a cache that grows, with a static one,
+that compiled, and its continuous batching (one token a step, all of its loop included).
+
+--synthetic-acceptance P runs the verifier's step loop as well, plain and with injected candidates, each right with
+probability P: SYNTHETIC, since a model with random weights has no draft. Writes engine.json, engine.md and engine.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+
+from bench import synthetic
+from bench.conditions import machine, versions
+from bench.cost import whole_numbers
+from bench.device import Device
+from bench.engine_report import plot, table
+from bench.engine_subjects import KINDS, PEERS, ContinuousBatching, Ours, Subject, free, median_step, transformers_model
+from bench.publish import publish
+from bench.shapes import SHAPES, Combination, Sizes, floor_seconds, sizes, split, write
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.load import Dtype, Kind, load_engine
+from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.pretrained import DTYPES
+from specdec.engine.random_weights import RandomWeights
+from verifier_service.step_loop import MOST_CANDIDATES
+
+SPARE = 0.9
+"""Of the free memory, what combinations may need."""
+
+WIDTHS = (2, 4, 8)
+"""Candidates of a session in a step, synthetic."""
+
+PROMPT, LENGTH, ROUNDS = 128, 192, 3
+"""Tokens before and of a synthetic text, and how often it is decoded in each way."""
+
+
+class EngineBench:
+    """Measures, and says on stderr what it does."""
+
+    def __init__(self, args: argparse.Namespace, directory: RandomWeights) -> None:
+        self.args = args
+        self.directory = directory
+        self.device = Device(args.device)
+        self.item_bytes = DTYPES[args.dtype].itemsize
+        self.sizes: Sizes = sizes(directory.path, self.item_bytes)
+        self.rows: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self._console = Console(stderr=True, highlight=False)
+
+    def run(self) -> dict[str, Any]:
+        args = self.args
+        self._say("bandwidth")
+        bandwidth = self.device.bandwidth()
+        wanted = [Combination(n, c, s) for s in args.sessions for c in args.contexts for n in args.tokens]
+        # Weights stay while a combination's memory is taken: what is free now is free for both.
+        free_now = int(SPARE * self.device.free_bytes())
+        fitting, self.left_out = split(self.sizes, wanted, self.item_bytes, self.directory.vocabulary, free_now)
+        report: dict[str, Any] = {"bandwidth": bandwidth, "synthetic": []}
+        if fitting:
+            report |= self._ours(fitting, bandwidth)
+            self._peers(fitting, bandwidth)
+        return report | {"sizes": vars(self.sizes), "rows": self.rows, "left_out": self.left_out}
+
+    def _ours(self, fitting: list[Combination], bandwidth: float) -> dict[str, Any]:
+        args = self.args
+        self._say("loading")
+        capacity = 1 + max(what.slots for what in fitting)
+        prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MOST_CANDIDATES
+        engine = load_engine(
+            args.engine,
+            self.directory,
+            capacity=max(capacity, prompts) if args.synthetic_acceptance else capacity,
+            threads=(args.threads,),
+            dtype=args.dtype,
+            device=args.device,
+            exact=args.exact,
+        )
+        self._measure(Ours(engine, self.device), fitting, bandwidth)
+        found: list[dict[str, Any]] = []
+        if args.synthetic_acceptance:
+            for sessions in sorted({1, args.synthetic_sessions}):
+                self._say(f"synthetic acceptance, {sessions} sessions")
+                found += synthetic.measure(
+                    engine,
+                    acceptance=args.synthetic_acceptance,
+                    widths=WIDTHS,
+                    sessions=sessions,
+                    prompt=PROMPT,
+                    length=LENGTH,
+                    rounds=1 if args.quick else ROUNDS,
+                )
+        numerics = engine.numerics
+        del engine
+        free(self.device)
+        return {"numerics": numerics, "exact": args.exact, "synthetic": found}
+
+    def _peers(self, fitting: list[Combination], bandwidth: float) -> None:
+        if not self.args.peers:
+            return
+        with transformers_model(self.directory, self.args.dtype, self.device) as model:
+            for name in self.args.peers:
+                chosen = fitting
+                if name == ContinuousBatching.name:
+                    chosen = [what for what in fitting if what.tokens == 1]
+                self._measure(KINDS[name](model, self.device), chosen, bandwidth)
+                free(self.device)
+
+    def _measure(self, subject: Subject, chosen: list[Combination], bandwidth: float) -> None:
+        for what in chosen:
+            self._say(f"{subject.name}: {what.sessions} sessions, {what.context} tokens of context, n = {what.tokens}")
+            try:
+                found = median_step(subject, what, self.args.seconds, self.args.repeats)
+            except Exception as error:  # of whatever a peer's code meets: the others are measured
+                reason = (str(error).strip().splitlines() or [""])[0][:160]
+                self.left_out.append(
+                    f"{subject.name}, {what.sessions} sessions, {what.context} tokens of context, "
+                    f"{what.tokens} tokens: left out, {type(error).__name__}: {reason}"
+                )
+                free(self.device)
+                continue
+            floor = 1e3 * floor_seconds(self.sizes, what, bandwidth)
+            about = {"subject": subject.name, **vars(what), "floor_ms": floor}
+            self.rows.append(about | found | {"over_floor": found["ms"] / floor})
+
+    def _say(self, what: str) -> None:
+        if self._console.is_terminal:
+            self._console.print(f"[dim]{what}[/dim]")
+
+
+def peers(text: str) -> list[str]:
+    chosen = [] if text == "none" else text.split(",")
+    for name in chosen:
+        if name not in PEERS:
+            raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(PEERS)}")
+    return chosen
+
+
+def parsed(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="specdec bench engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shape", choices=list(SHAPES), default="60m", help="of the model (default: %(default)s)")
+    what.add_argument("--config", type=Path, help="a config.json, or the directory that has it, instead")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="default: %(default)s")
+    parser.add_argument("--engine", choices=get_args(Kind), default="torch", help="default: %(default)s")
+    parser.add_argument("--exact", action="store_true", help="have the engine make rows independent of their batch")
+    parser.add_argument("--tokens", type=whole_numbers, default=[1, 4, 8, 16, 32, 64], help="n; default: 1,4,...,64")
+    parser.add_argument("--contexts", type=whole_numbers, default=[1024, 8192], help="default: 1024,8192")
+    parser.add_argument("--sessions", type=whole_numbers, default=[1, 32], help="default: 1,32")
+    parser.add_argument("--peers", type=peers, default=list(PEERS), help=f"or none; default: {','.join(PEERS)}")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of a CPU; default: all cores")
+    parser.add_argument("--repeats", type=int, default=50, help="steps measured at most (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for one combination, about (default: %(default)g)")
+    parser.add_argument("--synthetic-acceptance", type=float, help="probability that an injected candidate is right")
+    parser.add_argument("--synthetic-sessions", type=int, default=8, help="beside a single one (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context")
+    parser.add_argument("--out", type=Path, help="folder for the report")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.tokens, args.contexts, args.sessions = [1, 8], [256], [1, 4]
+        args.seconds, args.synthetic_sessions = min(args.seconds, 1.0), 4
+    for name in ("tokens", "contexts", "sessions", "threads", "repeats", "synthetic_sessions"):
+        value = getattr(args, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number < 1:
+                parser.error(f"--{name.replace('_', '-')} is {number}, must be at least 1")
+    if args.synthetic_acceptance is not None and not 0 < args.synthetic_acceptance <= 1:
+        parser.error(f"--synthetic-acceptance is {args.synthetic_acceptance:g}, must be above 0 and at most 1")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device is {args.device}, and torch sees no CUDA device")
+    return args
+
+
+def main() -> None:
+    args = parsed()
+    torch.set_num_threads(args.threads)
+    asked = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "out"}
+    try:
+        with tempfile.TemporaryDirectory(prefix="specdec-shape-") as folder:
+            if args.config is None:
+                directory = RandomWeights(write(SHAPES[args.shape], Path(folder) / args.shape))
+            else:
+                directory = RandomWeights(args.config if args.config.is_dir() else args.config.parent)
+            bench = EngineBench(args, directory)
+            found = {"name": directory.name} | bench.run()
+    except (ModelDirectoryError, UnsupportedModelError) as error:
+        sys.exit(f"specdec bench engine: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    report = {"asked": asked, "machine": machine() | bench.device.facts(), "versions": versions()} | found
+    print(table(report), end="")
+    if args.out is not None:
+        publish(report, args.out, "engine", table, plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Speculation at an acceptance that is chosen, for models that say nothing: SYNTHETIC, and labelled so.
+
+A random-weight model has no draft that knows it. So its own choices are found first, by plain decoding, and then
+decoded again with candidates injected: chains in which each token is what the target chose with probability
+`acceptance`, and something else otherwise; below a wrong one the chain goes on in vain, as a draft's would. The loop
+is the verifier's own (`StepLoop`), with its schedule, its walk and its memory; left out are drafts, messages and
+processes, so that what is seen is the most that the engine lets speculation bring.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.tree import Paths
+from specdec.engine.engine import Engine
+from specdec.serving.outbox import Outbox
+from verifier_service.session import Policy, Session, SessionRequest, Verdict
+from verifier_service.step_loop import Attached, StepLoop, StepTimes
+
+MOST_NODES = 192
+
+
+@dataclass
+class Outcome:
+    """Tokens, seconds and steps are of when all sessions were decoding: every prompt through, no text at its end."""
+
+    tokens: int
+    seconds: float
+    steps: int
+    offered: int  # candidates verified, of whole texts
+    accepted: int
+    texts: list[list[int]]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class _AtOnce:
+    """An event loop that calls at once: nobody else is there."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
+        callback(*args)
+
+
+class _Mailbox(Outbox[tuple[Verdict, StepTimes]]):
+    """An outbox read between the turns of a loop whose thread was never started."""
+
+    def __init__(self) -> None:
+        self._loop = _AtOnce()  # type: ignore[assignment]
+        self._queue = self  # type: ignore[assignment]
+        self.new: list[Verdict] = []
+
+    def put_nowait(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
+        if isinstance(item, Exception):
+            raise item
+        self.new.append(item[0])
+
+
+class _Stream:
+    """A session, and the text that it is to write, if that is known."""
+
+    def __init__(self, loop: StepLoop, prompt: Sequence[int], length: int, vocabulary: int, width: int) -> None:
+        request = SessionRequest(
+            list(prompt), [], Chooser(Sampling(), frozenset()), frozenset(), length, 0, loop.context
+        )
+        policy = Policy(speculate=width > 0, max_candidates=width, patience=0.0, always=True)
+        self.session = Session(request, policy, MOST_NODES, vocabulary)
+        self.mail = _Mailbox()
+        self.tokens: list[int] = []
+        self.offered = self.accepted = 0
+        self.over = False
+        loop.attach(Attached(self.session, self.mail, lambda verdict, times: (verdict, times)))
+
+    def read(self) -> None:
+        for verdict in self.mail.new:
+            self.tokens += verdict.tokens
+            self.offered += verdict.offered
+            self.accepted += verdict.accepted
+            self.over = self.over or bool(verdict.finish)
+        self.mail.new.clear()
+        self.session.consumed = self.session.tree.base
+
+    def offer(self, text: Sequence[int], acceptance: float, width: int, vocabulary: int, dice: random.Random) -> None:
+        """A chain of `width` below what is committed."""
+        chain = candidates(text[len(self.tokens) :][:width], acceptance, vocabulary, dice)
+        if chain:
+            scores = [math.log(acceptance)] * len(chain)
+            self.session.extend(self.session.tree.base, Paths(chain, range(len(chain)), scores), time.monotonic())
+
+
+def candidates(right: Sequence[int], acceptance: float, vocabulary: int, dice: random.Random) -> list[int]:
+    """Each the right one with this probability, else another one."""
+    return [
+        token if dice.random() < acceptance else (token + 1 + dice.randrange(vocabulary - 1)) % vocabulary
+        for token in right
+    ]
+
+
+def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    *,
+    acceptance: float = 1.0,
+    width: int = 0,
+    texts: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+) -> Outcome:
+    """`length` tokens behind each prompt; with `width` candidates a session and step taken from `texts`."""
+    loop = StepLoop(engine)
+    dice = random.Random(seed)
+    streams = [_Stream(loop, prompt, length, engine.vocabulary, width) for prompt in prompts]
+    begun: float | None = None
+    ended, seconds = False, 0.0
+    counted = before = steps_before = steps = 0
+    while not all(stream.over for stream in streams):
+        for stream, text in zip(streams, texts, strict=False):
+            if not stream.over and not stream.session.remaining_prompt:
+                stream.offer(text, acceptance, width, engine.vocabulary, dice)
+        if loop.turn() is None:
+            raise RuntimeError("some are not over, and nothing moves")
+        for stream in streams:
+            stream.read()
+        written = sum(len(stream.tokens) for stream in streams)
+        if begun is None and all(stream.tokens for stream in streams):
+            begun, before, steps_before = time.perf_counter(), written, loop.load.steps
+        if begun is not None and not ended:
+            counted, seconds, steps = written - before, time.perf_counter() - begun, loop.load.steps - steps_before
+            ended = any(stream.over for stream in streams)
+    return Outcome(
+        tokens=counted,
+        seconds=seconds,
+        steps=steps,
+        offered=sum(stream.offered for stream in streams),
+        accepted=sum(stream.accepted for stream in streams),
+        texts=[stream.tokens for stream in streams],
+    )
+
+
+def measure(
+    engine: Engine, *, acceptance: float, widths: Sequence[int], sessions: int, prompt: int, length: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Tokens a second plainly, then with chains of each width, in turns; the median of the rounds."""
+    prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
+    texts = decode(engine, prompts, length).texts
+    outcomes: dict[int, list[Outcome]] = {}
+    for number in range(rounds):
+        for width in (0, *widths):
+            found = decode(engine, prompts, length, acceptance=acceptance, width=width, texts=texts, seed=number)
+            outcomes.setdefault(width, []).append(found)
+    plain = statistics.median(outcome.rate for outcome in outcomes[0])
+    rows = []
+    for width, runs in outcomes.items():
+        rate = statistics.median(outcome.rate for outcome in runs)
+        rows.append(
+            {
+                "sessions": sessions,
+                "width": width,
+                "tokens_per_second": rate,
+                "over_plain": rate / plain,
+                "tokens_per_step": sum(o.tokens for o in runs) / sum(o.steps for o in runs) / sessions,
+                "verified": sum(o.offered for o in runs),
+                "accepted": sum(o.accepted for o in runs),
+                "same_tokens": all(o.texts == texts for o in runs),
+            }
+        )
+    return rows

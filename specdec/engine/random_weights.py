@@ -1,0 +1,19 @@
+"""A model that is a configuration alone, for measuring shapes nobody has the weights of. No service takes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+
+
+@dataclass(frozen=True)
+class RandomWeights(ModelDirectory):
+    """A directory of which config.json is read and nothing else: an engine draws the weights at random, on its device.
+    There is no tokenizer, and its text means nothing."""
+
+    def __post_init__(self) -> None:
+        if not (self.path / "config.json").is_file():
+            raise ModelDirectoryError(f"{self.path}: no config.json")
+        if not isinstance(self.config.get("vocab_size"), int):
+            raise ModelDirectoryError(f"{self.path}: config.json names no vocab_size")
