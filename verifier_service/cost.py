@@ -8,7 +8,9 @@ from bisect import bisect_right
 
 import numpy as np
 
-from specdec.engine.engine import Engine
+from specdec.decoding.choice import Ask, Chooser
+from specdec.decoding.sampling import Sampling
+from specdec.engine.engine import Engine, step_of
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
@@ -22,6 +24,9 @@ SHAPE_LEARNS = 0.01
 """How fast. Machines get slower and faster as a whole, by the second; what a row more costs in proportion stays
 the same. If only what was just measured moved, a slow spell would leave behind it a slope that is too steep,
 and with it candidates that are not verified though they would pay."""
+
+GREEDY = Ask(Chooser(Sampling()), WARM_UP_KEYS)
+"""What every row is asked at warm-up."""
 
 MANY = 1 << 20
 """Rows, where they cost nothing."""
@@ -98,6 +103,7 @@ def _timed(engine: Engine, rows: int) -> float:
         index = packer.add_row(0, WARM_UP_KEYS, slot)
         packer.add_path(np.append(context, slot), [index])
         packer.want(index)
+    step = step_of(engine)
     start = time.perf_counter()
-    engine.forward(packer.pack())
+    step(packer.pack(), lambda: dict.fromkeys(range(rows), GREEDY))
     return time.perf_counter() - start

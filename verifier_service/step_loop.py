@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import structlog
 
-from specdec.decoding.rows import HostRows, Rows
+from specdec.decoding.rows import Rows
 from specdec.decoding.tree import Node
-from specdec.engine.batch import PackedBatch, Packer
+from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool
-from specdec.engine.engine import DeviceEngine, Engine
+from specdec.engine.engine import Engine, step_of
 from specdec.engine.kv import NOWHERE, PoolFullError, Slots
 from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
@@ -142,6 +142,7 @@ class StepLoop(Worker):
         super().__init__("step-loop")
         self.load = Load()
         self._engine = engine
+        self._forward = step_of(engine)
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
         self._scratch = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
@@ -227,7 +228,9 @@ class StepLoop(Worker):
         try:
             forward_start = time.monotonic()
             descents = [(a, Descent(a.session, p)) for a, p in planned if p.tip is not None]
-            results = self._forward(packer.pack(), [descent for _, descent in descents])
+            results = self._forward(
+                packer.pack(), lambda: dict(ask for _, descent in descents for ask in descent.asks())
+            )
             forward_time = time.monotonic() - forward_start
             walk([descent for _, descent in descents], results)
             self._look([descent for _, descent in descents if descent.error is None], results)
@@ -257,11 +260,6 @@ class StepLoop(Worker):
         if all(piece.tip is not None and piece.count == 1 for _, piece in planned):
             self._watch(rows, end - begin, start - begin - waited, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
-
-    def _forward(self, batch: PackedBatch, descents: list[Descent]) -> Rows:
-        if isinstance(self._engine, DeviceEngine):
-            return self._engine.step(batch, {row: ask for descent in descents for row, ask in descent.asks()})
-        return HostRows(self._engine.forward(batch))
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
         """Rows of all: the tips of those who decode, the candidates that pay, pieces of prompts."""

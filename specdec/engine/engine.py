@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import Ask
-from specdec.decoding.rows import Rows
+from specdec.decoding.rows import HostRows, Rows
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv import Slots
 
@@ -46,3 +46,14 @@ class DeviceEngine(Engine, Protocol):
 
     def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> Rows:
         """A forward pass, and the wanted rows; what is `asked` of them, by their index, is known in advance."""
+
+
+Step = Callable[[PackedBatch, Callable[[], Mapping[int, Ask]]], Rows]
+"""A forward pass and its wanted rows; what may be asked of them is worked out only for those who want to know."""
+
+
+def step_of(engine: Engine) -> Step:
+    """However this engine makes one."""
+    if isinstance(engine, DeviceEngine):
+        return lambda batch, asked: engine.step(batch, asked())
+    return lambda batch, _: HostRows(engine.forward(batch))
