@@ -2,15 +2,16 @@
 
 What speculation costs is not only what the cost model knows: drafts may share the verifier's cores, messages take
 the event loop's time. So tokens a second are measured as they come out, in each of three ways (plain, with the
-verifier's own guesses, with drafts as well), for each number of sessions (by powers of two, since the more there are,
-the less speculation brings) and for what they allow, and the best of them goes on. The others are tried again now and
-then, less often each time that they lose.
+verifier's own guesses, with drafts as well), for each kind of crowd (by its size, in powers of two, since the more
+sessions there are, the less speculation brings; by what they allow, and by how they choose), and the best of them goes
+on. The others are tried again now and then, less often each time that they lose.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 EPOCH = 0.5
 """Seconds of steps that make a measurement."""
@@ -53,7 +54,7 @@ class Trial:
 
 @dataclass
 class Experience:
-    """With one number of sessions. Tokens a second, of the ways that were measured."""
+    """With one kind of crowd. Tokens a second, of the ways that were measured."""
 
     best: Way  # as far as is known
     others: dict[Way, Trial]
@@ -126,11 +127,20 @@ class Experience:
             trial.pause = min(2 * trial.pause, LONGEST_PAUSE)
 
 
+class Crowd(NamedTuple):
+    """The sessions of a step that could speculate, as far as it decides which way is best for them."""
+
+    sessions: int
+    drafted: bool  # some of them
+    guessing: bool  # some of them, by themselves
+    drawn: bool  # most of their tokens; the most probable ones are guessed far more easily
+
+
 class Guard:
     """Told of every step."""
 
     def __init__(self) -> None:
-        self._experience: dict[tuple[int, bool, bool], Experience] = {}
+        self._experience: dict[Crowd, Experience] = {}
         self._way = Way.DRAFTED
 
     @property
@@ -138,28 +148,17 @@ class Guard:
         """What is verified, as decided after the last step. Where there are no drafts, DRAFTED means LOCAL."""
         return self._way
 
-    def observe(
-        self,
-        *,
-        sessions: int,
-        drafted: bool,
-        guessing: bool,
-        taken: bool,
-        tokens: int,
-        seconds: float,
-        plain_rate: float,
-    ) -> None:
-        """A step of `sessions` that could have speculated, some of them `drafted`, some `guessing` by themselves,
-        brought `tokens`, `seconds` after the step before it or, if there was nothing to do, after its start; if its way
-        is not `taken`, it was a plain one for want of candidates. `plain_rate` is what plain decoding is expected to
-        bring.
+    def observe(self, crowd: Crowd, *, taken: bool, tokens: int, seconds: float, plain_rate: float) -> None:
+        """A step brought `tokens`, `seconds` after the step before it or, if there was nothing to do, after its start;
+        if its way is not `taken`, it was a plain one for want of candidates. `plain_rate` is what plain decoding is
+        expected to bring.
 
-        A measurement goes on where it was left when there are as many sessions again."""
-        key = sessions.bit_length(), drafted, guessing
-        known = self._experience.get(key)
+        A measurement goes on where it was left when there is such a crowd again."""
+        kind = crowd._replace(sessions=crowd.sessions.bit_length())
+        known = self._experience.get(kind)
         if known is None:
-            best, *others = [Way.DRAFTED] * drafted + [Way.LOCAL] * guessing + [Way.PLAIN]
-            known = self._experience[key] = Experience(best, {way: Trial() for way in others})
+            best, *others = [Way.DRAFTED] * crowd.drafted + [Way.LOCAL] * crowd.guessing + [Way.PLAIN]
+            known = self._experience[kind] = Experience(best, {way: Trial() for way in others})
         if known.way is self._way:  # else it was planned for other sessions
             known.observe(tokens, seconds, plain_rate, taken=taken)
         self._way = known.way

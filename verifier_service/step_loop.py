@@ -27,7 +27,7 @@ from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
 from verifier_service.cores import Cores
 from verifier_service.cost import StepCost
-from verifier_service.guard import Guard, Way
+from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.guesses import Foresight
 from verifier_service.pace import Prospect, wait_until
 from verifier_service.schedule import candidates, prompt_rows, window_size
@@ -488,18 +488,19 @@ class StepLoop(Worker):
         those `between` it and the last one were spent neither on it nor on waiting for candidates."""
         if any(self._insists(a) for a, _ in verdicts):
             return
-        drafted = any(a.session.policy.speculate for a, _ in verdicts)
-        guessing = any(a.session.guesses for a, _ in verdicts)
-        if drafted or guessing:
-            sessions = len(verdicts)
-            tokens = sum(len(verdict.tokens) for _, verdict in verdicts)
+        sessions = len(verdicts)
+        crowd = Crowd(
+            sessions,
+            drafted=any(a.session.policy.speculate for a, _ in verdicts),
+            guessing=any(a.session.guesses for a, _ in verdicts),
+            drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a, _ in verdicts) > sessions,
+        )
+        if crowd.drafted or crowd.guessing:
             before = self._guard.way
             self._guard.observe(
-                sessions=sessions,
-                drafted=drafted,
-                guessing=guessing,
+                crowd,
                 taken=rows > sessions or self._cores.shared,
-                tokens=tokens,
+                tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
                 seconds=seconds,
                 plain_rate=sessions / (self._cores.undrafted_cost.of(sessions) + between),
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from verifier_service.guard import EPOCH, FEW, FIRST_PAUSE, GLANCE, LONGEST_PAUSE, Guard, Way
+from verifier_service.guard import EPOCH, FEW, FIRST_PAUSE, GLANCE, LONGEST_PAUSE, Crowd, Guard, Way
 
 STEP = 0.01
 
@@ -25,7 +25,7 @@ class Pod:
     speculates: bool = True  # finds anything to verify
     shares_cores: bool = True  # with drafts
 
-    def run(self, seconds: float, sessions: int = 4) -> dict[Way, float]:
+    def run(self, seconds: float, sessions: int = 4, *, drawn: bool = False) -> dict[Way, float]:
         """For so long; the part of the time that each way had."""
         spent = dict.fromkeys(Way, 0.0)
         rates = {Way.DRAFTED: self.drafted, Way.LOCAL: self.local, Way.PLAIN: self.plain}
@@ -33,9 +33,7 @@ class Pod:
             way = self.guard.way
             spent[way] += STEP / seconds
             self.guard.observe(
-                sessions=sessions,
-                drafted=self.has_drafts,
-                guessing=self.guesses,
+                Crowd(sessions, self.has_drafts, self.guesses, drawn),
                 taken=self.speculates or (way is Way.DRAFTED and self.shares_cores),
                 tokens=round(rates[way] * STEP),
                 seconds=STEP,
@@ -125,7 +123,7 @@ def test_a_few_long_steps_tell_nothing() -> None:
 
     def look(guard: Guard) -> None:
         long = 2 * GLANCE / FEW
-        guard.observe(sessions=16, drafted=True, guessing=True, taken=True, tokens=0, seconds=long, plain_rate=500)
+        guard.observe(Crowd(16, True, True, False), taken=True, tokens=0, seconds=long, plain_rate=500)
 
     guard = Guard()
     for _ in range(FEW - 1):
@@ -150,6 +148,19 @@ def test_each_number_of_sessions_has_its_own() -> None:
     assert alone.run(5, sessions=1)[Way.DRAFTED] > 0.9
     crowd.run(STEP, sessions=40)
     assert guard.way is Way.PLAIN  # it remembers
+
+
+def test_what_greedy_texts_teach_is_not_applied_to_drawn_ones() -> None:
+    guard = Guard()
+    greedy = Pod(guard, drafted=3000, local=5000, plain=1000)
+    drawn = Pod(guard, drafted=500, local=800, plain=1000)
+    for _ in range(5):
+        greedy.run(5)
+        drawn.run(5, drawn=True)
+    greedy.run(STEP)
+    assert greedy.run(5)[Way.LOCAL] > 0.9
+    drawn.run(STEP, drawn=True)
+    assert drawn.run(5, drawn=True)[Way.PLAIN] > 0.8
 
 
 def test_what_sessions_do_not_allow_is_not_tried() -> None:

@@ -189,7 +189,7 @@ class TestTokens:
         class Listening(Guard):
             heard = 0
 
-            def observe(self, **_: Any) -> None:
+            def observe(self, crowd: Any, **_: Any) -> None:
                 self.heard += 1
 
         guard = Listening()
