@@ -8,9 +8,11 @@ those of its releases since spring 2026, in which speculation is chosen by `--sp
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import tempfile
@@ -36,6 +38,8 @@ SPECULATION = {
     "draft": ["--spec-type", "draft-simple", "--spec-draft-n-max", str(DRAFTED)],
 }
 _POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1
+_process = ctypes.CDLL(None)
 
 
 def server_options(speculation: str, streams: int, context: int) -> list[str]:
@@ -80,6 +84,7 @@ class LlamaServer:
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             try:
                 build = _await_health(process, port, log)
@@ -112,6 +117,11 @@ class LlamaServer:
 
     def sessions(self) -> Mapping[str, int]:
         return {"": self.process.pid}
+
+
+def _end_with_parent() -> None:
+    """In the child: however the benchmark ends, its servers do too. (Other peers notice the end of their stdin.)"""
+    _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _connection(port: int, seconds: float) -> http.client.HTTPConnection:

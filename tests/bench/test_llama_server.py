@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.llama_server import LlamaServer, server_options
+from bench.processes import alive
 from bench.speed import arms, parsed, subjects
 from bench.subject import ROOT, Load, SubjectError
 
@@ -79,6 +82,24 @@ def test_its_process_ends_with_the_benchmark(binary: Path, tmp_path: Path) -> No
     assert server.process.returncode is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_its_process_ends_with_a_killed_benchmark(binary: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from bench.llama_server import LlamaServer, server_options\n"
+        "given = Path(sys.argv[1]), Path(sys.argv[2]), None, server_options('none', 1, 64)\n"
+        "with LlamaServer.start(*given) as server: print(server.process.pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(binary), str(gguf(tmp_path, "fine"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
+        assert benchmark.stdout is not None
+        pid = int(benchmark.stdout.readline())
+        assert alive(pid)
+        benchmark.kill()
+    deadline = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pid)
 
 
 def test_a_server_that_does_not_come_up_is_one_line(binary: Path, tmp_path: Path) -> None:
