@@ -58,9 +58,9 @@ def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTra
         model = _read(directory, dtype).to(device)
     else:
         model = _read(directory, dtype, device_map={"": device})  # not all kinds of quantised weights can be moved
-    if not is_plain(model.get_output_embeddings()):
-        head = type(model.get_output_embeddings()).__name__
-        raise UnsupportedModelError(f"{directory.name}: its output head is quantised, or no linear layer ({head})")
+    head = model.get_output_embeddings()
+    if is_quantised(model) and not is_plain(head):
+        raise UnsupportedModelError(f"{directory.name}: its output head is quantised ({type(head).__name__})")
     return model
 
 
