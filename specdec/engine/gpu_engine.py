@@ -102,7 +102,10 @@ class GpuEngine:
 
     def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> DeviceRows:
         with torch.inference_mode():
-            return DeviceRows(self._logits(batch), asked)
+            rows = DeviceRows(self._logits(batch), asked)
+        if not asked and self._device.type == "cuda":  # who fetches nothing has not waited: a step ends when it is over
+            torch.cuda.synchronize(self._device)
+        return rows
 
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
@@ -122,7 +125,7 @@ class GpuEngine:
             self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads)
             self._assemble()
         wanted, rows = len(batch.wanted), len(batch.tokens)
-        if self._graphs is None or rows > MOST_ROWS:
+        if self._graphs is None or not wanted <= rows <= MOST_ROWS:
             return self._pass(UnitTensors.of(batch, self._device))
         # A graph has one number of wanted rows for each number of rows: the head reads its weights once anyway.
         every = np.concatenate([batch.wanted, np.repeat(batch.wanted[:1], rows - wanted)])
