@@ -1,15 +1,8 @@
-"""To export a graph takes ten seconds: where it has nothing new in it, `make verify` does it. Where there is no GPU,
-kernels for GPUs are run by Triton's interpreter."""
+"""To export a graph takes ten seconds: where it has nothing new in it, `make verify` does it."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
 EXPORTED_LATER = {"gemma3", "llama", "mistral", "qwen2"}
 """Their parts are in the graphs of gemma2, qwen3 and opt."""
