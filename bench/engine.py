@@ -47,8 +47,8 @@ SPARE = 0.9
 WIDTHS = (2, 4, 8)
 """Candidates of a session in a step, synthetic."""
 
-PROMPT, LENGTH, ROUNDS = 128, 192, 3
-"""Tokens before and of a synthetic text, and how often it is decoded in each way."""
+PROMPT, LENGTH = 128, 192
+"""Tokens before and of a synthetic text."""
 
 
 class EngineBench:
@@ -104,7 +104,7 @@ class EngineBench:
                     sessions=sessions,
                     prompt=PROMPT,
                     length=LENGTH,
-                    rounds=1 if args.quick else ROUNDS,
+                    rounds=args.synthetic_rounds,
                 )
         numerics = engine.numerics
         del engine
@@ -172,13 +172,14 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="for one combination, about (default: %(default)g)")
     parser.add_argument("--synthetic-acceptance", type=float, help="probability that an injected candidate is right")
     parser.add_argument("--synthetic-sessions", type=int, default=8, help="beside a single one (default: %(default)s)")
+    parser.add_argument("--synthetic-rounds", type=int, default=3, help="in each way (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context")
     parser.add_argument("--out", type=Path, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.tokens, args.contexts, args.sessions = [1, 8], [256], [1, 4]
-        args.seconds, args.synthetic_sessions = min(args.seconds, 1.0), 4
-    for name in ("tokens", "contexts", "sessions", "threads", "repeats", "synthetic_sessions"):
+        args.seconds, args.synthetic_sessions, args.synthetic_rounds = min(args.seconds, 1.0), 4, 1
+    for name in ("tokens", "contexts", "sessions", "threads", "repeats", "synthetic_sessions", "synthetic_rounds"):
         value = getattr(args, name)
         for number in value if isinstance(value, list) else [value]:
             if number < 1:

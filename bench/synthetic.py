@@ -22,8 +22,9 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from specdec.serving.outbox import Outbox
+from verifier_service.cost import StepCost
 from verifier_service.session import Policy, Session, SessionRequest, Verdict
-from verifier_service.step_loop import Attached, StepLoop, StepTimes
+from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop, StepTimes
 
 MOST_NODES = 192
 
@@ -114,9 +115,10 @@ def decode(
     width: int = 0,
     texts: Sequence[Sequence[int]] = (),
     seed: int = 0,
+    cost: StepCost | None = None,
 ) -> Outcome:
     """`length` tokens behind each prompt; with `width` candidates a session and step taken from `texts`."""
-    loop = StepLoop(engine)
+    loop = StepLoop(engine, cost=cost)
     dice = random.Random(seed)
     streams = [_Stream(loop, prompt, length, engine.vocabulary, width) for prompt in prompts]
     begun: float | None = None
@@ -151,12 +153,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Tokens a second plainly, then with chains of each width, in turns; the median of the rounds."""
     prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
-    texts = decode(engine, prompts, length).texts
+    cost = StepCost.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops go on correcting it
+    texts = decode(engine, prompts, length, cost=cost).texts
     outcomes: dict[int, list[Outcome]] = {}
     for number in range(rounds):
         for width in (0, *widths):
-            found = decode(engine, prompts, length, acceptance=acceptance, width=width, texts=texts, seed=number)
-            outcomes.setdefault(width, []).append(found)
+            injected: dict[str, Any] = {"acceptance": acceptance, "width": width, "texts": texts, "seed": number}
+            outcomes.setdefault(width, []).append(decode(engine, prompts, length, cost=cost, **injected))
     plain = statistics.median(outcome.rate for outcome in outcomes[0])
     rows = []
     for width, runs in outcomes.items():
