@@ -18,6 +18,10 @@ from verifier_service.cost import StepCost
 BETTER = 0.9
 """Part of the present cost that another number of threads must come down to, to be taken."""
 
+EPOCH, FEW = 0.5, 5
+"""Seconds of steps, and steps, over which what all threads take is summed up: a draft that reads now and then what was
+committed makes a single step long, and all of them together not."""
+
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds of steps until all threads are tried again; each time that they lose twice as long."""
 
@@ -42,6 +46,7 @@ class Cores:
         self._clock = 0.0  # seconds of undrafted steps
         self._pause = FIRST_PAUSE
         self._changed = 0.0  # when another number was last taken
+        self._forget()
 
     @property
     def cost(self) -> StepCost:
@@ -68,21 +73,34 @@ class Cores:
         if self._all == self._fewest or self.shared:
             return
         self._clock += seconds
-        since = self._clock - self._changed
         if self._undrafted == self._all:
-            if self._costs[self._fewest].of(rows) < BETTER * self.cost.of(rows):
-                self._take(self._fewest)
-            elif since >= SETTLED:
-                self._pause = FIRST_PAUSE
+            self._compare(rows, seconds)
         elif self._costs[self._all].of(rows) < BETTER * self.cost.of(rows):
             self._take(self._all)
-        elif since >= self._pause:
+        elif self._clock - self._changed >= self._pause:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
             self._costs[self._all].become(rows, self._ratio * self.cost.of(rows))  # as if nobody were in the way
             self._take(self._all)
 
+    def _compare(self, rows: int, seconds: float) -> None:
+        """What all threads have taken with what fewer would have."""
+        self._steps += 1
+        self._taken += seconds
+        self._with_fewest += self._costs[self._fewest].of(rows)
+        if self._taken < EPOCH or self._steps < FEW:
+            return
+        if self._with_fewest < BETTER * self._taken:
+            self._take(self._fewest)
+        elif self._clock - self._changed >= SETTLED:
+            self._pause = FIRST_PAUSE
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps, self._taken, self._with_fewest = 0, 0.0, 0.0
+
     def _take(self, threads: int) -> None:
         self._undrafted, self._changed = threads, self._clock
+        self._forget()
         self._use(threads)
 
     def _use(self, threads: int) -> None:
