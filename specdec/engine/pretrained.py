@@ -57,9 +57,8 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrain
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
-    if not is_plain(model.get_output_embeddings()):
-        head = type(model.get_output_embeddings()).__name__
-        raise UnsupportedModelError(f"{directory.name}: its output head is quantised, or no linear layer ({head})")
+    if is_quantised(model) and not is_plain(model.get_output_embeddings()):
+        raise UnsupportedModelError(f"{directory.name}: its output head is quantised, and would not be float32")
     if not made_there:
         model = model.to(device)
     return model.eval()
