@@ -16,12 +16,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
+from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.linear import PackedLinear, is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.torch_engine import TorchEngine
 from specdec.v1 import generation_pb2
+from tests.margins import Oracle
 from tests.models import VOCABULARY, make, near, save
+from tests.services.test_equality import slow_target
 from tests.stack import stack
 
 OFF = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_OFF)
@@ -71,13 +75,17 @@ class TestTorchao:
         assert "/layers/" in engine.numerics
 
     async def test_a_draft_changes_no_token(self, llama: Path, int8: Path, tmp_path: Path) -> None:
+        """But for ties: in float32 such layers are not exact. The target is slowed, so that candidates are in time."""
         draft = near(llama, tmp_path / "draft", noise=0.02)
-        prompt = np.random.default_rng(2).integers(3, VOCABULARY, 60).tolist()
-        async with stack(int8, draft, capacity=1024) as services:
-            plain = await services.generate(prompt, max_tokens=40, speculation=OFF)
-            drafted = await services.generate(prompt, max_tokens=40, speculation=ALWAYS)
-        assert list(drafted.tokens) == list(plain.tokens)
-        assert drafted.finish.speculation.accepted > 0
+        oracle, accepted = Oracle(int8), 0
+        async with stack(int8, draft, capacity=1024, target_delay=slow_target) as services:
+            for seed in range(4):
+                prompt = np.random.default_rng(seed).integers(3, VOCABULARY, 60).tolist()
+                plain = await services.generate(prompt, max_tokens=40, speculation=OFF)
+                drafted = await services.generate(prompt, max_tokens=40, speculation=ALWAYS)
+                oracle.same(prompt, list(plain.tokens), list(drafted.tokens), Chooser(Sampling()), "int8")
+                accepted += drafted.finish.speculation.accepted
+        assert accepted > 0
 
 
 class TestRefusals:
