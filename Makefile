@@ -23,8 +23,10 @@ $(VENV)/.done: pyproject.toml constraints.txt
 demo: setup  ## Three services, one completion: drafted, then plain.
 	$(BIN)/python -m demo.run
 
-test: setup  ## Everything that must hold, in minutes. Two files at a time, since many wait for processes to start.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Two files at a time, since many wait for processes to start; faults by themselves, since they are matters of time.
+test: setup  ## Everything that must hold, in minutes.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore tests/faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults
 
 verify: setup  ## The long equality suites.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600

@@ -147,12 +147,13 @@ class Ranks:
             self._watcher.join(CONCLUSION_SECONDS)
         if self.rank == 0:
             self._ends = True
-            with contextlib.suppress(OSError):
-                self._send(END)
+            for connection in list(self._connections):  # from which the watch takes those who have ended already
+                with self._sending, contextlib.suppress(OSError):
+                    connection.send_bytes(END)
 
     def _send(self, message: bytes) -> None:
         with self._sending:
-            for connection in self._connections:
+            for connection in list(self._connections):
                 connection.send_bytes(message)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
