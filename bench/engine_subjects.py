@@ -11,6 +11,7 @@ import gc
 import logging
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -69,7 +70,7 @@ class Ours:
         return self._device.timed(run)
 
 
-class _Transformers:
+class _Transformers(ABC):
     """A forward of transformers with a cache; `sdpa`, which is the fastest that runs everywhere."""
 
     def __init__(self, model: PreTrainedModel, device: Device) -> None:
@@ -98,11 +99,13 @@ class _Transformers:
     def _forward(self, **inputs: Any) -> object:
         return self._model(**inputs)
 
+    @abstractmethod
     def _filled(self, what: Combination) -> Any:
-        raise NotImplementedError
+        """A cache that holds the texts."""
 
+    @abstractmethod
     def _take_back(self, what: Combination) -> None:
-        raise NotImplementedError
+        """Have the cache forget the tokens of a step."""
 
     def _shape(self) -> tuple[int, int, int]:
         """Layers, key/value heads, width."""
