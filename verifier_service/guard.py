@@ -32,6 +32,9 @@ BETTER = 1.05
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds of steps until another way is tried again: idle ones would make trials a larger part of what is done."""
 
+TUITION = 0.05
+"""Part of all tokens that trials of one way may cost: a trial that lost much is followed by a longer pause."""
+
 
 class Way(Enum):
     """What is verified."""
@@ -101,6 +104,7 @@ class Experience:
     def _conclude(self, plain_rate: float) -> None:
         """An epoch is over: what it says of its way, and which is next."""
         rate, first, telling = self.tokens / self.seconds, not self.rates, self._telling
+        seconds = SETTLING + self.seconds
         self.tokens, self.seconds, self.taken, self.taken_seconds = 0, 0.0, 0, 0.0
         before = self.rates.get(self.best, rate) if self.trying is None else rate  # what is long past tells nothing
         self.rates[self.way] = before + 0.5 * (rate - before)
@@ -109,22 +113,24 @@ class Experience:
             for trial in self.others.values():
                 trial.at = self.clock + trial.pause
         if self.trying is not None:
-            self._judge(self.trying)
+            self._judge(self.trying, seconds)
         due = [way for way, trial in self.others.items() if self.clock >= trial.at]
         if not disappoints and Way.PLAIN not in self.rates and Way.PLAIN in due:
             due.remove(Way.PLAIN)  # while more comes than is expected of it, it need not be measured
         self.trying = min(due, key=lambda way: self.others[way].at, default=None)
 
-    def _judge(self, tried: Way) -> None:
-        """Another way has been measured."""
+    def _judge(self, tried: Way, seconds: float) -> None:
+        """Another way has been measured, which took so many `seconds`."""
         trial = self.others[tried]
         if self.rates[tried] > BETTER * self.rates[self.best]:
             del self.others[tried]
             self.others[self.best] = Trial(self.clock + FIRST_PAUSE)
             self.best = tried
         else:
-            trial.at = self.clock + trial.pause
-            trial.pause = min(2 * trial.pause, LONGEST_PAUSE)
+            lost = seconds * (1.0 - self.rates[tried] / self.rates[self.best])
+            pause = max(trial.pause, lost / TUITION)
+            trial.at = self.clock + pause
+            trial.pause = min(2 * pause, LONGEST_PAUSE)
 
 
 class Crowd(NamedTuple):
@@ -157,8 +163,15 @@ class Guard:
         kind = crowd._replace(sessions=crowd.sessions.bit_length())
         known = self._experience.get(kind)
         if known is None:
-            best, *others = [Way.DRAFTED] * crowd.drafted + [Way.LOCAL] * crowd.guessing + [Way.PLAIN]
-            known = self._experience[kind] = Experience(best, {way: Trial() for way in others})
+            known = self._experience[kind] = self._begin(kind)
         if known.way is self._way:  # else it was planned for other sessions
             known.observe(tokens, seconds, plain_rate, taken=taken)
         self._way = known.way
+
+    def _begin(self, kind: Crowd) -> Experience:
+        """A first crowd of its kind goes on as the nearest smaller one does: speculation does not bring more where there
+        are more sessions. Where only larger ones are known it is hoped to pay, which is soon seen."""
+        ways = [Way.DRAFTED] * kind.drafted + [Way.LOCAL] * kind.guessing + [Way.PLAIN]
+        smaller = [kind._replace(sessions=size) for size in range(kind.sessions)]
+        best = next((self._experience[near].best for near in reversed(smaller) if near in self._experience), ways[0])
+        return Experience(best, {way: Trial() for way in ways if way is not best})

@@ -34,7 +34,7 @@ class Pod:
             spent[way] += STEP / seconds
             self.guard.observe(
                 Crowd(sessions, self.has_drafts, self.guesses, drawn),
-                taken=self.speculates or (way is Way.DRAFTED and self.shares_cores),
+                taken=way is not Way.PLAIN and (self.speculates or (way is Way.DRAFTED and self.shares_cores)),
                 tokens=round(rates[way] * STEP),
                 seconds=STEP,
                 plain_rate=self.plain if self.expected is None else self.expected,
@@ -191,3 +191,30 @@ def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
     for sessions in (7, 8):
         pod.run(STEP, sessions=sessions)
         assert pod.guard.way is Way.PLAIN
+
+
+def test_a_larger_crowd_goes_on_as_a_smaller_one_did() -> None:
+    guard = Guard()
+    Pod(guard, drafted=100, local=200, plain=1000).run(5, sessions=4)
+    larger = Pod(guard, drafted=500, local=600, plain=2000)
+    larger.run(STEP, sessions=16)
+    assert larger.run(1.0, sessions=16)[Way.PLAIN] > 0.99
+    larger.drafted = 4000
+    larger.run(LONGEST_PAUSE, sessions=16)
+    assert larger.run(1.0, sessions=16)[Way.DRAFTED] > 0.99
+
+
+def test_a_smaller_crowd_hopes_whatever_larger_ones_found() -> None:
+    guard = Guard()
+    Pod(guard, drafted=100, local=200, plain=1000).run(5, sessions=16)
+    smaller = Pod(guard, drafted=2000, local=600, plain=1000)
+    smaller.run(STEP, sessions=4)
+    assert smaller.run(5.0, sessions=4)[Way.DRAFTED] > 0.9
+
+
+@pytest.mark.parametrize("drafted", [0.0, 300.0, 700.0])
+def test_trials_cost_a_small_part_of_all_tokens(drafted: float) -> None:
+    pod = Pod(Guard(), drafted=drafted, plain=1000, guesses=False)
+    pod.run(1.0)
+    spent = pod.run(20.0)[Way.DRAFTED]
+    assert 0 < spent * (1.0 - drafted / 1000) < 0.06
