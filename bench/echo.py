@@ -21,7 +21,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.server import ServerSettings, run
-from specdec.serving.wire import PROTOCOL_VERSION
+from specdec.serving.wire import PROTOCOL_VERSION, scores_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 
@@ -47,7 +47,9 @@ class EchoDraft(draft_pb2_grpc.DraftServiceServicer):
                 await context.write(draft_pb2.DraftResponse(opened=opened))
             elif request.committed.tokens:
                 base = request.committed.base + len(request.committed.tokens)
-                extend = model_pb2.Extend(base=base, tokens=[5] * 4, parents=[0, 1, 2, 3], scores=[-0.1] * 4)
+                extend = model_pb2.Extend(
+                    base=base, tokens=[5] * 4, parents=[0, 1, 2, 3], scores=scores_message([-0.1] * 4)
+                )
                 await context.write(draft_pb2.DraftResponse(extend=extend))
 
 

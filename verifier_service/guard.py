@@ -169,7 +169,7 @@ class Guard:
         self._way = known.way
 
     def _begin(self, kind: Crowd) -> Experience:
-        """A first crowd of its kind goes on as the nearest smaller one does: speculation does not bring more where there
+        """A first crowd of its kind goes on as the nearest smaller one does: speculation brings no more where there
         are more sessions. Where only larger ones are known it is hoped to pay, which is soon seen."""
         ways = [Way.DRAFTED] * kind.drafted + [Way.LOCAL] * kind.guessing + [Way.PLAIN]
         smaller = [kind._replace(sessions=size) for size in range(kind.sessions)]

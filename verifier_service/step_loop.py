@@ -44,6 +44,10 @@ MESSAGES_A_SECOND = 400
 """About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
 interpreter that it shares with the steps. Those of a drafted session are told at once, others are joined."""
 
+BLINK = 0.01
+"""Seconds between two commits of a session at least, but for a drafted one: a message for every token of a small model
+would take the steps' own cores a millisecond each, at the servicer, the orchestrator and the client."""
+
 UNHURRIED = 0.25
 """Seconds between two commits of a session along which nobody reads."""
 
@@ -434,7 +438,7 @@ class StepLoop(Worker):
         now = time.monotonic()
         self._drafted = sum(attached.session.policy.speculate for attached in self._running)
         self.load.price = self._price if self._guard.way is Way.DRAFTED else NOTHING_PAYS
-        spacing = len(self._running) / MESSAGES_A_SECOND
+        spacing = max(BLINK, len(self._running) / MESSAGES_A_SECOND)
         messages = []
         for attached, verdict in verdicts:
             attached.decided = True

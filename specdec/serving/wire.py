@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from specdec.decoding.choice import Chooser
 from specdec.decoding.lookahead import Lookahead
@@ -14,6 +17,10 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 
 PROTOCOL_VERSION = 1
+
+SCORE_UNIT = 1.0 / 96.0
+"""A score travels as the number of these that are its square root: fine where a child is likely, for long paths to add
+up right, coarse where it is not."""
 
 
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
@@ -205,11 +212,24 @@ def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
     for parent, row in paths.rows:
         ids, values = row.sent()
         rows.append(model_pb2.DraftRow(parent=parent, ids=ids, values=values))
-    return model_pb2.Extend(base=base, tokens=paths.tokens, parents=paths.parents, scores=paths.scores, rows=rows)
+    scores = scores_message(paths.scores)
+    return model_pb2.Extend(base=base, tokens=paths.tokens, parents=paths.parents, scores=scores, rows=rows)
 
 
 def paths_from(message: model_pb2.Extend) -> Paths:
     """Rows that make no sense are left out, like nodes that can never be taken."""
     received = [(row.parent, DraftRow.received(list(row.ids), row.values)) for row in message.rows]
     rows = [(parent, row) for parent, row in received if row is not None]
-    return Paths(list(message.tokens), list(message.parents), list(message.scores), rows)
+    return Paths(list(message.tokens), list(message.parents), scores_from(message.scores), rows)
+
+
+def scores_message(scores: Sequence[float]) -> bytes:
+    """A byte each; scores are logarithms of probabilities."""
+    units = np.rint(np.sqrt(-np.minimum(scores, 0.0)) / SCORE_UNIT)
+    return np.minimum(units, 255).astype(np.uint8).tobytes()
+
+
+def scores_from(message: bytes) -> list[float]:
+    roots = np.frombuffer(message, np.uint8) * SCORE_UNIT
+    scores: list[float] = (-roots * roots).tolist()
+    return scores

@@ -336,6 +336,8 @@ class Extend(google.protobuf.message.Message):
     HELD_US_FIELD_NUMBER: builtins.int
     base: builtins.int
     """Committed tokens (prompt included) the paths start from."""
+    scores: builtins.bytes
+    """For each node a byte b: P(the target takes this token, given that it reaches the parent) = exp(-(b / 96)^2)."""
     held_us: builtins.int
     """Time that the sender has known of `base` for, microseconds; 0: it does not say."""
     @property
@@ -349,10 +351,6 @@ class Extend(google.protobuf.message.Message):
         """
 
     @property
-    def scores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """log P(the target takes this token, given that it reaches the parent); at most 0."""
-
-    @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DraftRow]:
         """The draft's distribution over the children of a prefix, where the rule needs it (REJECTION,
         CONTRASTIVE).
@@ -364,7 +362,7 @@ class Extend(google.protobuf.message.Message):
         base: builtins.int = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
         parents: collections.abc.Iterable[builtins.int] | None = ...,
-        scores: collections.abc.Iterable[builtins.float] | None = ...,
+        scores: builtins.bytes = ...,
         rows: collections.abc.Iterable[global___DraftRow] | None = ...,
         held_us: builtins.int = ...,
     ) -> None: ...

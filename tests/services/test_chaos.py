@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -91,9 +90,9 @@ def corrupted(response: draft_pb2.DraftResponse, generator: random.Random) -> dr
         case 2 if at is not None:
             extend.parents[at] = generator.choice((0, at, at + 1, 2**32 - 1))
         case 3 if at is not None:
-            extend.scores[at] = generator.choice((math.nan, math.inf, -math.inf, 3.0, -1e30))
+            extend.scores = generator.randbytes(len(extend.scores))
         case 4 if at is not None:
-            del extend.scores[at]
+            extend.scores = extend.scores[:at]
         case 5:
             extend.rows.add(parent=generator.choice((0, 1, 2**32 - 1)), ids=[3, 2], values=b"abc")
         case 6 if at is not None:

@@ -20,6 +20,7 @@ from specdec.decoding.choice import Chooser
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.blocks import BLOCK
+from specdec.serving.wire import scores_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
@@ -565,7 +566,7 @@ class Wrong(draft_pb2_grpc.DraftServiceServicer):
                 base = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
             elif text.tokens:
                 base = text.base + len(text.tokens)
-            extend = model_pb2.Extend(base=base, tokens=[self._token], parents=[0], scores=[-0.1])
+            extend = model_pb2.Extend(base=base, tokens=[self._token], parents=[0], scores=scores_message([-0.1]))
             await context.write(draft_pb2.DraftResponse(extend=extend))
 
 

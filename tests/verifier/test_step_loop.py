@@ -41,7 +41,7 @@ from tests.verifier.fakes import (
 from verifier_service.guard import Guard, Way
 from verifier_service.schedule import LEAST_PROMPT_ROWS
 from verifier_service.session import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Policy
-from verifier_service.step_loop import MARGIN, MOST_CANDIDATES, UNHURRIED, StepLoop
+from verifier_service.step_loop import BLINK, MARGIN, MOST_CANDIDATES, UNHURRIED, StepLoop
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
@@ -231,6 +231,16 @@ class TestTokens:
         assert len(patient.mail.verdicts) <= 2 + (time.monotonic() - begin) / UNHURRIED
         assert len(drafted.mail.verdicts) == 60
         check_over(loop, engine, patient, drafted)
+
+    def test_tokens_of_an_undrafted_text_that_come_fast_are_told_together(self) -> None:
+        engine = TextEngine(12)
+        loop = step_loop(engine)
+        begin = time.monotonic()
+        alone = client(loop, 10, 1, 60, policy=Policy(False, 8, 0.0))
+        run(loop, alone)
+        assert len(alone.mail.verdicts) <= 2 + (time.monotonic() - begin) / BLINK
+        assert len(alone.mail.verdicts[0].tokens) == 1  # nobody waits for the first
+        check_over(loop, engine, alone)
 
     def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
         """However many commits are told together."""
