@@ -80,12 +80,15 @@ class UnitMemory:
 
     def reserve(self, partials: int, heads: int) -> bool:
         """Make room for so many partials (`UnitBatch.partials`) of `heads` query heads; whether the room is a new one:
-        then CUDA graphs that were captured before write to memory that is no longer theirs."""
+        then CUDA graphs that were captured before write to memory that is no longer theirs. Where there is no memory
+        for it (torch's error), there is no room at all until it is asked for again."""
         width = heads * (2 + max(values.shape[2] for values in self.values))
         if partials <= self.partials and width <= self._width:
             return False
-        self.partials, self._width = max(partials, self.partials), max(width, self._width)
-        self._found = torch.empty(self.partials * self._width, dtype=torch.float32, device=self._found.device)
+        partials, width = max(partials, self.partials), max(width, self._width)
+        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # who gets none does not keep the old
+        self._found = self._found.new_empty(partials * width)
+        self.partials, self._width = partials, width
         return True
 
     def found(self, heads: int, value_width: int) -> tuple[Tensor, Tensor]:
