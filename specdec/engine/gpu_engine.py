@@ -120,7 +120,7 @@ class GpuEngine:
     def _logits(self, batch: PackedBatch) -> Tensor:
         """Of the wanted rows, [n, vocabulary]."""
         assert isinstance(batch, UnitBatch)  # from our own packer
-        batch.check(self.capacity)
+        batch.check(self.capacity, self._context)
         if batch.partials > self._memory.partials:
             self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads)
             self._assemble()
