@@ -18,6 +18,7 @@ from specdec.decoding.noise import token_words, word_gumbel
 from specdec.decoding.sampling import Rule
 from specdec.decoding.truncation import leading, truncates
 from specdec.engine import device_processing, torch_noise
+from specdec.engine.upload import upload
 
 UNDECIDED = -1
 """In place of a token: the row is wanted in whole."""
@@ -74,7 +75,7 @@ class Drawn:
         peaks = z.amax(dim=1)
         z = device_processing.tempered(z, asks)
         self._streams = streams_of(asks)
-        streams = torch.from_numpy(self._streams.view(np.int64)).to(z.device, non_blocking=True)
+        streams = upload(self._streams.view(np.int64), z.device)
         every = torch.arange(z.shape[1], device=z.device)
         step = max(1, BLOCK // z.shape[1])
         ids = torch.cat(
