@@ -36,7 +36,7 @@ class UnitTensors:
         self._there = torch.zeros(size, dtype=torch.int32, device=device)
         on_gpu = self._there.device.type == "cuda"
         self._here = torch.zeros(size, dtype=torch.int32, pin_memory=True) if on_gpu else self._there
-        self._sent = torch.cuda.Event() if on_gpu else None
+        self._sent = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         views = self._views(self._there)
         self.tokens = views["tokens"]  # [t]
         self.positions = views["positions"]  # [t]

@@ -4,6 +4,7 @@ other: the code is the same."""
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,12 +99,10 @@ def test_log_probabilities_are_of_the_same_rows() -> None:
 def of_all_kinds() -> tuple[torch.Tensor, list[Ask]]:
     """Logits, and what is asked of the rows: one row each of what is narrowed in a way of its own, with penalties."""
     logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
-    kinds = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "top_p": 0.5, "seed": 2}]
+    kinds = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=2)]
     history = History(5000, [1, 2], [3])
-    asks = [
-        Ask(Chooser(Sampling(**kind, repetition_penalty=1.1, banned_tokens=frozenset({7}))), 5, history, [])
-        for kind in kinds
-    ]
+    more: dict[str, Any] = {"repetition_penalty": 1.1, "banned_tokens": frozenset({7})}
+    asks = [Ask(Chooser(replace(sampling, **more)), 5, history, []) for sampling in kinds]
     return torch.from_numpy(logits).to(DEVICE), asks
 
 
