@@ -94,7 +94,11 @@ class Drawn:
 
 
 class Ranked:
-    """The largest logits, and the weight of all: whether the cut lies among them, the host sees."""
+    """The largest logits, and the weight of all: whether the cut lies among them, the host sees.
+
+    The device's exponentials may be an ulp off those in memory, and its order of sums is its own. Where top-p falls
+    between two such results, a ten-millionth of the weight apart or less, one id more or less survives than in memory.
+    """
 
     def __init__(self, logits: Tensor, asks: Sequence[Ask]) -> None:
         z = device_processing.adjusted(logits, asks)
