@@ -129,8 +129,7 @@ class GpuEngine:
         """Of the wanted rows, [n, vocabulary]."""
         assert isinstance(batch, UnitBatch)  # from our own packer
         batch.check(self.capacity, self._context)
-        if batch.partials > self._memory.partials:
-            self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads)
+        if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
             self._assemble()
         wanted, rows = len(batch.wanted), len(batch.tokens)
         if self._graphs is None or not wanted <= rows <= MOST_ROWS:

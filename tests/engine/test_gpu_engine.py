@@ -30,9 +30,8 @@ NO_GPU = "there is no GPU: graphs and the check of exactness are CUDA's"
 class Subject:
     def __init__(self, name: str, directory: Path, **options: Any) -> None:
         path = make(name, directory / name)
-        self.engine = GpuEngine(
-            ModelDirectory(path), capacity=700, dtype="float32", **{"device": DEVICE, "exact": ON_GPU} | options
-        )
+        usual: dict[str, Any] = {"capacity": 700, "dtype": "float32", "device": DEVICE, "exact": ON_GPU}
+        self.engine = GpuEngine(ModelDirectory(path), **usual | options)
         own: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self._own = own.eval()
 
