@@ -28,4 +28,4 @@ class DeviceHead(torch.nn.Module):
             logits = flat.float() @ self.weight.float().T
         if self.bias is not None:
             logits = logits + self.bias
-        return logits.view(*hidden.shape[:-1], -1)
+        return logits.view(*hidden.shape[:-1], self.out_features)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.decoding.choice import Ask
 from specdec.decoding.processing import LIMIT, History
+from specdec.engine.upload import upload
 
 
 def adjusted(logits: Tensor, asks: Sequence[Ask]) -> Tensor:
@@ -87,4 +88,4 @@ def _places(z: Tensor, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
 
 
 def _on(z: Tensor, array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array).to(z.device, non_blocking=True)
+    return upload(array, z.device)

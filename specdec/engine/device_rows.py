@@ -22,6 +22,7 @@ from specdec.decoding.choice import Ask, Tokens, choose
 from specdec.decoding.logprobs import Logprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.engine.narrowing import UNDECIDED, Narrowing, narrowing
+from specdec.engine.upload import upload
 
 
 class DeviceRows:
@@ -61,7 +62,7 @@ class DeviceRows:
             self._known.update(zip(whole, zip(tokens, sound, strict=True), strict=True))
 
     def _of(self, rows: Sequence[int]) -> Tensor:
-        return self._logits.index_select(0, torch.tensor(rows, device=self._logits.device))
+        return self._logits.index_select(0, upload(np.asarray(rows), self._logits.device))
 
     def _whole(self, rows: Sequence[int]) -> Logits:
         return np.asarray(self._of(rows).cpu().numpy())

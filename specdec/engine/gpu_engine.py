@@ -6,7 +6,8 @@ layers, kernel by kernel, around the same attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from specdec.engine.row_class import RowClass
 from specdec.engine.unit_attention import UnitAttention, UnitMemory
 from specdec.engine.unit_tensors import UnitTensors
 from specdec.engine.units import UnitBatch, UnitPacker, places_for
+from specdec.engine.upload import upload
 
 LEAST_PARTIALS = 1 << 12
 """What rows find in their splits: room for so many at first. A new room is twice as large, and graphs are recorded
@@ -98,31 +100,36 @@ class GpuEngine:
         return UnitPacker(rows=self._rows, places=self._places)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        return np.asarray(self._logits(batch).cpu().numpy())
+        with self._computing():
+            return np.asarray(self._logits(batch).cpu().numpy())
 
     def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> DeviceRows:
-        with torch.inference_mode():
+        with self._computing():
             rows = DeviceRows(self._logits(batch), asked)
-        if not asked and self._device.type == "cuda":  # who fetches nothing has not waited: a step ends when it is over
-            torch.cuda.synchronize(self._device)
+            if not asked and self._device.type == "cuda":
+                torch.cuda.synchronize()  # who fetches nothing has not waited: a step ends when it is over
         return rows
 
-    @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
-        source_rows, target_rows = (torch.from_numpy(slots).to(self._device) for slots in (source, target))
-        for pool in (*self._memory.keys, *self._memory.values):
-            pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
+        with self._computing():
+            source_rows, target_rows = (upload(slots, self._device) for slots in (source, target))
+            for pool in (*self._memory.keys, *self._memory.values):
+                pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
 
     def use_threads(self, count: int) -> None:
         """There is one number of them."""
 
-    @torch.inference_mode()
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Triton and the recording of graphs go by the thread's current device, not by where tensors lie."""
+        with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
+            yield
+
     def _logits(self, batch: PackedBatch) -> Tensor:
         """Of the wanted rows, [n, vocabulary]."""
         assert isinstance(batch, UnitBatch)  # from our own packer
-        batch.check(self.capacity)
-        if batch.partials > self._memory.partials:
-            self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads)
+        batch.check(self.capacity, self._context)
+        if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
             self._assemble()
         wanted, rows = len(batch.wanted), len(batch.tokens)
         if self._graphs is None or not wanted <= rows <= MOST_ROWS:

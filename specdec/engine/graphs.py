@@ -41,6 +41,7 @@ class Graphs:
         self._device = device
         self._recorded: OrderedDict[tuple[int, int], _Recorded] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: UnitBatch) -> Tensor:
         """Logits of all rows, until the next call."""
@@ -56,13 +57,12 @@ class Graphs:
         return recorded.logits
 
     def _record(self, batch: UnitBatch) -> _Recorded:
+        """On a stream beside the current one, which is not to be recorded on."""
         tensors = UnitTensors.of(batch, self._device)
-        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(beside):
-            self._run(tensors)  # compiles kernels, and makes what libraries make on first use
-        torch.cuda.current_stream(self._device).wait_stream(beside)
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            self._run(tensors)  # compiles kernels, and makes what libraries make on first use of a stream
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # waits for all that was asked before
             logits = self._run(tensors)
         return _Recorded(graph, tensors, logits)

@@ -47,11 +47,7 @@ def load_engine(
     if ranks is not None:
         return _part(ranks, directory, device, threads=threads, lanes=kind == "eager", **options)
     _check_torch(device)
-    if kind == "torch" and device != "cpu":
-        return _gpu(directory, device, **options)
-    from specdec.engine.torch_engine import TorchEngine
-
-    return TorchEngine(directory, device=device, threads=threads, compiled=compiled, lanes=kind == "eager", **options)
+    return _torch(kind, directory, device, threads=threads, compiled=compiled, **options)
 
 
 def _check_torch(device: str) -> None:
@@ -59,13 +55,35 @@ def _check_torch(device: str) -> None:
     import torch
 
     try:
-        kind = torch.device(device).type
+        place = torch.device(device)
     except RuntimeError as error:
         raise UnsupportedModelError(f"device {device}: torch knows no such device") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModelError(f"device {device}: torch sees no CUDA device")
-    if kind not in ("cpu", "cuda"):
+    if place.type not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"device {device}: cpu, cuda and cuda:N are supported")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedModelError(f"device {device}: torch sees no CUDA device")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedModelError(f"device {device}: torch sees {torch.cuda.device_count()} CUDA devices, from 0 on")
+
+
+def _torch(
+    kind: Kind, directory: ModelDirectory, device: str, *, threads: Sequence[int], compiled: bool, **options: Any
+) -> Engine:
+    """The whole of a torch engine, on a device that torch has."""
+    import torch
+
+    from specdec.engine.torch_engine import TorchEngine
+
+    try:
+        if kind == "torch" and device != "cpu":
+            return _gpu(directory, device, **options)
+        lanes = kind == "eager"
+        return TorchEngine(directory, device=device, threads=threads, compiled=compiled, lanes=lanes, **options)
+    except torch.OutOfMemoryError as error:  # a GPU's
+        reason = str(error).partition(". ")[0]  # what comes behind it is statistics
+        raise UnsupportedModelError(
+            f"device {device}: {reason}; a smaller model may fit, or fewer --kv-tokens"
+        ) from error
 
 
 def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:

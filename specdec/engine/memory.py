@@ -38,6 +38,7 @@ def free_bytes(device: str) -> int:
         with contextlib.suppress(ImportError, AssertionError):  # without torch, or with one that has no CUDA
             import torch
 
+            torch.cuda.empty_cache()  # what torch keeps of freed memory, of weights that were joined for one
             return int(torch.cuda.mem_get_info(device)[0])
         try:
             driver = ctypes.CDLL("libcuda.so.1")

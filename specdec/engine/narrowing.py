@@ -18,6 +18,7 @@ from specdec.decoding.noise import token_words, word_gumbel
 from specdec.decoding.sampling import Rule
 from specdec.decoding.truncation import leading, truncates
 from specdec.engine import device_processing, torch_noise
+from specdec.engine.upload import upload
 
 UNDECIDED = -1
 """In place of a token: the row is wanted in whole."""
@@ -74,7 +75,7 @@ class Drawn:
         peaks = z.amax(dim=1)
         z = device_processing.tempered(z, asks)
         self._streams = streams_of(asks)
-        streams = torch.from_numpy(self._streams.view(np.int64)).to(z.device, non_blocking=True)
+        streams = upload(self._streams.view(np.int64), z.device)
         every = torch.arange(z.shape[1], device=z.device)
         step = max(1, BLOCK // z.shape[1])
         ids = torch.cat(
@@ -93,7 +94,11 @@ class Drawn:
 
 
 class Ranked:
-    """The largest logits, and the weight of all: whether the cut lies among them, the host sees."""
+    """The largest logits, and the weight of all: whether the cut lies among them, the host sees.
+
+    The device's exponentials may be an ulp off those in memory, and its order of sums is its own. Where top-p falls
+    between two such results, a ten-millionth of the weight apart or less, one id more or less survives than in memory.
+    """
 
     def __init__(self, logits: Tensor, asks: Sequence[Ask]) -> None:
         z = device_processing.adjusted(logits, asks)

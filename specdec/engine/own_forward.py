@@ -44,14 +44,14 @@ class OwnForward:
             allowed = max(DISAGREEMENT[model.dtype], QUANTISED_DISAGREEMENT if is_quantised(model) else 0.0)
             return cls(type(model).__name__, allowed, text, branch, logits)
         except Exception as error:  # of kernels that know not every shape, for one
-            reason = " ".join(str(error).split())
-            raise UnsupportedModelError(f"{type(model).__name__} cannot run here: {reason}") from error
+            raise UnsupportedModelError(f"{type(model).__name__} cannot run here: {_reason(error)}") from error
         finally:
             model.set_attn_implementation(attention.NAME)
 
     def check(self, engine: Engine) -> None:
-        """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it:
-        that finds an architecture that asks for more than the packed attention, or the joined layers, know."""
+        """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it, or
+        nothing: that finds an architecture that asks for more than the packed attention, or the joined layers, know,
+        and kernels that do not run here."""
         length = len(self.text)
         slots = np.arange(1, length + 3)
         packer = engine.packer()
@@ -61,10 +61,18 @@ class OwnForward:
         packer.add_path(np.concatenate([slots[: length - 2], slots[length:]]), list(side))
         packer.want(rows[-1])
         packer.want(side[-1])
-        got = torch.from_numpy(engine.forward(packer.pack()))
+        try:
+            got = torch.from_numpy(engine.forward(packer.pack()))
+        except Exception as error:  # of kernels: no compiler for them, too little memory of the processor's own
+            raise UnsupportedModelError(f"{self.name} cannot run here in a packed batch: {_reason(error)}") from error
         difference = float((got - self.logits).abs().max() / self.logits.abs().max())
         if not difference <= self.allowed:
             raise UnsupportedModelError(
                 f"{self.name}: packed logits differ from the model's own by {difference:.2g} of "
                 "their scale; it does something that the packed attention, or the joined layers, do not know"
             )
+
+
+def _reason(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

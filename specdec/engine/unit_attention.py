@@ -13,6 +13,7 @@ dealt with when it is stored (`device_loops.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +29,8 @@ TILES = (64, 32, 16)
 first not for float32, whose products want many registers."""
 
 STAGE_BYTES = 1 << 15
-"""Two such stages and the queries fit into the shared memory of processors that have 164 KiB or more."""
+"""With it, heads of up to 128 numbers fit into the 99 KiB of shared memory that a block may have on the smallest of
+processors that have tensor cores for bfloat16. Heads of 256 fit there too, but in float32 want one that has 164 KiB."""
 
 PRECISION = tl.constexpr("tf32x3")
 """Of products of float32: three of a tensor core, nearly as exact as float32 itself. (Exact ones, "ieee", are computed
@@ -40,6 +42,27 @@ SPLITS_AT_ONCE = 16
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter, with which the tests run where there is no GPU, has no products of bfloat16: there they are
 products of the same numbers in float32."""
+
+
+class Tiling(NamedTuple):
+    """How the first kernel goes about heads of one shape."""
+
+    block: int  # of a key's numbers: a power of two
+    value_block: int
+    tile: int  # keys that are read at once
+    warps: int
+    stages: int  # tiles that are under way
+
+    @classmethod
+    def of(cls, width: int, value_width: int, item_bytes: int) -> Tiling:
+        """For keys and values of these widths, in numbers of so many bytes."""
+        block, value_block = (triton.next_power_of_2(max(16, each)) for each in (width, value_width))
+        key_bytes = (block + value_block) * item_bytes
+        wide = item_bytes > 2
+        tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
+        room = (1 if wide else 2) * STAGE_BYTES  # as compiled, products of float32 take room of their own
+        stages = 1 if tile == TILES[-1] else min(3, room // (tile * key_bytes))
+        return cls(block, value_block, tile, warps=4 if tile == TILES[0] else 8, stages=stages)
 
 
 @dataclass
@@ -57,12 +80,15 @@ class UnitMemory:
 
     def reserve(self, partials: int, heads: int) -> bool:
         """Make room for so many partials (`UnitBatch.partials`) of `heads` query heads; whether the room is a new one:
-        then CUDA graphs that were captured before write to memory that is no longer theirs."""
+        then CUDA graphs that were captured before write to memory that is no longer theirs. Where there is no memory
+        for it (torch's error), there is no room at all until it is asked for again."""
         width = heads * (2 + max(values.shape[2] for values in self.values))
         if partials <= self.partials and width <= self._width:
             return False
-        self.partials, self._width = max(partials, self.partials), max(width, self._width)
-        self._found = torch.empty(self.partials * self._width, dtype=torch.float32, device=self._found.device)
+        partials, width = max(partials, self.partials), max(width, self._width)
+        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # who gets none does not keep the old
+        self._found = self._found.new_empty(partials * width)
+        self.partials, self._width = partials, width
         return True
 
     def found(self, heads: int, value_width: int) -> tuple[Tensor, Tensor]:
@@ -120,11 +146,7 @@ class UnitAttention:
         shared = heads // kv_heads
         units, places = batch.unit_rows.shape
         extents, sums = self._memory.found(heads, value_width)
-        block = triton.next_power_of_2(max(16, width))
-        value_block = triton.next_power_of_2(max(16, value_width))
-        key_bytes = (block + value_block) * keys.element_size()
-        wide = keys.element_size() > 2
-        tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
+        tiling = Tiling.of(width, value_width, keys.element_size())
         _read[(units, kv_heads)](
             query,
             keys,
@@ -148,15 +170,15 @@ class UnitAttention:
             WIDTH=width,
             VALUE_WIDTH=value_width,
             ROWS=triton.next_power_of_2(max(TILE_ROWS, places * shared)),
-            BLOCK=block,
-            VALUE_BLOCK=value_block,
+            BLOCK=tiling.block,
+            VALUE_BLOCK=tiling.value_block,
             SPLIT=SPLIT,
-            TILE=tile,
+            TILE=tiling.tile,
             CAPPED=softcap is not None,
             WINDOW=window or 0,
             WIDENED=INTERPRETED and keys.dtype == torch.bfloat16,
-            num_warps=4 if tile == TILES[0] else 8,
-            num_stages=1 if tile == TILES[-1] else 2 if tile * key_bytes == STAGE_BYTES else 3,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
         _add_up[(rows, heads)](
             extents[0],
@@ -167,7 +189,7 @@ class UnitAttention:
             out,
             HEADS=heads,
             VALUE_WIDTH=value_width,
-            VALUE_BLOCK=value_block,
+            VALUE_BLOCK=tiling.value_block,
             SPLIT=SPLIT,
             AT_ONCE=SPLITS_AT_ONCE,
             WINDOW=window or 0,

@@ -36,6 +36,7 @@ class UnitTensors:
         self._there = torch.zeros(size, dtype=torch.int32, device=device)
         on_gpu = self._there.device.type == "cuda"
         self._here = torch.zeros(size, dtype=torch.int32, pin_memory=True) if on_gpu else self._there
+        self._sent = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         views = self._views(self._there)
         self.tokens = views["tokens"]  # [t]
         self.positions = views["positions"]  # [t]
@@ -58,16 +59,19 @@ class UnitTensors:
         return tensors
 
     def fill(self, batch: UnitBatch) -> None:
-        """Put a batch in place of the one before, which must have been computed; ValueError if it has other sizes."""
+        """Put a batch in place of the one before, when the device has come so far; ValueError if it has other sizes."""
         for name, array in self._arrays.items():
             shape = getattr(batch, name).shape
             if shape != array.shape:
                 raise ValueError(f"{name} has shape {shape}, the tensors are for {array.shape}")
+        if self._sent is not None:
+            self._sent.synchronize()  # the batch before may not have left this memory yet
         for name, array in self._arrays.items():
             array[...] = getattr(batch, name)
         self.partials = batch.partials
-        if self._here is not self._there:
+        if self._sent is not None:
             self._there.copy_(self._here, non_blocking=True)
+            self._sent.record()
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
         views, start = {}, 0

@@ -56,11 +56,10 @@ class UnitBatch(PackedBatch):
     first_partials: Integers  # [t]
     partials: int
 
-    def check(self, capacity: int) -> None:
-        """ValueError unless every slot exists: what reads them looks at nothing twice."""
-        highest = max(int(self.unit_keys.max()), int(self.slots.max()))
-        if highest >= capacity or min(int(self.unit_keys.min()), int(self.slots.min())) < 0:
-            raise ValueError(f"slots must lie in 0..{capacity - 1}, one is {highest}")
+    def check(self, capacity: int, context: int) -> None:
+        """ValueError unless every slot and position exists: what reads them looks at nothing twice."""
+        _check_range("slots", (self.unit_keys, self.slots), capacity)
+        _check_range("positions", (self.positions,), context)
 
 
 class _Path(NamedTuple):
@@ -162,14 +161,19 @@ class UnitPacker(Packer):
             start = end
 
 
+def _check_range(what: str, arrays: Sequence[NDArray[np.integer]], end: int) -> None:
+    lowest, highest = min(int(array.min()) for array in arrays), max(int(array.max()) for array in arrays)
+    if lowest < 0 or highest >= end:
+        raise ValueError(f"{what} must lie in 0..{end - 1}, one is {lowest if lowest < 0 else highest}")
+
+
 def _common_splits(a: Slots, b: Slots) -> int:
     """How many leading splits are the same in both."""
-    if a[0] != b[0]:
+    if a[0] != b[0]:  # as strangers do: the rest need not be looked at
         return 0
     whole = min(len(a), len(b)) // SPLIT * SPLIT
-    differ = a[:whole] != b[:whole]
-    first = int(differ.argmax()) if len(differ) else 0
-    return (first if first or (len(differ) and differ[0]) else whole) // SPLIT
+    differ = np.flatnonzero(a[:whole] != b[:whole])
+    return (int(differ[0]) if len(differ) else whole) // SPLIT
 
 
 def _padded(array: NDArray[np.int64] | Integers, length: int) -> Integers:

@@ -13,10 +13,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specdec.engine import device_loops, unit_attention
+from specdec.engine.unit_attention import Tiling
 from specdec.engine.units import SPLIT, TILE_ROWS
 
 WIDTH = 40
 """Of a head: no power of two."""
+
+SHARED_BYTES = 99 << 10
+"""Of memory that a block may have on the smallest processors with tensor cores for bfloat16 (capability 8.6, 8.9)."""
 
 
 def compile_for(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
@@ -27,16 +31,19 @@ def compile_for(capability: int, kernel: Any, types: dict[str, str], constants: 
         kernel,
         {name: types.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED_BYTES, f"{kernel} wants {compiled.metadata.shared} bytes"
 
 
 def main(capability: int, dtype: str) -> None:
     stored = f"*{dtype}"
     heads = {"HEADS": 8, "VALUE_WIDTH": WIDTH, "VALUE_BLOCK": 64, "SPLIT": SPLIT}
     found = {"largest": "*fp32", "totals": "*fp32", "sums": "*fp32", "positions": "*i32", "first_partials": "*i32"}
-    for window, capped in ((0, False), (100, True)):
+    for width, window, capped in ((WIDTH, 100, True), (128, 0, False)):
+        tiling = Tiling.of(width, width, 4 if dtype == "fp32" else 2)
         compile_for(
             capability,
             unit_attention._read,
@@ -44,11 +51,11 @@ def main(capability: int, dtype: str) -> None:
             | {"unit_rows": "*i32", "unit_keys": "*i32", "query_row": "i32", "query_head": "i32"}
             | {"scale": "fp32", "softcap": "fp32"}
             | found,
-            {"KV_HEADS": 2, "SHARED": 4, "PLACES": 16, "WIDTH": WIDTH, "VALUE_WIDTH": WIDTH, "ROWS": TILE_ROWS}
-            | {"BLOCK": 64, "VALUE_BLOCK": 64, "SPLIT": SPLIT, "TILE": 32, "CAPPED": capped, "WINDOW": window}
-            | {"WIDENED": False},
-            num_warps=4,
-            num_stages=2,
+            {"KV_HEADS": 2, "SHARED": 4, "PLACES": 16, "WIDTH": width, "VALUE_WIDTH": width, "ROWS": TILE_ROWS}
+            | {"BLOCK": tiling.block, "VALUE_BLOCK": tiling.value_block, "SPLIT": SPLIT, "TILE": tiling.tile}
+            | {"CAPPED": capped, "WINDOW": window, "WIDENED": False},
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
         constants = heads | {"AT_ONCE": unit_attention.SPLITS_AT_ONCE, "WINDOW": window}
         compile_for(capability, unit_attention._add_up, found | {"out": stored}, constants)

@@ -3,6 +3,8 @@ other: the code is the same."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,8 +96,18 @@ def test_log_probabilities_are_of_the_same_rows() -> None:
     assert DeviceRows(torch.from_numpy(logits).to(DEVICE), {}).logprobs([2, 0], tokens, [3, 0]) == want
 
 
+def of_all_kinds() -> tuple[torch.Tensor, list[Ask]]:
+    """Logits, and what is asked of the rows: one row each of what is narrowed in a way of its own, with penalties."""
+    logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
+    kinds = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=2)]
+    history = History(5000, [1, 2], [3])
+    more: dict[str, Any] = {"repetition_penalty": 1.1, "banned_tokens": frozenset({7})}
+    asks = [Ask(Chooser(replace(sampling, **more)), 5, history, []) for sampling in kinds]
+    return torch.from_numpy(logits).to(DEVICE), asks
+
+
 def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for a device is `Tensor.cpu`; once for all rows of all kinds that are known in advance."""
+    """All rows of all kinds that are known in advance."""
     fetched: list[int] = []
     cpu = torch.Tensor.cpu
 
@@ -104,11 +116,24 @@ def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
         return cpu(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
-    logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
-    kinds = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=2)]
-    asks = [Ask(Chooser(sampling), 5, None, []) for sampling in kinds]
-    rows = DeviceRows(torch.from_numpy(logits).to(DEVICE), dict(enumerate(asks)))
+    logits, asks = of_all_kinds()
+    rows = DeviceRows(logits, dict(enumerate(asks)))
     rows.choose([0, 1], asks[:2])
     rows.choose([2], asks[2:])
     assert len(fetched) == 1
     assert fetched[0] < 3 * 5000 * 4
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to wait for")
+def test_a_step_waits_once() -> None:
+    """Whatever else is asked of the device is asked while it still computes the logits."""
+    logits, asks = of_all_kinds()
+    DeviceRows(logits, dict(enumerate(asks)))  # loads what is loaded on first use
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            DeviceRows(logits, dict(enumerate(asks)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from specdec.decoding.choice import Ask, Chooser
 from specdec.decoding.rows import HostRows
 from specdec.decoding.sampling import Sampling
+from specdec.engine import gpu_engine
 from specdec.engine.batch import Packer
 from specdec.engine.engine import DeviceEngine
 from specdec.engine.gpu_engine import GpuEngine
@@ -29,9 +30,8 @@ NO_GPU = "there is no GPU: graphs and the check of exactness are CUDA's"
 class Subject:
     def __init__(self, name: str, directory: Path, **options: Any) -> None:
         path = make(name, directory / name)
-        self.engine = GpuEngine(
-            ModelDirectory(path), capacity=700, dtype="float32", device=DEVICE, **{"exact": ON_GPU} | options
-        )
+        usual: dict[str, Any] = {"capacity": 700, "dtype": "float32", "device": DEVICE, "exact": ON_GPU}
+        self.engine = GpuEngine(ModelDirectory(path), **usual | options)
         own: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self._own = own.eval()
 
@@ -102,13 +102,23 @@ def test_rows_do_not_depend_on_their_batch(subject: Subject) -> None:
     assert subject.engine.exact
 
 
-@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
-def test_graphs_survive_new_rooms_and_each_other(tmp_path: Path) -> None:
-    """Steps of many sizes in turns, and a prompt whose splits need more room than there is, in between."""
+def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of several sizes in turns, each of which is a graph where there is a GPU; larger ones need more room for
+    what is found in splits than there is before them, as the check at start does."""
+    monkeypatch.setattr(gpu_engine, "LEAST_PARTIALS", 4)
     subject = Subject("llama", tmp_path)
     text = np.random.default_rng(3).integers(3, VOCABULARY, 250).tolist()
-    for length in (3, 40, 3, 250, 40, 3):
+    for length in (3, 40, 3, 250, 40, 3) if ON_GPU else (3,):
         packer, texts = branched(subject.engine, text[:length], [6, 8])
         for row, spelt in zip(subject.engine.forward(packer.pack()), texts, strict=False):
             want = subject.own_logits(spelt)
             assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
+def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
+    """In a thread whose current device is the first, as threads begin."""
+    subject = Subject("llama", tmp_path, device="cuda:1")
+    packer, texts = branched(subject.engine, [5, 6, 7], [8])
+    want = subject.own_logits(texts[1])
+    assert np.abs(subject.engine.forward(packer.pack())[1] - want).max() < 1e-4 * np.abs(want).max()

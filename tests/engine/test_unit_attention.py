@@ -238,3 +238,15 @@ def test_room_is_made_once() -> None:
     assert memory.reserve(11, 1)
     extents, sums = memory.found(4, 16)
     assert (extents.shape, sums.shape) == ((2, 11, 4), (11, 4, 16))
+
+
+def test_room_that_cannot_be_had_does_not_count() -> None:
+    step = Pass(MANY)
+    memory = UnitMemory([step.keys], [step.values])
+    memory.reserve(10, 2)
+    with pytest.raises(RuntimeError):
+        memory.reserve(1 << 55, 2)
+    with pytest.raises(ValueError, match="room is reserved for 0 partials"):
+        UnitAttention(memory, UnitTensors.of(step.batch, DEVICE))
+    assert memory.reserve(10, 2)
+    assert memory.found(2, 16)[1].shape == (10, 2, 16)

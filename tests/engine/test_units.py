@@ -204,7 +204,7 @@ def test_any_mixture_reads_what_was_put_in(
     assert seen(batch)[: len(want)] == want
     assert rows is None or rows.padded(len(batch.tokens)) == len(batch.tokens)
     check_form(batch)
-    batch.check(slot)
+    batch.check(slot, int(batch.positions.max()) + 1)
 
 
 @pytest.mark.parametrize(("shared", "places"), [(1, 64), (4, 16), (7, 9), (64, 1), (71, 1)])
@@ -230,15 +230,26 @@ def test_a_row_on_no_path_or_two_is_refused(times: int) -> None:
         packer.pack()
 
 
-@pytest.mark.parametrize(("keys", "slot"), [([1, 9], 2), ([1, 2], 9), ([-1, 2], 2), ([1, 2], -1)])
-def test_slots_that_do_not_exist_are_refused(keys: list[int], slot: int) -> None:
+@pytest.mark.parametrize(
+    ("keys", "slot", "wrong"), [([1, 9], 2, 9), ([1, 2], 9, 9), ([-1, 2], 2, -1), ([1, 2], -1, -1)]
+)
+def test_slots_that_do_not_exist_are_refused(keys: list[int], slot: int, wrong: int) -> None:
     packer = UnitPacker()
     packer.add_path(np.array(keys), [packer.add_row(1, 1, slot)])
     batch = packer.pack()
-    with pytest.raises(ValueError, match=r"slots must lie in 0\.\.8"):
-        batch.check(9)
-    if min(slot, *keys) >= 0:
-        batch.check(10)
+    with pytest.raises(ValueError, match=rf"slots must lie in 0\.\.8, one is {wrong}"):
+        batch.check(9, 2)
+    if wrong > 0:
+        batch.check(10, 2)
+
+
+def test_positions_that_do_not_exist_are_refused() -> None:
+    packer = UnitPacker()
+    add_text(packer, np.arange(1, 6), 2)
+    batch = packer.pack()
+    with pytest.raises(ValueError, match=r"positions must lie in 0\.\.3, one is 4"):
+        batch.check(6, 4)
+    batch.check(6, 5)
 
 
 def test_tensors_hold_one_batch_after_another_at_one_place() -> None:
