@@ -35,6 +35,8 @@ def load_engine(
     """ModelDirectoryError or UnsupportedModelError say in one line what is in the way. Without a `dtype` an exported
     model computes in its own, any other in float32. With `ranks`, the engine of this one: for rank 0 one like any
     other, for the rest a `FollowingEngine`."""
+    if ranks is not None:
+        ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
     if compiled and (kind != "torch" or device != "cpu" or ranks is not None):
         raise UnsupportedModelError(
             "only the torch engine, on the CPU and in one process, can compile a model: leave out --compile"
@@ -46,7 +48,7 @@ def load_engine(
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
     if ranks is not None:
         return _part(ranks, directory, device, threads=threads, lanes=kind == "eager", **options)
-    _check_torch(device)
+    check_torch(device)
     if kind == "torch" and device != "cpu":
         return _gpu(directory, device, **options)
     from specdec.engine.torch_engine import TorchEngine
@@ -54,17 +56,17 @@ def load_engine(
     return TorchEngine(directory, device=device, threads=threads, compiled=compiled, lanes=kind == "eager", **options)
 
 
-def _check_torch(device: str) -> None:
-    """Whether torch has it."""
+def check_torch(device: str) -> None:
+    """UnsupportedModelError unless torch has this device."""
     import torch
 
     try:
-        kind = torch.device(device).type
+        place = torch.device(device)
     except RuntimeError as error:
         raise UnsupportedModelError(f"device {device}: torch knows no such device") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModelError(f"device {device}: torch sees no CUDA device")
-    if kind not in ("cpu", "cuda"):
+    if place.type == "cuda" and (place.index or 0) >= (devices := torch.cuda.device_count()):
+        raise UnsupportedModelError(f"device {device}: torch sees {devices or 'no'} CUDA device{'s' * (devices > 1)}")
+    if place.type not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"device {device}: cpu, cuda and cuda:N are supported")
 
 
@@ -103,9 +105,16 @@ def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capaci
 
 def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) -> Engine:
     """This rank's part of an engine."""
-    import torch
-
     from specdec.engine.parallel import FollowingEngine, LeadingEngine
+
+    own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
+    kind = LeadingEngine if ranks.rank == 0 else FollowingEngine
+    return kind(directory, ranks=ranks, device=own, **options)
+
+
+def _own_device(device: str, local_rank: int) -> str:
+    """Of a rank."""
+    import torch
 
     if device not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"device {device}: under torchrun say cuda, of which every process takes its own")
@@ -114,7 +123,6 @@ def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) 
             "transformers puts the parts of a model on the accelerator where there is one: hide it, as with "
             "CUDA_VISIBLE_DEVICES=, or say --device cuda"
         )
-    own = f"cuda:{ranks.local_rank}" if device == "cuda" else device
-    _check_torch(own)
-    kind = LeadingEngine if ranks.rank == 0 else FollowingEngine
-    return kind(directory, ranks=ranks, device=own, **options)
+    own = f"cuda:{local_rank}" if device == "cuda" else device
+    check_torch(own)
+    return own
