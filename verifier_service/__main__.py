@@ -104,12 +104,15 @@ def main(
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
         return
     from specdec.engine.parallel import follow
-    from specdec.engine.ranks import Ranks
+    from specdec.engine.ranks import PLACE, Ranks
 
+    for name in PLACE:
+        if not (value := os.environ.get(name, "")).isdecimal():
+            raise typer.BadParameter(f"the environment has WORLD_SIZE, and {name} is {value!r}: torchrun sets both")
     logs.configure("verifier", log_level)
     with Ranks.joined(device) as ranks:
         if ranks.rank == 0:
