@@ -35,11 +35,14 @@ from bench.engine_subjects import KINDS, PEERS, ContinuousBatching, Ours, Subjec
 from bench.publish import CUT_OFF, Report, folder, publish
 from bench.shapes import SHAPES, Combination, Sizes, floor_seconds, sizes, split, write
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.load import Dtype, Kind, check_torch, load_engine
+from specdec.engine.load import MOST_THREADS, Dtype, Kind, check_torch, load_engine
 from specdec.engine.model_directory import ModelDirectoryError
 from specdec.engine.pretrained import DTYPES
 from specdec.engine.random_weights import RandomWeights
 from verifier_service.step_loop import MOST_CANDIDATES
+
+ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
+"""Random weights are not exported."""
 
 SPARE = 0.9
 """Of the free memory, what combinations may need."""
@@ -169,7 +172,7 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--config", type=Path, help="a config.json, or the directory that has it, instead")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="default: %(default)s")
-    parser.add_argument("--engine", choices=get_args(Kind), default="torch", help="default: %(default)s")
+    parser.add_argument("--engine", choices=ENGINES, default="torch", help="default: %(default)s")
     parser.add_argument("--exact", action="store_true", help="have the engine make rows independent of their batch")
     parser.add_argument("--tokens", type=whole_numbers, default=[1, 4, 8, 16, 32, 64], help="n; default: 1,4,...,64")
     parser.add_argument("--contexts", type=whole_numbers, default=[1024, 8192], help="default: 1024,8192")
@@ -194,6 +197,8 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--{name.replace('_', '-')} is {number}, must be at least 1")
     if args.synthetic_acceptance is not None and not 0 < args.synthetic_acceptance <= 1:
         parser.error(f"--synthetic-acceptance is {args.synthetic_acceptance:g}, must be above 0 and at most 1")
+    if args.threads > MOST_THREADS:
+        parser.error(f"--threads is {args.threads}, must be at most {MOST_THREADS}")
     if not 0 < args.seconds < float("inf"):
         parser.error(f"--seconds is {args.seconds:g}, must be above 0")
     if args.config is not None and not args.config.is_dir() and args.config.name != "config.json":

@@ -19,6 +19,9 @@ operations, is slower anywhere: what others can be compared with, on any device.
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+MOST_THREADS = 1024
+"""Of a forward pass. Where the system does not give so many as are asked for, OpenMP ends the process."""
+
 
 def load_engine(
     kind: Kind,

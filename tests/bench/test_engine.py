@@ -16,9 +16,11 @@ from bench.engine_subjects import Subject
 from bench.publish import publish
 from bench.shapes import SHAPES, WORKING, Combination, Sizes, floor_seconds, needed_bytes, sizes, split, write
 from bench.synthetic import candidates, decode
+from specdec.engine.load import load_engine
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.random_weights import RandomWeights
 from specdec.engine.torch_engine import TorchEngine
+from tests.models import make
 
 TINY = Sizes(held=1000, head=100, read=900, kv_token=10)
 
@@ -85,6 +87,14 @@ class TestRandomWeights:
     def test_services_take_none(self, tiny: RandomWeights) -> None:
         with pytest.raises(ModelDirectoryError, match=r"no tokenizer\.json"):
             ModelDirectory(tiny.path)
+
+    def test_none_are_exported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Or they would be served in place of the weights they lie beside."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        directory = RandomWeights(make("llama", tmp_path / "model"))
+        with pytest.raises(ModelDirectoryError, match="random weights are not exported"):
+            load_engine("onnx", directory, capacity=64, threads=(1,))
+        assert not (tmp_path / "cache" / "specdec").exists()
 
     def test_without_a_configuration(self, tmp_path: Path) -> None:
         with pytest.raises(ModelDirectoryError, match=r"no config\.json"):
@@ -175,6 +185,8 @@ class TestReport:
             (["--synthetic-acceptance", "1.5"], "must be above 0 and at most 1"),
             (["--peers", "someone"], "someone is none of"),
             (["--shape", "huge"], "invalid choice"),
+            (["--threads", "1025"], "--threads is 1025, must be at most 1024"),
+            (["--engine", "onnx"], "invalid choice: 'onnx'"),
             (["--seconds", "nan"], "--seconds is nan, must be above 0"),
             (["--device", "abacus"], "--device abacus: torch knows no such device"),
             (["--device", "meta"], "--device meta: cpu, cuda and cuda:N are supported"),
