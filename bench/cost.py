@@ -26,7 +26,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +33,7 @@ from rich.progress import track
 
 from bench.conditions import versions
 from bench.cost_report import plot, table
-from bench.publish import publish
+from bench.publish import folder, publish
 from bench.simulate import measured
 from bench.simulation.deployment import Scenario
 from bench.simulation.devices import PRESETS
@@ -160,7 +159,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=40, help="of the target, about, that are measured, at least")
     parser.add_argument("--quick", action="store_true", help="few and short: 1 and 8 streams, capacity up to 8")
-    parser.add_argument("--out", type=Path, help="folder for the report")
+    parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.streams, args.most, args.steps = [1, 8], 8, 20
@@ -190,9 +189,7 @@ def main() -> None:
     asked = {name: getattr(args, name) for name in ("preset", "acceptance", "draft_price", "most", "steps")}
     hardware = asdict(PRESETS[args.preset])
     report = {"simulated": True} | asked | {"hardware": hardware} | found | {"versions": versions()}
-    print(table(report), end="")
-    if args.out is not None:
-        publish(report, args.out, "cost", table, plot)
+    publish(report, args.out, "cost", table, plot)
 
 
 if __name__ == "__main__":

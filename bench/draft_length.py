@@ -28,7 +28,7 @@ from rich.progress import track
 from bench.conditions import machine, versions
 from bench.generate import Transformers, assisted
 from bench.prompts import held_out
-from bench.publish import publish
+from bench.publish import folder, publish
 from specdec.client import Client, SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError, Stack
@@ -159,7 +159,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="3 prompts continued by 64 tokens")
-    parser.add_argument("--out", type=Path, help="folder for the report")
+    parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.prompts, args.tokens = 3, 64
@@ -187,9 +187,7 @@ def main() -> None:
     facts = {"target": args.target.resolve().name, "draft": args.draft.resolve().name}
     asked = {name: getattr(args, name) for name in ("dtype", "temperature", "prompts", "tokens", "seed")}
     report = facts | asked | measured | {"machine": machine(), "versions": versions()}
-    print(table(report), end="")
-    if args.out is not None:
-        publish(report, args.out, "draft-length", table, plot)
+    publish(report, args.out, "draft-length", table, plot)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,17 @@ from bench.cost import whole_numbers
 from bench.device import Device
 from bench.engine_report import plot, table
 from bench.engine_subjects import KINDS, PEERS, ContinuousBatching, Ours, Subject, free, median_step, transformers_model
-from bench.publish import publish
+from bench.publish import CUT_OFF, Report, folder, publish
 from bench.shapes import SHAPES, Combination, Sizes, floor_seconds, sizes, split, write
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.load import Dtype, Kind, load_engine
+from specdec.engine.load import MOST_THREADS, Dtype, Kind, check_torch, load_engine
 from specdec.engine.model_directory import ModelDirectoryError
 from specdec.engine.pretrained import DTYPES
 from specdec.engine.random_weights import RandomWeights
 from verifier_service.step_loop import MOST_CANDIDATES
+
+ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
+"""Random weights are not exported."""
 
 SPARE = 0.9
 """Of the free memory, what combinations may need."""
@@ -61,10 +64,12 @@ class EngineBench:
         self.item_bytes = DTYPES[args.dtype].itemsize
         self.sizes: Sizes = sizes(directory.path, self.item_bytes)
         self.rows: list[dict[str, Any]] = []
+        self.synthetic: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self._console = Console(stderr=True, highlight=False)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Report:
+        """What Ctrl-C cuts off is reported as far as it went, if anything has been measured."""
         args = self.args
         self._say("bandwidth")
         bandwidth = self.device.bandwidth()
@@ -72,13 +77,20 @@ class EngineBench:
         # Weights stay while a combination's memory is taken: what is free now is free for both.
         free_now = int(SPARE * self.device.free_bytes())
         fitting, self.left_out = split(self.sizes, wanted, self.item_bytes, self.directory.vocabulary, free_now)
-        report: dict[str, Any] = {"bandwidth": bandwidth, "synthetic": []}
-        if fitting:
-            report |= self._ours(fitting, bandwidth)
-            self._peers(fitting, bandwidth)
-        return report | {"sizes": vars(self.sizes), "rows": self.rows, "left_out": self.left_out}
+        report: Report = {"name": self.directory.name, "bandwidth": bandwidth, "sizes": vars(self.sizes)}
+        report |= {"exact": args.exact, "rows": self.rows, "synthetic": self.synthetic, "left_out": self.left_out}
+        try:
+            if fitting:
+                report["numerics"] = self._ours(fitting, bandwidth)
+                self._peers(fitting, bandwidth)
+        except KeyboardInterrupt:
+            if not self.rows:
+                raise
+            report[CUT_OFF] = True
+        return report
 
-    def _ours(self, fitting: list[Combination], bandwidth: float) -> dict[str, Any]:
+    def _ours(self, fitting: list[Combination], bandwidth: float) -> str:
+        """The engine's numerics."""
         args = self.args
         self._say("loading")
         capacity = 1 + max(what.slots for what in fitting)
@@ -93,11 +105,10 @@ class EngineBench:
             exact=args.exact,
         )
         self._measure(Ours(engine, self.device), fitting, bandwidth)
-        found: list[dict[str, Any]] = []
         if args.synthetic_acceptance:
             for sessions in sorted({1, args.synthetic_sessions}):
                 self._say(f"synthetic acceptance, {sessions} sessions")
-                found += synthetic.measure(
+                self.synthetic += synthetic.measure(
                     engine,
                     acceptance=args.synthetic_acceptance,
                     widths=WIDTHS,
@@ -109,7 +120,7 @@ class EngineBench:
         numerics = engine.numerics
         del engine
         free(self.device)
-        return {"numerics": numerics, "exact": args.exact, "synthetic": found}
+        return numerics
 
     def _peers(self, fitting: list[Combination], bandwidth: float) -> None:
         if not self.args.peers:
@@ -161,7 +172,7 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--config", type=Path, help="a config.json, or the directory that has it, instead")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="default: %(default)s")
-    parser.add_argument("--engine", choices=get_args(Kind), default="torch", help="default: %(default)s")
+    parser.add_argument("--engine", choices=ENGINES, default="torch", help="default: %(default)s")
     parser.add_argument("--exact", action="store_true", help="have the engine make rows independent of their batch")
     parser.add_argument("--tokens", type=whole_numbers, default=[1, 4, 8, 16, 32, 64], help="n; default: 1,4,...,64")
     parser.add_argument("--contexts", type=whole_numbers, default=[1024, 8192], help="default: 1024,8192")
@@ -174,7 +185,7 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--synthetic-sessions", type=int, default=8, help="beside a single one (default: %(default)s)")
     parser.add_argument("--synthetic-rounds", type=int, default=3, help="in each way (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context")
-    parser.add_argument("--out", type=Path, help="folder for the report")
+    parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.tokens, args.contexts, args.sessions = [1, 8], [256], [1, 4]
@@ -186,8 +197,16 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--{name.replace('_', '-')} is {number}, must be at least 1")
     if args.synthetic_acceptance is not None and not 0 < args.synthetic_acceptance <= 1:
         parser.error(f"--synthetic-acceptance is {args.synthetic_acceptance:g}, must be above 0 and at most 1")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device is {args.device}, and torch sees no CUDA device")
+    if args.threads > MOST_THREADS:
+        parser.error(f"--threads is {args.threads}, must be at most {MOST_THREADS}")
+    if not 0 < args.seconds < float("inf"):
+        parser.error(f"--seconds is {args.seconds:g}, must be above 0")
+    if args.config is not None and not args.config.is_dir() and args.config.name != "config.json":
+        parser.error(f"--config is {args.config}, must be a config.json or the directory that has it")
+    try:
+        check_torch(args.device)
+    except UnsupportedModelError as error:
+        parser.error(f"--{error}")
     return args
 
 
@@ -196,21 +215,19 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     asked = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "out"}
     try:
-        with tempfile.TemporaryDirectory(prefix="specdec-shape-") as folder:
+        with tempfile.TemporaryDirectory(prefix="specdec-shape-") as scratch:
             if args.config is None:
-                directory = RandomWeights(write(SHAPES[args.shape], Path(folder) / args.shape))
+                directory = RandomWeights(write(SHAPES[args.shape], Path(scratch) / args.shape))
             else:
                 directory = RandomWeights(args.config if args.config.is_dir() else args.config.parent)
             bench = EngineBench(args, directory)
-            found = {"name": directory.name} | bench.run()
+            found = bench.run()
     except (ModelDirectoryError, UnsupportedModelError) as error:
         sys.exit(f"specdec bench engine: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     report = {"asked": asked, "machine": machine() | bench.device.facts(), "versions": versions()} | found
-    print(table(report), end="")
-    if args.out is not None:
-        publish(report, args.out, "engine", table, plot)
+    publish(report, args.out, "engine", table, plot)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def table(report: dict[str, Any]) -> str:
     asked, sizes = report["asked"], report["sizes"]
     where = report["machine"].get("device") or report["machine"]["processor"]
     on_gpu = asked["device"] != "cpu"
-    threads = f", {asked['threads']} threads" if not on_gpu else ""
+    threads = f", threads: {asked['threads']}" if not on_gpu else ""
     lines = [
         f"{report['name']}, random weights, {asked['dtype']}, on {where}{threads}: a step reads "
         f"{sizes['read'] / 1e9:.3g} GB of weights and {sizes['kv_token'] / 1e3:.4g} kB for each token of context; "

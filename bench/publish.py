@@ -1,20 +1,43 @@
-"""A report as files: what was measured, the table that a person reads, a plot."""
+"""A report: what was measured as JSON, the table that a person reads, a plot."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Report = dict[str, Any]
 
+CUT_OFF = "cut_off"
+"""True in a report of a measurement that Ctrl-C has ended: it has what was measured until then."""
+
 
 def publish(
-    report: Report, folder: Path, name: str, table: Callable[[Report], str], plot: Callable[[Report, Path], None]
+    report: Report, out: Path | None, name: str, table: Callable[[Report], str], plot: Callable[[Report, Path], None]
 ) -> None:
-    """Write `name`.json, .md and .png into the folder, which is made if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(table(report), encoding="utf-8")
-    plot(report, folder / f"{name}.png")
+    """Print the table, and write `name`.json, .md and .png into the folder `out`. A report that is cut off says so, and
+    is exit status 130."""
+    cut_off = report.get(CUT_OFF, False)
+    text = ("CUT OFF: this is what was measured until then.\n\n" if cut_off else "") + table(report)
+    print(text, end="")
+    if out is not None:
+        (out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (out / f"{name}.md").write_text(text, encoding="utf-8")
+        plot(report, out / f"{name}.png")
+    if cut_off:
+        sys.exit(130)
+
+
+def folder(name: str) -> Path:
+    """Of a report, as an option. It is made, and tried, before anything is measured."""
+    out = Path(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be written: {error.strerror}") from error
+    return out

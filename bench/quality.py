@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.conditions import machine, versions
-from bench.publish import publish
+from bench.publish import folder, publish
 from bench.quality_report import Text, measured, plot, reported, table
 from specdec.client import Client, GenerateOptions, SpecdecError
 from specdec.local import LocalError, Stack
@@ -87,7 +87,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpha", type=float, default=0.1, help="of contrastive decoding (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="8 texts of 64 tokens")
-    parser.add_argument("--out", type=Path, help="folder for the report")
+    parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.texts, args.tokens = 8, 64
@@ -131,9 +131,7 @@ def main() -> None:
         "machine": machine(),
         "versions": versions(),
     }
-    print(table(report), end="")
-    if args.out is not None:
-        publish(report, args.out, "quality", table, plot)
+    publish(report, args.out, "quality", table, plot)
 
 
 if __name__ == "__main__":

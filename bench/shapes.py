@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.model_directory import ModelDirectoryError
+
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **other: Any) -> dict[str, Any]:
     return {
@@ -61,13 +63,17 @@ def write(shape: dict[str, Any], folder: Path) -> Path:
 
 
 def sizes(folder: Path, item_bytes: int) -> Sizes:
-    """Counted on a model without storage."""
+    """Counted on a model without storage; ModelDirectoryError if the configuration makes none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises whatever it meets
+        reason = " ".join(str(error).split())
+        raise ModelDirectoryError(f"{folder}: no model can be made of it: {reason}") from error
     held = sum(parameter.numel() for parameter in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     text = config.get_text_config()

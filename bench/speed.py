@@ -40,7 +40,7 @@ from bench.generate import ASSISTED, LOOKUP, assisted
 from bench.generate import PLAIN as GENERATE_PLAIN
 from bench.llama_server import LlamaServer, server_options
 from bench.processor import Watch, await_quiet, peak_bytes
-from bench.publish import publish
+from bench.publish import CUT_OFF, Report, folder, publish
 from bench.speed_report import DISTURBED, PLAIN, model_label, plot, table
 from bench.step_times import StepTimes, Times, of_answer
 from bench.subject import Answer, Load, Ours, Peer, Subject, SubjectError
@@ -235,8 +235,9 @@ class Comparison:
         )
 
 
-def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything that the report tells."""
+def measure(args: argparse.Namespace, console: Console) -> Report:
+    """Everything that the report tells. What Ctrl-C cuts off is told as far as it went, if anything was measured."""
+    cut_off = False
     running: dict[str, Subject] = {}
     failed: dict[str, str] = {}
     with contextlib.ExitStack() as exits:
@@ -249,7 +250,12 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         about = {name: dict(subject.about) for name, subject in running.items()}
         step_times = StepTimes(args.target, args.draft, args.dtype, args.prompt_tokens + args.tokens // 2)
         comparison = Comparison(args, running, step_times)
-        comparison.run(console)
+        try:
+            comparison.run(console)
+        except KeyboardInterrupt:
+            if not comparison.measurements:
+                raise
+            cut_off = True
         memory = {
             name: {part: peak_bytes(pid) for part, pid in subject.sessions().items()}
             for name, subject in running.items()
@@ -262,7 +268,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "step_times": comparison.times,
         "failed": {name: _published(reason, names) for name, reason in (failed | comparison.failed).items()},
         "measurements": [asdict(each) for each in comparison.measurements],
-    }
+    } | ({CUT_OFF: True} if cut_off else {})
 
 
 def _published(reason: str, names: dict[str, str]) -> str:
@@ -287,9 +293,7 @@ def main() -> None:
         **{name: getattr(args, name) for name in asked},
         **measured,
     }
-    print(table(report), end="")
-    if args.out is not None:
-        publish(report, args.out, "speed", table, plot)
+    publish(report, args.out, "speed", table, plot)
 
 
 def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -313,7 +317,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--llama-gguf", type=Path, metavar="FILE", help="the target for it (see bench/to_gguf.py)")
     parser.add_argument("--llama-draft-gguf", type=Path, metavar="FILE", help="the draft for it; default: none")
     parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
-    parser.add_argument("--out", type=Path, help="folder for the report")
+    parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.kinds, args.streams, args.temperatures, args.rounds, args.tokens = ["code"], [1, 4], [0.0], 1, 64

@@ -100,9 +100,10 @@ def _standings(report: Report, temperature: float) -> list[str]:
     def cell(peer: str, streams: int) -> str:
         mine, own = best((arm for arm in arms(report) if arm.startswith(OURS)), streams)
         name, theirs = best((arm for arm in arms(report) if arm.split()[0] == peer), streams)
-        if not theirs or not own:
+        shared = ratios(own, theirs)
+        if not shared:
             return "-"
-        return f"{statistics.median(ratios(own, theirs)):.2f} ({mine.removeprefix(OURS + ' ')} over {name})"
+        return f"{statistics.median(shared):.2f} ({mine.removeprefix(OURS + ' ')} over {name})"
 
     return _grid("", map(_streams, counts), ((peer, [cell(peer, count) for count in counts]) for peer in peers))
 

@@ -13,18 +13,18 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.mailbox import Mailbox
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
-from specdec.serving.outbox import Outbox
 from verifier_service.cost import StepCost
-from verifier_service.session import Policy, Session, SessionRequest, Verdict
-from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop, StepTimes
+from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop
 
 MOST_NODES = 192
 
@@ -45,27 +45,6 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-class _AtOnce:
-    """An event loop that calls at once: nobody else is there."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
-        callback(*args)
-
-
-class _Mailbox(Outbox[tuple[Verdict, StepTimes]]):
-    """An outbox read between the turns of a loop whose thread was never started."""
-
-    def __init__(self) -> None:
-        self._loop = _AtOnce()  # type: ignore[assignment]
-        self._queue = self  # type: ignore[assignment]
-        self.new: list[Verdict] = []
-
-    def put_nowait(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
-        if isinstance(item, Exception):
-            raise item
-        self.new.append(item[0])
-
-
 class _Stream:
     """A session, and the text that it is to write, if that is known."""
 
@@ -75,19 +54,24 @@ class _Stream:
         )
         policy = Policy(speculate=width > 0, max_candidates=width, patience=0.0, always=True)
         self.session = Session(request, policy, MOST_NODES, vocabulary)
-        self.mail = _Mailbox()
+        self.mail = Mailbox()
         self.tokens: list[int] = []
         self.offered = self.accepted = 0
-        self.over = False
+        self._read = 0  # verdicts
         loop.attach(Attached(self.session, self.mail, lambda verdict, times: (verdict, times)))
 
+    @property
+    def over(self) -> bool:
+        return bool(self.mail.finish)
+
     def read(self) -> None:
-        for verdict in self.mail.new:
+        if self.mail.error is not None:
+            raise self.mail.error
+        for verdict in self.mail.verdicts[self._read :]:
             self.tokens += verdict.tokens
             self.offered += verdict.offered
             self.accepted += verdict.accepted
-            self.over = self.over or bool(verdict.finish)
-        self.mail.new.clear()
+        self._read = len(self.mail.verdicts)
         self.session.consumed = self.session.tree.base
 
     def offer(self, text: Sequence[int], acceptance: float, width: int, vocabulary: int, dice: random.Random) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer, Limits
-from specdec.engine.load import Dtype, Kind, load_engine
+from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
@@ -29,7 +29,7 @@ def main(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="Threads of the forward pass.")] = 1,
     kv_tokens: Annotated[
         int | None,
         typer.Option(

@@ -35,15 +35,16 @@ class Launched:
     def said(self, rank: int) -> str:
         return self.logs[rank].read_text(errors="replace")
 
-    def until_said(self, rank: int, words: str) -> str:
-        """The first line with these words in it."""
+    def until_said(self, rank: int, words: str, *, times: int = 1, running: bool = True) -> str:
+        """The first line with these words in it, or when they come so many `times` the last of these; by a rank that is
+        `running`, or by what it has left behind."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            running = self.processes[rank].is_alive()
-            for line in self.said(rank).splitlines():
-                if words in line:
-                    return line
-            assert running, f"rank {rank} ended without {words!r}:\n{self.said(rank)}"
+            alive = self.processes[rank].is_alive()
+            found = [line for line in self.said(rank).splitlines() if words in line]
+            if len(found) >= times:
+                return found[times - 1]
+            assert alive or not running, f"rank {rank} ended without {words!r}:\n{self.said(rank)}"
             assert time.monotonic() < deadline, f"no {words!r} from rank {rank}:\n{self.said(rank)}"
             time.sleep(0.02)
 

@@ -11,7 +11,7 @@ import structlog
 import typer
 
 from specdec.engine.engine import Engine
-from specdec.engine.load import Dtype, Kind, load_engine
+from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving import logs
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
@@ -42,9 +42,10 @@ def main(
             help="onnx exports a Hugging Face directory on first use, and is not exact. eager: the model's own layers."
         ),
     ] = "torch",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="Threads of the forward pass.")] = 1,
     threads_drafted: Annotated[
-        int | None, typer.Option(min=1, help="Threads of it at most while drafts on this machine are at work.")
+        int | None,
+        typer.Option(min=1, max=MOST_THREADS, help="Threads of it at most while drafts on this machine are at work."),
     ] = None,
     kv_tokens: Annotated[
         int | None,
@@ -104,12 +105,15 @@ def main(
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
         return
     from specdec.engine.parallel import follow
-    from specdec.engine.ranks import Ranks
+    from specdec.engine.ranks import PLACE, Ranks
 
+    for name in PLACE:
+        if not (value := os.environ.get(name, "")).isdecimal():
+            raise typer.BadParameter(f"the environment has WORLD_SIZE, and {name} is {value!r}: torchrun sets both")
     logs.configure("verifier", log_level)
     with Ranks.joined(device) as ranks:
         if ranks.rank == 0:

@@ -27,6 +27,7 @@ from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.lane_attention import Group, LaneAttention
 from specdec.engine.linear import Float32Head
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.own_forward import OwnForward
 from specdec.engine.pretrained import DTYPES, attention_of, load, window_of
 
 Dtype = Literal["float32", "float16"]
@@ -94,6 +95,7 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
     if target.exists() and not (target / DESCRIPTION).is_file() and any(target.iterdir()):
         raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
     model = load(directory, DTYPES[dtype], "cpu")
+    OwnForward.of(model, directory.vocabulary)  # or it is told why not
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
     attends = attention_of(model)
     layers = len(attends)

@@ -47,6 +47,11 @@ class Float32Head(torch.nn.Module):
         if head.bias is not None:
             self.linear.bias = torch.nn.Parameter(head.bias.detach().float(), requires_grad=False)
 
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        """Some models hold it a second time."""
+        return self.linear.bias
+
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.linear(hidden.float())
         return logits

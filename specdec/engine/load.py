@@ -19,6 +19,9 @@ operations, is slower anywhere: what others can be compared with, on any device.
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+MOST_THREADS = 1024
+"""Of a forward pass. Where the system does not give so many as are asked for, OpenMP ends the process."""
+
 
 def load_engine(
     kind: Kind,
@@ -35,6 +38,8 @@ def load_engine(
     """ModelDirectoryError or UnsupportedModelError say in one line what is in the way. Without a `dtype` an exported
     model computes in its own, any other in float32. With `ranks`, the engine of this one: for rank 0 one like any
     other, for the rest a `FollowingEngine`."""
+    if ranks is not None:
+        ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
     if compiled and (kind != "torch" or device != "cpu" or ranks is not None):
         raise UnsupportedModelError(
             "only the torch engine, on the CPU and in one process, can compile a model: leave out --compile"
@@ -46,12 +51,12 @@ def load_engine(
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
     if ranks is not None:
         return _part(ranks, directory, device, threads=threads, lanes=kind == "eager", **options)
-    _check_torch(device)
+    check_torch(device)
     return _torch(kind, directory, device, threads=threads, compiled=compiled, **options)
 
 
-def _check_torch(device: str) -> None:
-    """Whether torch has it."""
+def check_torch(device: str) -> None:
+    """UnsupportedModelError unless torch has this device."""
     import torch
 
     try:
@@ -60,10 +65,8 @@ def _check_torch(device: str) -> None:
         raise UnsupportedModelError(f"device {device}: torch knows no such device") from error
     if place.type not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"device {device}: cpu, cuda and cuda:N are supported")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModelError(f"device {device}: torch sees no CUDA device")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise UnsupportedModelError(f"device {device}: torch sees {torch.cuda.device_count()} CUDA devices, from 0 on")
+    if place.type == "cuda" and (place.index or 0) >= (devices := torch.cuda.device_count()):
+        raise UnsupportedModelError(f"device {device}: torch sees {devices or 'no'} CUDA device{'s' * (devices > 1)}")
 
 
 def _torch(
@@ -121,9 +124,16 @@ def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capaci
 
 def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) -> Engine:
     """This rank's part of an engine."""
-    import torch
-
     from specdec.engine.parallel import FollowingEngine, LeadingEngine
+
+    own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
+    kind = LeadingEngine if ranks.rank == 0 else FollowingEngine
+    return kind(directory, ranks=ranks, device=own, **options)
+
+
+def _own_device(device: str, local_rank: int) -> str:
+    """Of a rank."""
+    import torch
 
     if device not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"device {device}: under torchrun say cuda, of which every process takes its own")
@@ -132,7 +142,6 @@ def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) 
             "transformers puts the parts of a model on the accelerator where there is one: hide it, as with "
             "CUDA_VISIBLE_DEVICES=, or say --device cuda"
         )
-    own = f"cuda:{ranks.local_rank}" if device == "cuda" else device
-    _check_torch(own)
-    kind = LeadingEngine if ranks.rank == 0 else FollowingEngine
-    return kind(directory, ranks=ranks, device=own, **options)
+    own = f"cuda:{local_rank}" if device == "cuda" else device
+    check_torch(own)
+    return own

@@ -22,7 +22,8 @@ QUANTISED_DISAGREEMENT = 0.05
 
 @dataclass(frozen=True)
 class OwnForward:
-    """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced."""
+    """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced.
+    They are finite."""
 
     name: str  # of the model's class
     allowed: float  # difference, relative to the largest logit
@@ -33,20 +34,25 @@ class OwnForward:
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel, vocabulary: int) -> OwnForward:
+        """UnsupportedModelError if the model does not run, or not in its dtype."""
         config = model.config.get_text_config()
         length = min(24, int(getattr(config, "max_position_embeddings", 24)))
         text = np.random.default_rng(0).integers(1, vocabulary, length).tolist()
         branch = [(text[-2] + 1) % vocabulary, (text[-1] + 2) % vocabulary]
         texts = torch.tensor([text, text[:-2] + branch], device=model.device)
+        name, dtype = type(model).__name__, model.dtype
         try:
             model.set_attn_implementation("eager")
             logits = model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu()
-            allowed = max(DISAGREEMENT[model.dtype], QUANTISED_DISAGREEMENT if is_quantised(model) else 0.0)
-            return cls(type(model).__name__, allowed, text, branch, logits)
+            allowed = max(DISAGREEMENT[dtype], QUANTISED_DISAGREEMENT if is_quantised(model) else 0.0)
         except Exception as error:  # of kernels that know not every shape, for one
-            raise UnsupportedModelError(f"{type(model).__name__} cannot run here: {_reason(error)}") from error
+            raise UnsupportedModelError(f"{name} cannot run here: {_reason(error)}") from error
         finally:
             model.set_attn_implementation(attention.NAME)
+        if not logits.isfinite().all():
+            narrow = ", which ends at 65504: take float32 or bfloat16" if dtype == torch.float16 else ""
+            raise UnsupportedModelError(f"{name}: its own logits are no numbers in {str(dtype)[6:]}{narrow}")
+        return cls(name, allowed, text, branch, logits)
 
     def check(self, engine: Engine) -> None:
         """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it, or

@@ -41,23 +41,24 @@ class LeadingEngine(PartEngine):
     """Rank 0's: to its user an engine like any other."""
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        self._ranks.tell("logits", batch)
-        try:
-            return super().logits(batch)
-        except Exception as error:
-            self._ranks.fail(error)
+        found: Tensor = self._with_all("logits", batch)
+        return found
 
     def copy(self, source: Slots, target: Slots) -> None:
-        self._ranks.tell("copy", source, target)
-        super().copy(source, target)
+        self._with_all("copy", source, target)
 
     def use_threads(self, count: int) -> None:
-        self._ranks.tell("use_threads", count)
-        super().use_threads(count)
+        self._with_all("use_threads", count)
 
     def tile(self, rows: RowClass | None) -> None:
-        self._ranks.tell("tile", rows)
-        super().tile(rows)
+        self._with_all("tile", rows)
+
+    def _with_all(self, name: str, *arguments: Any) -> Any:
+        self._ranks.tell(name, *arguments)
+        try:
+            return getattr(super(), name)(*arguments)
+        except Exception as error:
+            self._ranks.fail(error)
 
 
 class FollowingEngine(PartEngine):
@@ -68,15 +69,9 @@ class FollowingEngine(PartEngine):
 
     def follow(self) -> NoReturn:
         """Do as rank 0 tells, until the process ends with it."""
-        calls: dict[str, Any] = {
-            "logits": self.logits,
-            "copy": self.copy,
-            "use_threads": self.use_threads,
-            "tile": self.tile,
-        }
         for name, *arguments in self._ranks.commands():
             try:
-                calls[name](*arguments)
+                getattr(self, name)(*arguments)
             except Exception as error:
                 self._ranks.fail(error)
         raise AssertionError("commands never end")

@@ -42,8 +42,7 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
     if ranks is None:
         _check_configuration(directory)
         return _whole(directory, dtype, device)
-    config = ranks.together(lambda: _check_configuration(directory))
-    check_plan(directory.name, config.get_text_config(), ranks.degree)
+    ranks.together(lambda: check_plan(directory.name, _check_configuration(directory).get_text_config(), ranks.degree))
     fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
@@ -111,10 +110,10 @@ def _reason(error: Exception) -> str:
 
 
 def _cut_into(parts: int) -> Any:
-    from transformers.distributed import DistributedConfig
-
     if importlib.util.find_spec("accelerate") is None:
         raise UnsupportedModelError("transformers cuts a model with accelerate: pip install 'specdec[parallel]'")
+    from transformers.distributed import DistributedConfig
+
     return DistributedConfig(tp_size=parts, tp_plan="auto")
 
 
@@ -141,7 +140,7 @@ def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except Exception as error:  # transformers raises whatever it meets
-        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {error}") from error
+        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {_reason(error)}") from error
     if kind is None:
         raise UnsupportedModelError(f"{directory.name}: {type(config).__name__} belongs to no causal language model")
     if not getattr(kind, "_supports_attention_backend", False):

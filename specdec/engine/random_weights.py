@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
@@ -17,3 +18,8 @@ class RandomWeights(ModelDirectory):
             raise ModelDirectoryError(f"{self.path}: no config.json")
         if not isinstance(self.config.get("vocab_size"), int):
             raise ModelDirectoryError(f"{self.path}: config.json names no vocab_size")
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """There is none: an export would be kept, and found again, under the name of weights that may lie beside."""
+        raise ModelDirectoryError(f"{self.path}: random weights are not exported: take the engine torch or eager")

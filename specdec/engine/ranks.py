@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import os
 import pickle
 import queue
@@ -39,6 +40,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What torchrun tells each process in its environment: numbers."""
+
 LOST = 70
 """Exit status of a rank that ends because another has, or because it could not do its part."""
 
@@ -53,6 +57,8 @@ CONCLUSION_SECONDS = 3.0
 
 END = b""
 """Rank 0's last word."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
@@ -77,9 +83,8 @@ class Ranks:
     @contextmanager
     def joined(cls, device: str) -> Iterator[Ranks]:
         """Find the others, as torchrun's environment tells; part from them in peace if this is rank 0."""
-        rank, degree, local_rank, local_degree = (
-            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        )
+        rank, degree, local_rank, local_degree = (int(os.environ[name]) for name in PLACE)
+        _end_with_launcher()
         if device.startswith("cuda") and torch.cuda.is_available():
             torch.cuda.set_device(local_rank)
             dist.init_process_group("nccl", timeout=PATIENCE, device_id=torch.device("cuda", local_rank))
@@ -116,6 +121,16 @@ class Ranks:
             if found is not None:
                 raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
         return result  # type: ignore[return-value]
+
+    def agree(self, **options: Any) -> None:
+        """UnsupportedModelError everywhere unless all have been told the same: each machine has its own command."""
+        first, *others = self.all(options)
+        for rank, theirs in enumerate(others, 1):
+            for name, value in theirs.items():
+                if value != first[name]:
+                    raise UnsupportedModelError(
+                        f"rank {rank} was told {name} {value}, rank 0 {first[name]}: all take the same options"
+                    )
 
     def tell(self, *command: Any) -> None:
         """Have all the others run a command as well. It is not waited for."""
@@ -186,6 +201,12 @@ class Ranks:
         del self._connections[connection]
         if not self._connections:
             raise SystemExit
+
+
+def _end_with_launcher() -> None:
+    """Be told to end, as torchrun would tell it, when torchrun is gone without a word: on Linux."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _connections(rank: int, degree: int, group: Any) -> dict[Connection, int]:

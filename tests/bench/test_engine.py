@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from bench.engine import EngineBench, parsed
 from bench.engine_report import plot, table
+from bench.engine_subjects import Subject
 from bench.publish import publish
 from bench.shapes import SHAPES, WORKING, Combination, Sizes, floor_seconds, needed_bytes, sizes, split, write
 from bench.synthetic import candidates, decode
+from specdec.engine.load import load_engine
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.random_weights import RandomWeights
 from specdec.engine.torch_engine import TorchEngine
+from tests.models import make
 
 TINY = Sizes(held=1000, head=100, read=900, kv_token=10)
 
@@ -38,6 +41,12 @@ class TestFloor:
         assert sizes(tiny.path, 2) == Sizes(2 * held, 2 * 320 * 64, 2 * (held - 320 * 64), kv_token=2 * 2 * 2 * 16 * 2)
         tied = sizes(write(SHAPES["tiny"] | {"tie_word_embeddings": True}, tmp_path), 4)
         assert tied.read == tied.held == 4 * (held - 320 * 64)
+
+    def test_of_no_model(self, tmp_path: Path) -> None:
+        write({"model_type": "abacus", "vocab_size": 5}, tmp_path)
+        with pytest.raises(ModelDirectoryError, match=r"no model can be made of it: .*abacus") as told:
+            sizes(tmp_path, 2)
+        assert "\n" not in str(told.value)
 
     def test_the_names_say_how_large(self, tmp_path: Path) -> None:
         read = {name: sizes(write(shape, tmp_path / name), 1) for name, shape in SHAPES.items()}
@@ -79,6 +88,14 @@ class TestRandomWeights:
         with pytest.raises(ModelDirectoryError, match=r"no tokenizer\.json"):
             ModelDirectory(tiny.path)
 
+    def test_none_are_exported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Or they would be served in place of the weights they lie beside."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        directory = RandomWeights(make("llama", tmp_path / "model"))
+        with pytest.raises(ModelDirectoryError, match="random weights are not exported"):
+            load_engine("onnx", directory, capacity=64, threads=(1,))
+        assert not (tmp_path / "cache" / "specdec").exists()
+
     def test_without_a_configuration(self, tmp_path: Path) -> None:
         with pytest.raises(ModelDirectoryError, match=r"no config\.json"):
             RandomWeights(tmp_path)
@@ -107,7 +124,7 @@ class TestReport:
         given = ["--quick", "--peers", "eager-dynamic,eager-static", "--threads", "1", "--repeats", "3"]
         args = parsed([*given, "--synthetic-acceptance", "0.9"])
         found = EngineBench(args, tiny).run()
-        report = {"name": "tiny", "asked": vars(args), "machine": {"processor": "some"}} | found
+        report = {"asked": vars(args), "machine": {"processor": "some"}} | found
         assert not found["left_out"]
         assert len(found["rows"]) == 3 * 4
         for row in found["rows"]:
@@ -117,6 +134,27 @@ class TestReport:
         publish(report, tmp_path, "engine", table, plot)
         assert "SYNTHETIC" in (tmp_path / "engine.md").read_text()
         assert (tmp_path / "engine.png").stat().st_size > 1000
+
+    def test_what_was_measured_before_it_was_cut_off(self, tiny: RandomWeights, tmp_path: Path) -> None:
+        """Nothing, if there is nothing."""
+
+        class CutOff(EngineBench):
+            def _measure(self, subject: Subject, chosen: list[Combination], bandwidth: float) -> None:
+                if len(self.rows) >= rows:
+                    raise KeyboardInterrupt
+                super()._measure(subject, chosen, bandwidth)
+
+        args = parsed(["--quick", "--peers", "eager-dynamic", "--threads", "1", "--repeats", "3"])
+        rows = 4
+        found = CutOff(args, tiny).run()
+        assert [row["subject"] for row in found["rows"]] == ["specdec"] * 4
+        report = {"asked": vars(args), "machine": {"processor": "some"}} | found
+        with pytest.raises(SystemExit):
+            publish(report, tmp_path, "engine", table, plot)
+        assert (tmp_path / "engine.md").read_text().startswith("CUT OFF: ")
+        rows = 0
+        with pytest.raises(KeyboardInterrupt):
+            CutOff(args, tiny).run()
 
     def test_what_is_missing_shows(self) -> None:
         row = {"subject": "specdec", "tokens": 1, "context": 8, "sessions": 2, "floor_ms": 2.0, "ms": 5.0}
@@ -147,9 +185,18 @@ class TestReport:
             (["--synthetic-acceptance", "1.5"], "must be above 0 and at most 1"),
             (["--peers", "someone"], "someone is none of"),
             (["--shape", "huge"], "invalid choice"),
+            (["--threads", "1025"], "--threads is 1025, must be at most 1024"),
+            (["--engine", "onnx"], "invalid choice: 'onnx'"),
+            (["--seconds", "nan"], "--seconds is nan, must be above 0"),
+            (["--device", "abacus"], "--device abacus: torch knows no such device"),
+            (["--device", "meta"], "--device meta: cpu, cuda and cuda:N are supported"),
+            (["--device", "cuda:99"], "--device cuda:99: torch sees "),
+            (["--config", "shapes/mine.json"], "--config is shapes/mine.json, must be a config.json or the directory"),
+            (["--out", "/proc/reports"], "--out: /proc/reports cannot be written: No such file"),
         ],
     )
     def test_what_is_asked_is_checked(self, given: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ending:
             parsed(given)
+        assert ending.value.code == 2
         assert reason in capsys.readouterr().err

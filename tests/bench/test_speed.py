@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench.publish import CUT_OFF, publish
 from bench.speed import Cell, Comparison, arms, cells, parsed
 from bench.speed_report import PLAIN, differences, plot, ratios, table
 from bench.step_times import StepTimes
@@ -213,3 +215,17 @@ def test_who_fails_is_left_out_and_the_others_go_on() -> None:
         ("transformers batching", streams, number) for number in (1, 2) for streams in (1, 2)
     ]
     assert [round(m.tokens_per_second) for m in comparison.measurements] == [100, 200, 100, 200]
+
+
+def test_what_is_cut_off_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit status 130, and in one line that says so."""
+    cut = report(
+        measurement(PLAIN, 100.0), measurement("specdec drafted", 150.0), measurement(PLAIN, 50.0, kind="chat")
+    )
+    with pytest.raises(SystemExit) as ending:
+        publish(cut | {CUT_OFF: True}, tmp_path, "speed", table, plot)
+    assert ending.value.code == 130
+    assert json.loads((tmp_path / "speed.json").read_text())["measurements"] == cut["measurements"]
+    for text in (capsys.readouterr().out, (tmp_path / "speed.md").read_text()):
+        assert text.startswith("CUT OFF: ")
+        assert "| specdec drafted | 150 (1.50) | - |" in text

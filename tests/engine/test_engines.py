@@ -562,6 +562,13 @@ class TestRefusals:
         with pytest.raises(UnsupportedModelError, match="dynamic rotary embeddings depend on"):
             self.load(directory)
 
+    def test_a_head_whose_bias_the_model_holds_as_well(self, tmp_path: Path) -> None:
+        """It is run, which the check at start compares with the model's own forward."""
+        size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+        config = transformers.BertConfig(vocab_size=VOCABULARY, is_decoder=True, **size)
+        directory = save(transformers.BertLMHeadModel(config), tmp_path)
+        TorchEngine(ModelDirectory(directory), capacity=64, exact=False)
+
     def test_float16_on_the_cpu(self, llama: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="float16 is for GPUs"):
             TorchEngine(ModelDirectory(llama), capacity=64, dtype="float16")

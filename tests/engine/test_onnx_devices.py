@@ -25,8 +25,9 @@ from specdec.engine.load import load_engine
 from specdec.engine.memory import free_by_driver, free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx_engine import OnnxEngine
+from specdec.engine.own_forward import OwnForward
 from specdec.engine.providers import CPU, CUDA, Place, check_started, place_of, providers
-from tests.models import make
+from tests.models import VOCABULARY, make, save
 
 HALF_TOLERANCE = 0.03
 """Of the largest logit; float16 has 11 bits, and 0.005 was seen."""
@@ -131,6 +132,17 @@ class TestFloat16:
     def test_no_bfloat16(self, half: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="float32 or float16, not bfloat16"):
             load_engine("onnx", ModelDirectory(half), capacity=64, threads=(1,), dtype="bfloat16")
+
+    def test_a_model_that_overflows_is_refused(self, llama: Path, tmp_path: Path) -> None:
+        """As models do that were trained in bfloat16, which has float32's range."""
+        model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight *= 1e6
+        large = save(model, tmp_path / "large")
+        with pytest.raises(UnsupportedModelError, match="no numbers in float16, which ends at 65504"):
+            export(ModelDirectory(large), tmp_path / "exported", "float16")
+        assert not (tmp_path / "exported").exists()
+        OwnForward.of(model, VOCABULARY)  # in float32 they are numbers
 
 
 class TestCuda:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.engine.path_attention import SHARED_FROM, PathAttention, PathMemory, shares
 from specdec.engine.paths import PathBatch, PathPacker
+from tests.engine.written_out import attention
 
 SLOTS = 200
 LONG, SHORT = 90, 12  # tokens of two texts
@@ -66,17 +67,7 @@ class Pass:
         keys, values = self.keys.double().numpy().copy(), self.values.double().numpy().copy()
         keys[self.batch.slots], values[self.batch.slots] = self.new_keys.double(), self.new_values.double()
         query = self.query.double().numpy()
-        out = np.zeros((*query.shape[:2], values.shape[2]))
-        for row, path in enumerate(paths(self.batch)):
-            own = path[max(0, len(path) - window) :] if window else path
-            for head in range(query.shape[1]):
-                kv_head = head * keys.shape[1] // query.shape[1]
-                scores = keys[own, kv_head] @ query[row, head] * self.scale
-                if softcap:
-                    scores = softcap * np.tanh(scores / softcap)
-                weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ values[own, kv_head] / weights.sum()
-        return out
+        return attention(query, keys, values, paths(self.batch), scale=self.scale, window=window, softcap=softcap)
 
 
 def paths(batch: PathBatch) -> list[NDArray[np.int64]]:

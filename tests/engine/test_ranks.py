@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectoryError
 from specdec.engine.ranks import LOST, Ranks
 from tests.ranks import launched
@@ -56,6 +59,35 @@ def refuse_on_the_last() -> None:
             ranks.await_end()
 
 
+def agree_on(options: list[dict[str, Any]]) -> None:
+    with Ranks.joined("cpu") as ranks:
+        try:
+            ranks.agree(**options[ranks.rank])
+        except UnsupportedModelError as error:
+            print(error, flush=True)
+        if ranks.rank:
+            ranks.await_end()
+
+
+def launch() -> None:
+    """Two ranks, as torchrun does: processes that nothing binds to this one."""
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for rank in ("0", "1"):
+        if not os.fork():
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+            break
+    else:
+        signal.pause()
+    signal.alarm(60)  # or else they would stay for ever
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    with Ranks.joined("cpu") as ranks:
+        print("joined", flush=True)
+        if ranks.rank:
+            ranks.await_end()
+        signal.sigwait([signal.SIGTERM])
+        print("told to end", flush=True)
+
+
 def fail_at_a_command() -> None:
     with Ranks.joined("cpu") as ranks:
         if ranks.rank == 0:
@@ -87,6 +119,35 @@ def test_followers_end_with_rank_0(tmp_path: Path) -> None:
         ranks.signal(1, signal.SIGTERM)
         ranks.signal(0, signal.SIGUSR1)
         assert ranks.exit_codes() == [0, 0]
+
+
+def test_ranks_end_in_peace_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    with launched(1, tmp_path / "logs", launch) as launcher:
+        launcher.until_said(0, "joined", times=2)
+        launcher.signal(0, signal.SIGKILL)
+        assert launcher.exit_codes() == [-signal.SIGKILL]
+        launcher.until_said(0, "told to end", running=False)
+        launcher.until_said(0, "stopped", running=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([{"dtype": "bfloat16", "device": "cpu"}] * 2, ""),
+        (
+            [{"dtype": None, "device": "cpu"}, {"dtype": None, "device": "cuda"}],
+            "rank 1 was told device cuda, rank 0 cpu",
+        ),
+    ],
+    ids=["the same", "another"],
+)
+def test_all_take_the_same_options(options: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
+    """Or would wait for each other, in the middle of different things."""
+    with launched(2, tmp_path / "logs", agree_on, options) as ranks:
+        assert ranks.exit_codes() == [0, 0]
+        for rank in range(2):
+            assert said in ranks.said(rank)
+            assert bool(said) == ("told" in ranks.said(rank))
 
 
 def test_a_refusal_is_everybodys(tmp_path: Path) -> None:

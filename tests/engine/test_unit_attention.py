@@ -19,6 +19,7 @@ from torch import Tensor
 from specdec.engine.kv import Slots
 from specdec.engine.unit_tensors import UnitTensors
 from specdec.engine.units import SPLIT, UnitBatch, UnitPacker, places_for
+from tests.engine.written_out import attention
 
 pytest.importorskip("triton", reason="the extra `cuda` is not installed")
 from specdec.engine.unit_attention import SPLITS_AT_ONCE, UnitAttention, UnitMemory
@@ -108,17 +109,7 @@ class Pass:
         keys, values = (_double(pool).copy() for pool in (self.keys, self.values))
         keys[self.batch.slots], values[self.batch.slots] = _double(self.new_keys), _double(self.new_values)
         query = _double(self.query)
-        out = np.zeros((*query.shape[:2], values.shape[2]))
-        for row, text in enumerate(self.texts):
-            own = text[max(0, len(text) - window) :] if window else text
-            for head in range(query.shape[1]):
-                kv_head = head * keys.shape[1] // query.shape[1]
-                scores = keys[own, kv_head] @ query[row, head] * self.scale
-                if softcap:
-                    scores = softcap * np.tanh(scores / softcap)
-                weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ values[own, kv_head] / weights.sum()
-        return out
+        return attention(query, keys, values, self.texts, scale=self.scale, window=window, softcap=softcap)
 
 
 def _double(tensor: Tensor) -> NDArray[np.float64]:

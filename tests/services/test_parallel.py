@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +20,7 @@ from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.ranks import LOST
+from specdec.engine.ranks import LOST, PLACE
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.ranks import Launched, launched, module
 from tests.services.conftest import Directories
@@ -113,3 +116,18 @@ def test_what_goes_by_one_process_only_is_refused(
         assert line.startswith("verifier: ")
         assert reason in line
         assert reason not in ranks.said(1)
+
+
+def test_an_environment_that_is_not_torchruns(directories: Directories) -> None:
+    """Schedulers set some of it."""
+    environment = {name: value for name, value in os.environ.items() if name not in PLACE} | {"WORLD_SIZE": "2"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "verifier_service", "--model", str(directories.target)],
+        capture_output=True,
+        text=True,
+        env=environment | {"COLUMNS": "200"},
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "the environment has WORLD_SIZE, and RANK is ''" in ended.stderr
+    assert "Traceback" not in ended.stderr

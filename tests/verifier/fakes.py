@@ -9,13 +9,14 @@ get, whatever happens on the way.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.mailbox import Mailbox
 from specdec.decoding.choice import Ask, Chooser, Tokens
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.processing import History
@@ -28,11 +29,10 @@ from specdec.engine.device_rows import DeviceRows
 from specdec.engine.kv import NOWHERE, Slots
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
-from specdec.serving.outbox import Outbox
 from verifier_service.cost import StepCost
 from verifier_service.guard import Guard, Way
-from verifier_service.session import Policy, Session, SessionRequest, Verdict
-from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop, StepTimes
+from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop
 
 VOCABULARY = 12
 END = 1
@@ -183,37 +183,6 @@ class FixedCost(StepCost):
 
 
 FREE, DEAR = FixedCost(0.0), FixedCost(10.0)
-
-
-class _AtOnce:
-    """The event loop of a mailbox."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
-        callback(*args)
-
-
-class Mailbox(Outbox[tuple[Verdict, StepTimes]]):
-    """An outbox that is read by hand."""
-
-    def __init__(self) -> None:
-        self._loop = _AtOnce()  # type: ignore[assignment]
-        self._queue = self  # type: ignore[assignment]
-        self.verdicts: list[Verdict] = []
-        self.times: list[StepTimes] = []
-        self.error: Exception | None = None
-
-    def put_nowait(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
-        assert self.error is None
-        assert not self.finish
-        if isinstance(item, Exception):
-            self.error = item
-        else:
-            self.verdicts.append(item[0])
-            self.times.append(item[1])
-
-    @property
-    def finish(self) -> int:
-        return self.verdicts[-1].finish if self.verdicts else 0
 
 
 class Client:

@@ -1,0 +1,41 @@
+"""What a step loop tells a session, read by hand: between the turns of a loop whose thread was never started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specdec.serving.outbox import Outbox
+from verifier_service.session import Verdict
+from verifier_service.step_loop import StepTimes
+
+
+class _AtOnce:
+    """An event loop that calls at once: nobody else is there."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
+        callback(*args)
+
+
+class Mailbox(Outbox[tuple[Verdict, StepTimes]]):
+    """An outbox that keeps what is put into it. Nothing may come behind an end."""
+
+    def __init__(self) -> None:
+        self._loop = _AtOnce()  # type: ignore[assignment]
+        self._queue = self  # type: ignore[assignment]
+        self.verdicts: list[Verdict] = []
+        self.times: list[StepTimes] = []
+        self.error: Exception | None = None
+
+    def put_nowait(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
+        assert self.error is None
+        assert not self.finish
+        if isinstance(item, Exception):
+            self.error = item
+        else:
+            self.verdicts.append(item[0])
+            self.times.append(item[1])
+
+    @property
+    def finish(self) -> int:
+        return self.verdicts[-1].finish if self.verdicts else 0
