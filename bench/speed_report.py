@@ -52,10 +52,11 @@ def ratios(of: list[Report], over: list[Report]) -> list[float]:
 def table(report: Report) -> str:
     """Markdown."""
     where = report["machine"]
+    rounds = len({each["round"] for each in report["measurements"]})
     lines = [
         f"Target: {report['model']}. Draft: {report['draft'] or 'none'}.",
         f"{report['dtype']}, prompts of {report['prompt_tokens']} tokens continued by {report['tokens']}; "
-        f"{where['cores']} cores of {where['processor']}; median of {report['rounds']} interleaved rounds.",
+        f"{where['cores']} cores of {where['processor']}; interleaved rounds: {rounds}, medians.",
     ]
     for temperature in report["temperatures"]:
         lines += ["", f"**T = {temperature:g}.** Tokens a second (over {PLAIN}, within a round):", ""]

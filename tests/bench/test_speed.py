@@ -229,3 +229,4 @@ def test_what_is_cut_off_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for text in (capsys.readouterr().out, (tmp_path / "speed.md").read_text()):
         assert text.startswith("CUT OFF: ")
         assert "| specdec drafted | 150 (1.50) | - |" in text
+        assert "interleaved rounds: 1, medians" in text
