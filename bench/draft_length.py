@@ -29,6 +29,7 @@ from bench.conditions import machine, versions
 from bench.generate import Transformers, assisted
 from bench.prompts import held_out
 from bench.publish import folder, publish
+from bench.subject import stranger
 from specdec.client import Client, SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError, Stack
@@ -49,7 +50,7 @@ def arms(args: argparse.Namespace, exits: contextlib.ExitStack) -> dict[tuple[st
 
     def ours(client: Client, **how: Any) -> Arm:
         how |= {"max_tokens": args.tokens, "temperature": args.temperature, "seed": args.seed, "ignore_end_token": True}
-        return lambda prompt: client.complete(tokens=prompt, **how).completions[0].tokens
+        return lambda prompt: client.complete(tokens=prompt, tenant=stranger(), **how).completions[0].tokens
 
     alone, drafted = served("none", "--no-exact"), served(str(args.draft))
     theirs = partial(

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -88,6 +89,11 @@ class Subject(Protocol):
         ...
 
 
+def stranger() -> str:
+    """A tenant for whom no prompt has been computed yet: peers compute every one that they are asked to go on from."""
+    return uuid.uuid4().hex
+
+
 @dataclass
 class Ours:
     """A running stack, asked by the streaming client; the client's own work counts. It is asked for speculation of a
@@ -113,6 +119,7 @@ class Ours:
         async with AsyncClient(self.stack.address, timeout=ANSWER_SECONDS) as client:
             await client.models()  # connected before the clock starts
             record, finishes = Record(len(load.prompts)), []
+            tenant = stranger()
             texts: list[list[int]] = [[] for _ in load.prompts]
 
             async def one(number: int, prompt: list[int]) -> None:
@@ -123,6 +130,7 @@ class Ours:
                     seed=number,
                     ignore_end_token=True,
                     speculation=how,
+                    tenant=tenant,
                 ) as stream:
                     async for chunk in stream:
                         record.add(number, len(chunk.tokens))
