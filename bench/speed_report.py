@@ -66,6 +66,7 @@ def table(report: Report) -> str:
         for streams in dict.fromkeys(streams for _, streams in columns(report)):
             lines += ["", f"T = {temperature:g}, {_streams(streams)}, all kinds:", ""]
             lines += _details(report, temperature, streams)
+    lines += ["", "A step of the target alone, ms, by rows:", "", *_step_times(report["step_times"])]
     lines += ["", *_facts(report)]
     return "\n".join(lines) + "\n"
 
@@ -132,6 +133,19 @@ def _details(report: Report, temperature: float, streams: int) -> list[str]:
         if (mine := found(report, arm=arm, temperature=temperature, streams=streams))
     )
     return _grid("", DETAILS, rows)
+
+
+def _step_times(rounds: list[dict[str, float]]) -> list[str]:
+    """What speculation has to go by: a candidate is a row more."""
+    median = {name: 1e3 * statistics.median(times[name] for times in rounds) for name in rounds[0]}
+    target: dict[str, dict[str, str]] = {}
+    for name, milliseconds in median.items():
+        threads, _, rows = name.partition("/")
+        if rows:
+            target.setdefault(f"threads: {threads}", {})[rows] = f"{milliseconds:.1f}"
+    heads = list(next(iter(target.values())))
+    lines = _grid("", heads, ((threads, list(cells.values())) for threads, cells in target.items()))
+    return lines + [f"\nA step of the draft, one row: {median['draft']:.2f} ms."] * ("draft" in median)
 
 
 def _facts(report: Report) -> list[str]:

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 EPOCH = 0.5
-"""Seconds of steps that make a measurement."""
+"""Seconds of steps that make a measurement, if they are not too FEW."""
 
 GLANCE, HOPELESS = 0.1, 0.8
 """Seconds that are enough to see that a way brings less than this part of what another does, if it was taken at all:
@@ -67,6 +67,7 @@ class Experience:
     settling: float = 0.0  # seconds left of it
     tokens: int = 0  # of the measurement under way
     seconds: float = 0.0
+    steps: int = 0
     taken: int = 0  # steps of it in which its way was
     taken_seconds: float = 0.0
 
@@ -83,9 +84,11 @@ class Experience:
             return
         self.tokens += tokens
         self.seconds += seconds
+        self.steps += 1
         self.taken += taken
         self.taken_seconds += taken * seconds
-        if self.seconds >= EPOCH or (self._telling and self._hopeless(plain_rate)):
+        long_enough = self.seconds >= EPOCH and self.steps >= FEW
+        if long_enough or (self._telling and self._hopeless(plain_rate)):
             before = self.way
             self._conclude(plain_rate)
             self.settling = SETTLING if self.way is not before else 0.0
@@ -105,7 +108,7 @@ class Experience:
         """An epoch is over: what it says of its way, and which is next."""
         rate, first, telling = self.tokens / self.seconds, not self.rates, self._telling
         seconds = SETTLING + self.seconds
-        self.tokens, self.seconds, self.taken, self.taken_seconds = 0, 0.0, 0, 0.0
+        self.tokens, self.seconds, self.steps, self.taken, self.taken_seconds = 0, 0.0, 0, 0, 0.0
         before = self.rates.get(self.best, rate) if self.trying is None else rate  # what is long past tells nothing
         self.rates[self.way] = before + 0.5 * (rate - before)
         disappoints = telling and self.rates[self.best] < plain_rate

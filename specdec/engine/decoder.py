@@ -32,8 +32,8 @@ engine's comparison at start makes sure of."""
 FIRST_POSITIONS = 1024
 """Whose cosines and sines are computed at once."""
 
-SHARED_FROM = 32
-"""Rows from which it pays to share what lies between the products: some ten microseconds' work."""
+SHARED_FROM = 1 << 13
+"""Numbers from which it pays to share a pass over them among threads: some ten microseconds' work."""
 
 
 def fits(model: PreTrainedModel) -> bool:
@@ -74,6 +74,8 @@ class Decoder:
         self._heads = attends[0].kv_heads * (config.num_attention_heads // config.num_key_value_heads)
         gate_proj = inside.layers[0].mlp.gate_proj
         self._inner = gate_proj.outputs.stop - gate_proj.outputs.start
+        heads = self._heads + 2 * attends[0].kv_heads
+        self._widths = self._hidden, heads * attends[0].width, self._inner  # of norms, of heads, of gates
         self._epsilon = np.float32(config.rms_norm_eps)
         self._embed = inside.embed_tokens
         self._rotary = inside.rotary_emb
@@ -110,7 +112,7 @@ class Decoder:
         """Logits [n, vocabulary], float32, of the wanted rows."""
         batch = attention.batch
         rows = len(tokens)
-        cuts = evenly(rows, attention.threads, SHARED_FROM)
+        narrow, split, wide = (evenly(rows, attention.threads, SHARED_FROM // each) for each in self._widths)
         self._know_angles(int(batch.positions.max()))
         # All layers have the same shapes, and one after the other the same memory.
         width = self._layers[0].attends.width
@@ -124,7 +126,7 @@ class Decoder:
         update = self._embed(tokens)
         layers = self._layers if rows <= self._rows_of_a_tile else self._tiled_layers
         for index, layer in enumerate(layers):
-            add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised, cuts)
+            add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised, narrow)
             projected = layer.project(normal)
             keys, values = attention.memory_of(index)
             rotate(
@@ -138,14 +140,14 @@ class Decoder:
                 query,
                 keys,
                 values,
-                cuts,
+                split,
             )
             attention.read(index, query, seen, scale=layer.attends.scale, softcap=None, window=layer.attends.window)
             update = layer.project_back(attended)
-            add_and_normalise(stream, array_of(update), layer.mlp_norm, self._epsilon, normalised, cuts)
-            gate(array_of(layer.gate_and_up(normal)), let_through, cuts)
+            add_and_normalise(stream, array_of(update), layer.mlp_norm, self._epsilon, normalised, narrow)
+            gate(array_of(layer.gate_and_up(normal)), let_through, wide)
             update = layer.down(gated)
-        add_and_normalise(stream, array_of(update), self._norm, self._epsilon, normalised, cuts)
+        add_and_normalise(stream, array_of(update), self._norm, self._epsilon, normalised, narrow)
         logits: Tensor = self._head(normal[wanted])
         return logits
 

@@ -41,8 +41,8 @@ if AVAILABLE:
 
 
 def evenly(rows: int, threads: int, least: int) -> Cuts:
-    """As many of the rows for each thread, if there are as many as the `least` that pay the handing over."""
-    shares = threads if AVAILABLE and rows >= least else 1
+    """As many of the rows for each thread, if there is one for each, and the `least` that pay the handing over."""
+    shares = threads if AVAILABLE and rows >= max(least, threads) else 1
     return np.arange(shares + 1) * rows // shares
 
 

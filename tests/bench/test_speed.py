@@ -34,6 +34,7 @@ def report(*measurements: dict[str, Any]) -> dict[str, Any]:
         "model": "m", "draft": None, "dtype": "float32", "prompt_tokens": 32, "tokens": 8, "rounds": 2,
         "temperatures": [0.0], "machine": {"cores": 2, "processor": "some"}, "peak_bytes": {"alone": {"a": 1 << 20}},
         "failed": {"vllm none": "too large"}, "measurements": list(measurements),
+        "step_times": [{"2/1": 0.001, "2/8": 0.002, "1/1": 0.003, "1/8": 0.004, "draft": 0.0005}] * 2,
     }  # fmt: skip
 
 
@@ -63,6 +64,8 @@ def test_the_table_tells_rates_standings_and_what_is_missing() -> None:
     assert "| vLLM | 2.12 (drafted over vLLM n-gram) |" in said  # 150 / 120 and 300 / 100
     assert "| specdec plain | 200.0 | 10.0 | 10.0 | - | - | - | verifier 1.00, orchestrator 0.25 |" in said
     assert "| 0.75 | 1.50 |" in said  # of ideal; cores
+    assert "|  | 1 | 8 |\n|---|---|---|\n| threads: 2 | 1.0 | 2.0 |\n| threads: 1 | 3.0 | 4.0 |" in said
+    assert "A step of the draft, one row: 0.50 ms." in said
     assert "Disturbed by processes of others (more than 0.2 cores): 1 of 8." in said
     assert "Not measured: vllm none: too large" in said
 

@@ -24,19 +24,20 @@ class Pod:
     guesses: bool = True
     speculates: bool = True  # finds anything to verify
     shares_cores: bool = True  # with drafts
+    step: float = STEP  # seconds
 
     def run(self, seconds: float, sessions: int = 4, *, drawn: bool = False) -> dict[Way, float]:
         """For so long; the part of the time that each way had."""
         spent = dict.fromkeys(Way, 0.0)
         rates = {Way.DRAFTED: self.drafted, Way.LOCAL: self.local, Way.PLAIN: self.plain}
-        for _ in range(max(1, round(seconds / STEP))):
+        for _ in range(max(1, round(seconds / self.step))):
             way = self.guard.way
-            spent[way] += STEP / seconds
+            spent[way] += self.step / seconds
             self.guard.observe(
                 Crowd(sessions, self.has_drafts, self.guesses, drawn),
                 taken=way is not Way.PLAIN and (self.speculates or (way is Way.DRAFTED and self.shares_cores)),
-                tokens=round(rates[way] * STEP),
-                seconds=STEP,
+                tokens=round(rates[way] * self.step),
+                seconds=self.step,
                 plain_rate=self.plain if self.expected is None else self.expected,
             )
         return spent
@@ -59,6 +60,14 @@ def test_the_best_way_is_found(best: Way) -> None:
     pod.run(30)
     assert pod.guard.way is best
     assert pod.run(300)[best] > 0.95
+
+
+@pytest.mark.parametrize("step", [0.002, 0.03, 0.1, 0.4])
+def test_steps_may_take_any_time(step: float) -> None:
+    """Of those that last a tenth of a second an epoch has five."""
+    pod = Pod(Guard(), drafted=700, plain=1000, guesses=False, step=step)
+    pod.run(FEW * step * 3 + EPOCH)
+    assert pod.run(300 * max(step, 0.1))[Way.PLAIN] > 0.85
 
 
 def test_a_pod_without_drafts_weighs_its_own_guesses() -> None:
