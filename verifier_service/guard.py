@@ -154,8 +154,13 @@ class Guard:
 
     @property
     def way(self) -> Way:
-        """What is verified, as decided after the last step. Where there are no drafts, DRAFTED means LOCAL."""
+        """What is verified. Where there are no drafts, DRAFTED means LOCAL."""
         return self._way
+
+    def face(self, crowd: Crowd) -> None:
+        """A step of such a crowd is next: nothing is learned of it while prompts are in it, and what others have been
+        served by may not be the way for these."""
+        self._way = self._of(crowd).way
 
     def observe(self, crowd: Crowd, *, taken: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """A step brought `tokens`, `seconds` after the step before it or, if there was nothing to do, after its start;
@@ -163,13 +168,17 @@ class Guard:
         expected to bring.
 
         A measurement goes on where it was left when there is such a crowd again."""
+        known = self._of(crowd)
+        if known.way is self._way:  # else it was planned for other sessions
+            known.observe(tokens, seconds, plain_rate, taken=taken)
+        self._way = known.way
+
+    def _of(self, crowd: Crowd) -> Experience:
         kind = crowd._replace(sessions=crowd.sessions.bit_length())
         known = self._experience.get(kind)
         if known is None:
             known = self._experience[kind] = self._begin(kind)
-        if known.way is self._way:  # else it was planned for other sessions
-            known.observe(tokens, seconds, plain_rate, taken=taken)
-        self._way = known.way
+        return known
 
     def _begin(self, kind: Crowd) -> Experience:
         """A first crowd of its kind goes on as the nearest smaller one does: speculation brings no more where there

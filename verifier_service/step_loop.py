@@ -200,6 +200,9 @@ class StepLoop(Worker):
             self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
         self._count_foreseen(ready)
+        crowd = self._crowd(ready)
+        if crowd is not None:
+            self._guard.face(crowd)
         for attached in ready:
             if self._guesses(attached) and not attached.session.remaining_prompt:
                 attached.session.guess(self._price, self._shared.of(attached.session.request.tenant))
@@ -490,26 +493,30 @@ class StepLoop(Worker):
     def _watch(self, rows: int, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`, of which
         those `between` it and the last one were spent neither on it nor on waiting for candidates."""
-        if any(self._insists(a) for a, _ in verdicts):
+        crowd = self._crowd([attached for attached, _ in verdicts])
+        if crowd is None:
             return
-        sessions = len(verdicts)
-        crowd = Crowd(
-            sessions,
-            drafted=any(a.session.policy.speculate for a, _ in verdicts),
-            guessing=any(a.session.guesses for a, _ in verdicts),
-            drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a, _ in verdicts) > sessions,
+        before, sessions = self._guard.way, len(verdicts)
+        self._guard.observe(
+            crowd,
+            taken=rows > sessions or self._cores.shared,
+            tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
+            seconds=seconds,
+            plain_rate=sessions / (self._cores.undrafted_cost.of(sessions) + between),
         )
-        if crowd.drafted or crowd.guessing:
-            before = self._guard.way
-            self._guard.observe(
-                crowd,
-                taken=rows > sessions or self._cores.shared,
-                tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
-                seconds=seconds,
-                plain_rate=sessions / (self._cores.undrafted_cost.of(sessions) + between),
-            )
-            if self._guard.way is not before:
-                log.debug("way_changed", way=self._guard.way.value, before=before.value, sessions=sessions)
+        if self._guard.way is not before:
+            log.debug("way_changed", way=self._guard.way.value, before=before.value, sessions=sessions)
+
+    def _crowd(self, attached: list[Attached]) -> Crowd | None:
+        """Those of a step, for the guard; None if it has no say."""
+        crowd = Crowd(
+            len(attached),
+            drafted=any(a.session.policy.speculate for a in attached),
+            guessing=any(a.session.guesses for a in attached),
+            drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a in attached) > len(attached),
+        )
+        insisting = any(self._insists(a) for a in attached)
+        return crowd if (crowd.drafted or crowd.guessing) and not insisting else None
 
     def _count_foreseen(self, ready: list[Attached]) -> None:
         """What came while the last step was under way is in place; nothing has been waited for yet."""

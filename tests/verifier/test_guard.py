@@ -227,3 +227,13 @@ def test_trials_cost_a_small_part_of_all_tokens(drafted: float) -> None:
     pod.run(1.0)
     spent = pod.run(20.0)[Way.DRAFTED]
     assert 0 < spent * (1.0 - drafted / 1000) < 0.06
+
+
+def test_another_crowd_is_served_in_its_own_way_from_its_first_step_on() -> None:
+    """Which is one over prompts, perhaps, that tells nothing."""
+    guard = Guard()
+    Pod(guard, drafted=3000, plain=1000).run(5, sessions=1)
+    Pod(guard, drafted=700, plain=2000).run(5, sessions=16)
+    for sessions, way in ((1, Way.DRAFTED), (16, Way.PLAIN), (1, Way.DRAFTED)):
+        guard.face(Crowd(sessions, True, True, False))
+        assert guard.way is way
