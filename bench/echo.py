@@ -48,7 +48,7 @@ class EchoDraft(draft_pb2_grpc.DraftServiceServicer):
             elif request.committed.tokens:
                 base = request.committed.base + len(request.committed.tokens)
                 extend = model_pb2.Extend(
-                    base=base, tokens=[5] * 4, parents=[0, 1, 2, 3], scores=scores_message([-0.1] * 4)
+                    base=base, tokens=[5] * 4, parents=[0, 1, 2, 3], score_bytes=scores_message([-0.1] * 4)
                 )
                 await context.write(draft_pb2.DraftResponse(extend=extend))
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.serving.wire import SCORE_UNIT, scores_from, scores_message
+from specdec.serving.wire import SCORE_UNIT, paths_from, scores_from, scores_message
+from specdec.v1 import model_pb2
 
 
 @given(st.lists(st.floats(-1e30, 0.0)))
@@ -37,3 +38,8 @@ def test_long_paths_add_up(rate: float) -> None:
 @given(st.binary())
 def test_whatever_arrives_is_scores(message: bytes) -> None:
     assert all(math.isfinite(score) and score <= 0 for score in scores_from(message))
+
+
+def test_an_older_drafts_scores_are_read() -> None:
+    message = model_pb2.Extend(base=3, tokens=[5, 6], parents=[0, 1], scores=[-0.5, -1.5])
+    assert paths_from(message).scores == [-0.5, -1.5]

@@ -141,7 +141,9 @@ class VerifierServicer(
     def _extend(self, session: Session, extend: model_pb2.Extend, arrived: float) -> None:
         """Candidates that cannot be are dropped: they are a draft's doing, and a draft costs no token."""
         try:
-            most = max(len(extend.tokens), len(extend.parents), len(extend.scores), len(extend.rows))
+            most = max(
+                len(extend.tokens), len(extend.parents), len(extend.score_bytes), len(extend.scores), len(extend.rows)
+            )
             if most > MOST_NODES_A_MESSAGE:
                 raise ValueError(f"{most} nodes, at most {MOST_NODES_A_MESSAGE} a message")
             session.extend(extend.base, paths_from(extend), arrived, extend.held_us * 1e-6)

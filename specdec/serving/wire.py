@@ -213,14 +213,15 @@ def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
         ids, values = row.sent()
         rows.append(model_pb2.DraftRow(parent=parent, ids=ids, values=values))
     scores = scores_message(paths.scores)
-    return model_pb2.Extend(base=base, tokens=paths.tokens, parents=paths.parents, scores=scores, rows=rows)
+    return model_pb2.Extend(base=base, tokens=paths.tokens, parents=paths.parents, score_bytes=scores, rows=rows)
 
 
 def paths_from(message: model_pb2.Extend) -> Paths:
     """Rows that make no sense are left out, like nodes that can never be taken."""
     received = [(row.parent, DraftRow.received(list(row.ids), row.values)) for row in message.rows]
     rows = [(parent, row) for parent, row in received if row is not None]
-    return Paths(list(message.tokens), list(message.parents), scores_from(message.scores), rows)
+    scores = scores_from(message.score_bytes) or list(message.scores)
+    return Paths(list(message.tokens), list(message.parents), scores, rows)
 
 
 def scores_message(scores: Sequence[float]) -> bytes:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/model.proto\x12\nspecdec.v1\"\xf2\x01\n\rModelIdentity\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x07 \x01(\r\x12/\n\rnumerics_mode\x18\x08 \x01(\x0e\x32\x18.specdec.v1.NumericsMode\"b\n\x08\x43ontrast\x12\x12\n\x05\x61lpha\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12 \n\x13\x61mateur_temperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x42\x08\n\x06_alphaB\x16\n\x14_amateur_temperature\";\n\tLookahead\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\r\n\x05ngram\x18\x02 \x01(\r\x12\x0f\n\x07guesses\x18\x03 \x01(\r\"\xad\x02\n\x08Sampling\x12\x1a\n\x12repetition_penalty\x18\x01 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x02 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x03 \x01(\x02\x12\x37\n\nlogit_bias\x18\x04 \x03(\x0b\x32#.specdec.v1.Sampling.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\x05 \x03(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"|\n\x06\x45xtend\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\r\x12\x0e\n\x06scores\x18\x04 \x01(\x0c\x12\"\n\x04rows\x18\x05 \x03(\x0b\x32\x14.specdec.v1.DraftRow\x12\x0f\n\x07held_us\x18\x06 \x01(\r\"7\n\x08\x44raftRow\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\")\n\tCommitted\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"7\n\x04Load\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0c\n\x04room\x18\x02 \x01(\r\x12\x0f\n\x07wait_us\x18\x03 \x01(\x04\"h\n\x08Progress\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.specdec.v1.Load\x12\x13\n\x0bstep_age_us\x18\x03 \x01(\x04\x12\x18\n\x10step_expected_us\x18\x04 \x01(\x04*^\n\x0cNumericsMode\x12\x1d\n\x19NUMERICS_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13NUMERICS_MODE_EXACT\x10\x01\x12\x16\n\x12NUMERICS_MODE_FAST\x10\x02*\x8e\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x02\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_CONTRASTIVE\x10\x03*\xc4\x01\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_SOURCE_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_SOURCE_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_SOURCE_BONUS\x10\x03\x12\x16\n\x12TOKEN_SOURCE_PLAIN\x10\x04\x12\x16\n\x12TOKEN_SOURCE_NGRAM\x10\x05\x12\x1a\n\x16TOKEN_SOURCE_LOOKAHEAD\x10\x06*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_CONTEXT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/model.proto\x12\nspecdec.v1\"\xf2\x01\n\rModelIdentity\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x07 \x01(\r\x12/\n\rnumerics_mode\x18\x08 \x01(\x0e\x32\x18.specdec.v1.NumericsMode\"b\n\x08\x43ontrast\x12\x12\n\x05\x61lpha\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12 \n\x13\x61mateur_temperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x42\x08\n\x06_alphaB\x16\n\x14_amateur_temperature\";\n\tLookahead\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\r\n\x05ngram\x18\x02 \x01(\r\x12\x0f\n\x07guesses\x18\x03 \x01(\r\"\xad\x02\n\x08Sampling\x12\x1a\n\x12repetition_penalty\x18\x01 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x02 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x03 \x01(\x02\x12\x37\n\nlogit_bias\x18\x04 \x03(\x0b\x32#.specdec.v1.Sampling.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\x05 \x03(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x95\x01\n\x06\x45xtend\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\r\x12\x12\n\x06scores\x18\x04 \x03(\x02\x42\x02\x18\x01\x12\"\n\x04rows\x18\x05 \x03(\x0b\x32\x14.specdec.v1.DraftRow\x12\x0f\n\x07held_us\x18\x06 \x01(\r\x12\x13\n\x0bscore_bytes\x18\x07 \x01(\x0c\"7\n\x08\x44raftRow\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\")\n\tCommitted\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\"7\n\x04Load\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0c\n\x04room\x18\x02 \x01(\r\x12\x0f\n\x07wait_us\x18\x03 \x01(\x04\"h\n\x08Progress\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x1e\n\x04load\x18\x02 \x01(\x0b\x32\x10.specdec.v1.Load\x12\x13\n\x0bstep_age_us\x18\x03 \x01(\x04\x12\x18\n\x10step_expected_us\x18\x04 \x01(\x04*^\n\x0cNumericsMode\x12\x1d\n\x19NUMERICS_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13NUMERICS_MODE_EXACT\x10\x01\x12\x16\n\x12NUMERICS_MODE_FAST\x10\x02*\x8e\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x02\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_CONTRASTIVE\x10\x03*\xc4\x01\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_SOURCE_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_SOURCE_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_SOURCE_BONUS\x10\x03\x12\x16\n\x12TOKEN_SOURCE_PLAIN\x10\x04\x12\x16\n\x12TOKEN_SOURCE_NGRAM\x10\x05\x12\x1a\n\x16TOKEN_SOURCE_LOOKAHEAD\x10\x06*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_CONTEXT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_NUMERICSMODE']._serialized_start=1137
-  _globals['_NUMERICSMODE']._serialized_end=1231
-  _globals['_ACCEPTANCERULE']._serialized_start=1234
-  _globals['_ACCEPTANCERULE']._serialized_end=1376
-  _globals['_TOKENSOURCE']._serialized_start=1379
-  _globals['_TOKENSOURCE']._serialized_end=1575
-  _globals['_FINISHREASON']._serialized_start=1577
-  _globals['_FINISHREASON']._serialized_end=1699
+  _globals['_EXTEND'].fields_by_name['scores']._loaded_options = None
+  _globals['_EXTEND'].fields_by_name['scores']._serialized_options = b'\030\001'
+  _globals['_NUMERICSMODE']._serialized_start=1163
+  _globals['_NUMERICSMODE']._serialized_end=1257
+  _globals['_ACCEPTANCERULE']._serialized_start=1260
+  _globals['_ACCEPTANCERULE']._serialized_end=1402
+  _globals['_TOKENSOURCE']._serialized_start=1405
+  _globals['_TOKENSOURCE']._serialized_end=1601
+  _globals['_FINISHREASON']._serialized_start=1603
+  _globals['_FINISHREASON']._serialized_end=1725
   _globals['_MODELIDENTITY']._serialized_start=39
   _globals['_MODELIDENTITY']._serialized_end=281
   _globals['_CONTRAST']._serialized_start=283
@@ -51,14 +53,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_end=746
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=698
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=746
-  _globals['_EXTEND']._serialized_start=748
-  _globals['_EXTEND']._serialized_end=872
-  _globals['_DRAFTROW']._serialized_start=874
-  _globals['_DRAFTROW']._serialized_end=929
-  _globals['_COMMITTED']._serialized_start=931
-  _globals['_COMMITTED']._serialized_end=972
-  _globals['_LOAD']._serialized_start=974
-  _globals['_LOAD']._serialized_end=1029
-  _globals['_PROGRESS']._serialized_start=1031
-  _globals['_PROGRESS']._serialized_end=1135
+  _globals['_EXTEND']._serialized_start=749
+  _globals['_EXTEND']._serialized_end=898
+  _globals['_DRAFTROW']._serialized_start=900
+  _globals['_DRAFTROW']._serialized_end=955
+  _globals['_COMMITTED']._serialized_start=957
+  _globals['_COMMITTED']._serialized_end=998
+  _globals['_LOAD']._serialized_start=1000
+  _globals['_LOAD']._serialized_end=1055
+  _globals['_PROGRESS']._serialized_start=1057
+  _globals['_PROGRESS']._serialized_end=1161
 # @@protoc_insertion_point(module_scope)

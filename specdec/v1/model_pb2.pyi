@@ -334,12 +334,13 @@ class Extend(google.protobuf.message.Message):
     SCORES_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     HELD_US_FIELD_NUMBER: builtins.int
+    SCORE_BYTES_FIELD_NUMBER: builtins.int
     base: builtins.int
     """Committed tokens (prompt included) the paths start from."""
-    scores: builtins.bytes
-    """For each node a byte b: P(the target takes this token, given that it reaches the parent) = exp(-(b / 96)^2)."""
     held_us: builtins.int
     """Time that the sender has known of `base` for, microseconds; 0: it does not say."""
+    score_bytes: builtins.bytes
+    """For each node a byte b: P(the target takes this token, given that it reaches the parent) = exp(-(b / 96)^2)."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token of each node."""
@@ -348,6 +349,12 @@ class Extend(google.protobuf.message.Message):
     def parents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Parent of each node: 0 is the committed prefix, i the i-th token of this message. Parents precede
         children, and every node comes with its ancestors above `base`.
+        """
+
+    @property
+    def scores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """log P(the target takes this token, given that it reaches the parent); at most 0. Of drafts that do not know
+        `score_bytes`.
         """
 
     @property
@@ -362,11 +369,12 @@ class Extend(google.protobuf.message.Message):
         base: builtins.int = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
         parents: collections.abc.Iterable[builtins.int] | None = ...,
-        scores: builtins.bytes = ...,
+        scores: collections.abc.Iterable[builtins.float] | None = ...,
         rows: collections.abc.Iterable[global___DraftRow] | None = ...,
         held_us: builtins.int = ...,
+        score_bytes: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "held_us", b"held_us", "parents", b"parents", "rows", b"rows", "scores", b"scores", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "held_us", b"held_us", "parents", b"parents", "rows", b"rows", "score_bytes", b"score_bytes", "scores", b"scores", "tokens", b"tokens"]) -> None: ...
 
 global___Extend = Extend
 

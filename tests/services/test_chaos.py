@@ -90,9 +90,9 @@ def corrupted(response: draft_pb2.DraftResponse, generator: random.Random) -> dr
         case 2 if at is not None:
             extend.parents[at] = generator.choice((0, at, at + 1, 2**32 - 1))
         case 3 if at is not None:
-            extend.scores = generator.randbytes(len(extend.scores))
+            extend.score_bytes = generator.randbytes(len(extend.tokens))
         case 4 if at is not None:
-            extend.scores = extend.scores[:at]
+            extend.score_bytes = extend.score_bytes[:at]
         case 5:
             extend.rows.add(parent=generator.choice((0, 1, 2**32 - 1)), ids=[3, 2], values=b"abc")
         case 6 if at is not None:

@@ -566,7 +566,7 @@ class Wrong(draft_pb2_grpc.DraftServiceServicer):
                 base = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
             elif text.tokens:
                 base = text.base + len(text.tokens)
-            extend = model_pb2.Extend(base=base, tokens=[self._token], parents=[0], scores=scores_message([-0.1]))
+            extend = model_pb2.Extend(base=base, tokens=[self._token], parents=[0], score_bytes=scores_message([-0.1]))
             await context.write(draft_pb2.DraftResponse(extend=extend))
 
 

@@ -232,8 +232,8 @@ def test_trials_cost_a_small_part_of_all_tokens(drafted: float) -> None:
 def test_another_crowd_is_served_in_its_own_way_from_its_first_step_on() -> None:
     """Which is one over prompts, perhaps, that tells nothing."""
     guard = Guard()
-    Pod(guard, drafted=3000, plain=1000).run(5, sessions=1)
-    Pod(guard, drafted=700, plain=2000).run(5, sessions=16)
+    Pod(guard, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
+    Pod(guard, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
     for sessions, way in ((1, Way.DRAFTED), (16, Way.PLAIN), (1, Way.DRAFTED)):
-        guard.face(Crowd(sessions, True, True, False))
+        guard.face(Crowd(sessions, True, False, False))
         assert guard.way is way
