@@ -65,6 +65,7 @@ def agree_on(options: list[dict[str, Any]]) -> None:
             ranks.agree(**options[ranks.rank])
         except UnsupportedModelError as error:
             print(error, flush=True)
+        assert ranks.all(ranks.rank) == [0, 1]  # who has said its word
         if ranks.rank:
             ranks.await_end()
 
