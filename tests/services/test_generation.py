@@ -63,7 +63,7 @@ async def test_counts_are_exact(services: Stack) -> None:
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (len(PROMPT), 100)
     speculation = finish.speculation
     sources = [s for r in responses for s in r.sources]
-    assert speculation.steps == len(responses) == sum(speculation.accepted_histogram)
+    assert speculation.steps == sum(r.steps for r in responses) == sum(speculation.accepted_histogram)
     assert model_pb2.TOKEN_SOURCE_DRAFT in sources
     assert speculation.accepted == sum(source in GUESSED for source in sources)
     assert speculation.accepted == sum(i * n for i, n in enumerate(speculation.accepted_histogram))
