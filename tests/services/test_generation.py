@@ -57,7 +57,9 @@ async def test_what_is_not_streamed_has_time(services: Stack) -> None:
 
 
 async def test_counts_are_exact(services: Stack) -> None:
-    responses = await stream(services, request_of(PROMPT, sampling=WARM, max_tokens=100, ignore_end_token=True))
+    always = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
+    asked = request_of(PROMPT, sampling=WARM, max_tokens=100, ignore_end_token=True, speculation=always)
+    responses = await stream(services, asked)
     finish = responses[-1].finish
     assert finish.reason == model_pb2.FINISH_REASON_LENGTH
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (len(PROMPT), 100)
