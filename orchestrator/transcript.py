@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.request import Model, Sample
 from orchestrator.text import TextStream
+from specdec.sources import accepted_by_step, source_name
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
-
-GUESSED = (model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM, model_pb2.TOKEN_SOURCE_LOOKAHEAD)
 
 
 @dataclass
@@ -38,23 +36,6 @@ class Statistics:
             accepted_histogram=[self.histogram[i] for i in range(most + 1)],
             sources=self.sources,
         )
-
-
-def _accepted(sources: Sequence[model_pb2.TokenSource.ValueType]) -> Iterator[int]:
-    """Candidates accepted in each step: it ends with a token of the target's own, or with the text."""
-    count = 0
-    for source in sources:
-        if source in GUESSED:
-            count += 1
-        else:
-            yield count
-            count = 0
-    if count:
-        yield count
-
-
-def source_name(source: model_pb2.TokenSource.ValueType) -> str:
-    return model_pb2.TokenSource.Name(source).removeprefix("TOKEN_SOURCE_").lower()
 
 
 class Transcript:
@@ -121,12 +102,11 @@ class Transcript:
 
     def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
         statistics = self._statistics
-        accepted = min(commit.accepted, kept)
+        accepted = accepted_by_step(commit.sources[:kept], commit.steps)
         statistics.steps += commit.steps
         statistics.drafted += commit.offered
-        statistics.accepted += accepted
-        blocks = list(_accepted(commit.sources[:kept]))  # of joined commits each step for itself
-        statistics.histogram.update(blocks + [0] * (commit.steps - len(blocks)))  # some may have brought overrun alone
+        statistics.accepted += sum(accepted)
+        statistics.histogram.update(accepted)
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
         if self._found is None:  # what a verifier that takes it up finds is no news of the prompt

@@ -6,10 +6,8 @@ said is all there is to know.
 
 from __future__ import annotations
 
+from specdec.sources import accepted_by_step, source_name
 from specdec.v1.generation_pb2 import GenerateResponse, SpeculationStatistics
-from specdec.v1.model_pb2 import TOKEN_SOURCE_DRAFT, TOKEN_SOURCE_LOOKAHEAD, TOKEN_SOURCE_NGRAM, TokenSource
-
-_ACCEPTED = (TOKEN_SOURCE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD)
 
 
 class Tally:
@@ -36,11 +34,11 @@ class Tally:
 
 
 def _of(response: GenerateResponse) -> SpeculationStatistics:
-    statistics = SpeculationStatistics(steps=response.steps, drafted=response.drafted)
+    accepted = accepted_by_step(response.sources, response.steps)
+    statistics = SpeculationStatistics(steps=response.steps, drafted=response.drafted, accepted=sum(accepted))
+    statistics.accepted_histogram.extend(accepted.count(count) for count in range(max(accepted, default=-1) + 1))
     for source in response.sources:
-        statistics.accepted += source in _ACCEPTED
-        statistics.sources[TokenSource.Name(source).removeprefix("TOKEN_SOURCE_").lower()] += 1
-    statistics.accepted_histogram.extend([0] * statistics.accepted + [response.steps])
+        statistics.sources[source_name(source)] += 1
     return statistics
 
 

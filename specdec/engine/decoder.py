@@ -112,7 +112,9 @@ class Decoder:
         """Logits [n, vocabulary], float32, of the wanted rows."""
         batch = attention.batch
         rows = len(tokens)
-        narrow, split, wide = (evenly(rows, attention.threads, SHARED_FROM // each) for each in self._widths)
+        norm_cuts, head_cuts, gate_cuts = (
+            evenly(rows, attention.threads, SHARED_FROM // each) for each in self._widths
+        )
         self._know_angles(int(batch.positions.max()))
         # All layers have the same shapes, and one after the other the same memory.
         width = self._layers[0].attends.width
@@ -126,7 +128,7 @@ class Decoder:
         update = self._embed(tokens)
         layers = self._layers if rows <= self._rows_of_a_tile else self._tiled_layers
         for index, layer in enumerate(layers):
-            add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised, narrow)
+            add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised, norm_cuts)
             projected = layer.project(normal)
             keys, values = attention.memory_of(index)
             rotate(
@@ -140,14 +142,14 @@ class Decoder:
                 query,
                 keys,
                 values,
-                split,
+                head_cuts,
             )
             attention.read(index, query, seen, scale=layer.attends.scale, softcap=None, window=layer.attends.window)
             update = layer.project_back(attended)
-            add_and_normalise(stream, array_of(update), layer.mlp_norm, self._epsilon, normalised, narrow)
-            gate(array_of(layer.gate_and_up(normal)), let_through, wide)
+            add_and_normalise(stream, array_of(update), layer.mlp_norm, self._epsilon, normalised, norm_cuts)
+            gate(array_of(layer.gate_and_up(normal)), let_through, gate_cuts)
             update = layer.down(gated)
-        add_and_normalise(stream, array_of(update), self._norm, self._epsilon, normalised, narrow)
+        add_and_normalise(stream, array_of(update), self._norm, self._epsilon, normalised, norm_cuts)
         logits: Tensor = self._head(normal[wanted])
         return logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -90,7 +91,12 @@ def corrupted(response: draft_pb2.DraftResponse, generator: random.Random) -> dr
         case 2 if at is not None:
             extend.parents[at] = generator.choice((0, at, at + 1, 2**32 - 1))
         case 3 if at is not None:
-            extend.score_bytes = generator.randbytes(len(extend.tokens))
+            if generator.random() < 0.5:
+                extend.score_bytes = generator.randbytes(len(extend.tokens))
+            else:  # as an older draft says them
+                extend.score_bytes = b""
+                extend.scores[:] = [-0.5] * len(extend.tokens)
+                extend.scores[at] = generator.choice((math.nan, math.inf, -math.inf, 3.0, -1e30))
         case 4 if at is not None:
             extend.score_bytes = extend.score_bytes[:at]
         case 5:
