@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.request import Model, Sample
 from orchestrator.text import TextStream
-from specdec.sources import accepted_by_step, source_name
+from specdec.client.sources import accepted_by_step, source_name
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
 
 

@@ -6,7 +6,7 @@ said is all there is to know.
 
 from __future__ import annotations
 
-from specdec.sources import accepted_by_step, source_name
+from specdec.client.sources import accepted_by_step, source_name
 from specdec.v1.generation_pb2 import GenerateResponse, SpeculationStatistics
 
 

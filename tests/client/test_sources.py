@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from specdec.client.sources import accepted_by_step
 from specdec.client.tally import Tally
-from specdec.sources import accepted_by_step
 from specdec.v1 import generation_pb2, model_pb2
 
 DRAFT, NGRAM = model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM
