@@ -93,7 +93,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
 
     def parse(self, request: verifier_pb2.VerifyRequest) -> VerifierSession:
         plain = super().parse(request)
-        vocabulary = self._identity.vocabulary_size
+        vocabulary = self.identity.vocabulary_size
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 
     def attach(self, session: verifier_service.session.Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:

@@ -49,7 +49,8 @@ def run(client: Client, console: Console, prompt: str, *, speculation: str, show
         for chunk in stream:
             tokens += chunk.tokens
             elapsed = chunk.elapsed_seconds
-            steps += 1
+            if chunk.finish is not None:
+                steps = chunk.finish.speculation.steps
             if show:
                 console.print(coloured(chunk), end="")
     if show:

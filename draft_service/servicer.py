@@ -84,7 +84,7 @@ class DraftServicer(
             case "resend":
                 session.resend()
 
-    def opened(self) -> draft_pb2.DraftResponse:
+    def opened(self, session: Session) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=self._identity))
 
     def progress(self) -> draft_pb2.DraftResponse:

@@ -15,7 +15,7 @@ import structlog
 
 from orchestrator.backoff import Backoff
 from orchestrator.links import DraftLink, LostError, OtherTokenizerError, VerifierLink
-from orchestrator.pacing import Pacing, least_reach
+from orchestrator.pacing import Pacing, first_reach
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
@@ -176,7 +176,7 @@ class Drafting:
             max_nodes=self._verifier.max_nodes,
             max_depth=self._sample.speculation.max_depth,
             max_branches=self._sample.speculation.max_branches,
-            min_reach=0.0 if needed else least_reach(self._verifier.price),
+            min_reach=0.0 if needed else first_reach(self._verifier.price),
         )
         # It opens with the text as it is now: from here on, commits are queued for it.
         self._draft, self._pacing, self._fruitless = link, Pacing(policy, needed=self._needed), 0

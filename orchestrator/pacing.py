@@ -11,6 +11,10 @@ AHEAD = 0.03
 on, or from the draft's own least reach, if that is more. (A whole price left nothing to grow ahead; 0.3 of it was too
 much still, and 0.1 brought eight sessions of a pod 8 % less, by `python -m bench.simulate`.)"""
 
+FIRST_REACH = 0.1
+"""Until the first verdict a draft grows what a first step can use, from this reach on at least: nobody waits for more,
+and on shared cores a forest below every prompt of a crowd would hold up the prompts."""
+
 KEEP_UP_EVERY = 64
 """Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
 
@@ -77,6 +81,11 @@ class Pacing:
         if not self._needed:
             policy.min_reach = least_reach(commit.price)
         return policy
+
+
+def first_reach(price: float) -> float:
+    """From which reach on a draft grows candidates of this price before anything is decided; at 1 it rests."""
+    return max(FIRST_REACH, least_reach(price))
 
 
 def least_reach(price: float) -> float:

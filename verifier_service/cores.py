@@ -25,6 +25,10 @@ committed makes a single step long, and all of them together not."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds of steps until all threads are tried again; each time that they lose twice as long."""
 
+LEAVING = 0.05
+"""Seconds for which drafts keep their core when they are no longer wanted: they have to hear of it, in the midst of a
+step over all that they had not read. To take it from them at once cost a step of thirty times the usual length."""
+
 SETTLED = 1.0
 """Seconds of steps with all threads after which it counts as over that they had to wait."""
 
@@ -43,6 +47,7 @@ class Cores:
         self._ratio = self._costs[self._all].of(1) / self._costs[self._fewest].of(1)  # where nobody is in the way
         self._undrafted = self._all  # threads of a step without drafts
         self._used = self._all
+        self._drafted = -LEAVING  # when drafts were last at work
         self._clock = 0.0  # seconds of undrafted steps
         self._pause = FIRST_PAUSE
         self._changed = 0.0  # when another number was last taken
@@ -63,9 +68,11 @@ class Cores:
         """Whether drafts have taken some of them, even if they bring nothing."""
         return self._used != self._undrafted
 
-    def share(self, with_drafts: bool) -> None:
-        """Have the next steps leave room for drafts at work, or not."""
-        self._use(self._fewest if with_drafts else self._undrafted)
+    def share(self, with_drafts: bool, now: float) -> None:
+        """Have the next step leave room for drafts at work, or not."""
+        if with_drafts:
+            self._drafted = now
+        self._use(self._fewest if now - self._drafted < LEAVING else self._undrafted)
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step over `rows` rows was made, with the threads that it has now."""

@@ -32,6 +32,10 @@ BETTER = 1.05
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds of steps until another way is tried again: idle ones would make trials a larger part of what is done."""
 
+HOLD = 1.0
+"""Seconds for which sessions that have left still count: others often follow. To wake the drafts for the last steps of
+a few, and to stop them again, would cost more than it brings."""
+
 TUITION = 0.05
 """Part of all tokens that trials of one way may cost: a trial that lost much is followed by a longer pause."""
 
@@ -144,6 +148,11 @@ class Crowd(NamedTuple):
     guessing: bool  # some of them, by themselves
     drawn: bool  # most of their tokens; the most probable ones are guessed far more easily
 
+    @property
+    def ways(self) -> list[Way]:
+        """That they allow, the most hopeful first."""
+        return [Way.DRAFTED] * self.drafted + [Way.LOCAL] * self.guessing + [Way.PLAIN]
+
 
 class Guard:
     """Told of every step."""
@@ -151,39 +160,63 @@ class Guard:
     def __init__(self) -> None:
         self._experience: dict[Crowd, Experience] = {}
         self._way = Way.DRAFTED
+        self._held = 0  # sessions of the kind that is served, or that was of late
+        self._seen = 0.0  # when there were so many
 
     @property
     def way(self) -> Way:
         """What is verified. Where there are no drafts, DRAFTED means LOCAL."""
         return self._way
 
-    def face(self, crowd: Crowd) -> None:
+    def way_for(self, crowd: Crowd, now: float) -> Way:
+        """In which such a crowd would be served. Changes nothing: any thread may ask."""
+        kind = _kind(crowd)
+        if now - self._seen <= HOLD:
+            kind = self._at_least(kind)
+        known = self._experience.get(kind)
+        return known.way if known is not None else self._likely(kind)
+
+    def face(self, crowd: Crowd, now: float) -> None:
         """A step of such a crowd is next: nothing is learned of it while prompts are in it, and what others have been
         served by may not be the way for these."""
-        self._way = self._of(crowd).way
+        kind = _kind(crowd)
+        if kind.sessions >= self._held or now - self._seen > HOLD:
+            self._held, self._seen = kind.sessions, now
+        self._way = self._of(self._at_least(kind)).way
 
     def observe(self, crowd: Crowd, *, taken: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """A step brought `tokens`, `seconds` after the step before it or, if there was nothing to do, after its start;
-        if its way is not `taken`, it was a plain one for want of candidates. `plain_rate` is what plain decoding is
-        expected to bring.
+        if its way is not `taken`, it was a plain one for want of candidates. `plain_rate` is what plain decoding
+        could bring at most: what speculation takes from the time between two steps cannot be told from what plain
+        decoding would.
 
         A measurement goes on where it was left when there is such a crowd again."""
-        known = self._of(crowd)
+        kind = _kind(crowd)
+        known = self._of(kind)
         if known.way is self._way:  # else it was planned for other sessions
             known.observe(tokens, seconds, plain_rate, taken=taken)
-        self._way = known.way
+        self._way = self._of(self._at_least(kind)).way
 
-    def _of(self, crowd: Crowd) -> Experience:
-        kind = crowd._replace(sessions=crowd.sessions.bit_length())
+    def _at_least(self, kind: Crowd) -> Crowd:
+        """One that has those who have just left."""
+        return kind._replace(sessions=max(kind.sessions, self._held))
+
+    def _of(self, kind: Crowd) -> Experience:
         known = self._experience.get(kind)
         if known is None:
-            known = self._experience[kind] = self._begin(kind)
+            best = self._likely(kind)
+            known = self._experience[kind] = Experience(best, {way: Trial() for way in kind.ways if way is not best})
         return known
 
-    def _begin(self, kind: Crowd) -> Experience:
-        """A first crowd of its kind goes on as the nearest smaller one does: speculation brings no more where there
-        are more sessions. Where only larger ones are known it is hoped to pay, which is soon seen."""
-        ways = [Way.DRAFTED] * kind.drafted + [Way.LOCAL] * kind.guessing + [Way.PLAIN]
-        smaller = [kind._replace(sessions=size) for size in range(kind.sessions)]
-        best = next((self._experience[near].best for near in reversed(smaller) if near in self._experience), ways[0])
-        return Experience(best, {way: Trial() for way in ways if way is not best})
+    def _likely(self, kind: Crowd) -> Way:
+        """The best way for a first crowd of its kind. One that some have just left goes on as before; one that grows,
+        as the nearest smaller one did, since speculation brings no more where there are more sessions. Where only much
+        larger ones are known it is hoped to pay, which is soon seen."""
+        sizes = (kind.sessions + 1, *reversed(range(kind.sessions)))
+        near = (self._experience.get(kind._replace(sessions=size)) for size in sizes)
+        return next((known.best for known in near if known is not None), kind.ways[0])
+
+
+def _kind(crowd: Crowd) -> Crowd:
+    """Crowds of which one is served like the other: their `sessions` are powers of two."""
+    return crowd._replace(sessions=crowd.sessions.bit_length())

@@ -55,7 +55,7 @@ class VerifierServicer(
         super().__init__(loop, limits.max_sessions)
         self._started = time.monotonic()
         self._loop = loop
-        self._identity = identity
+        self.identity = identity
         self._limits = limits
         self._usual_blocks = 1.0  # of a text that comes, moving average
 
@@ -151,12 +151,12 @@ class VerifierServicer(
             self._loop.load.refused += 1
             log.warning("candidates_refused", why=str(error))
 
-    def opened(self) -> verifier_pb2.VerifyResponse:
+    def opened(self, session: Session) -> verifier_pb2.VerifyResponse:
         opened = verifier_pb2.VerifyOpened(
-            identity=self._identity,
+            identity=self.identity,
             max_nodes=self._limits.max_nodes,
             load=self.load(),
-            price=self._loop.load.price,
+            price=self._loop.price_for(session, self._sessions),
         )
         return verifier_pb2.VerifyResponse(opened=opened)
 
@@ -191,7 +191,7 @@ class VerifierServicer(
         heard = checksum.of_opening(message)
         if message.HasField("checksum") and message.checksum != heard:
             raise ProtocolError("`open` is not what was said, by its checksum")
-        vocabulary, context = self._identity.vocabulary_size, self._identity.context_tokens
+        vocabulary, context = self.identity.vocabulary_size, self.identity.context_tokens
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
         end_tokens = frozenset(message.end_tokens)

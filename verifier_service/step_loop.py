@@ -90,6 +90,7 @@ class Attached:
     queued: float = 0.0  # seconds
     untold: Verdict | None = None  # of the last steps
     told: float = 0.0  # when a verdict was last told
+    price: float = 0.0  # as was told with it
     let_in: float = 0.0  # when it got its memory
     decided: bool = False  # a step has ended since it was last looked at
 
@@ -120,7 +121,6 @@ class Load:
     busy: float = 0.0  # seconds spent in steps
     step_begun: float = 0.0  # when the step under way was; 0: none is
     step_expected: float = 0.0  # seconds that a step of its size usually takes
-    price: float = 0.0  # of a candidate of a draft, of late
     lifetime: float = 1.0  # seconds they had memory for, moving average
 
     def expected_wait(self, waiting: int) -> float:
@@ -170,6 +170,14 @@ class StepLoop(Worker):
         """Tokens that one session can have memory for at most."""
         return self.pool.usable * BLOCK
 
+    def price_for(self, session: Session, sessions: int) -> float:
+        """Of a candidate of the draft of a session that is the last of so many, as far as can be told before it has
+        taken a step, and if the others are like it. Changes nothing: any thread may ask."""
+        crowd = Crowd(sessions, session.policy.speculate, session.guesses, not session.request.chooser.sampling.greedy)
+        if self._guard.way_for(crowd, time.monotonic()) is not Way.DRAFTED:
+            return NOTHING_PAYS
+        return candidates([()] * sessions, self._cost, sessions, 0).price
+
     @property
     def _cost(self) -> StepCost:
         return self._cores.cost
@@ -202,12 +210,12 @@ class StepLoop(Worker):
         self._count_foreseen(ready)
         crowd = self._crowd(ready)
         if crowd is not None:
-            self._guard.face(crowd)
+            self._guard.face(crowd, time.monotonic())
         for attached in ready:
             if self._guesses(attached) and not attached.session.remaining_prompt:
                 attached.session.guess(self._price, self._shared.of(attached.session.request.tenant))
         now = time.monotonic()
-        self._cores.share(with_drafts=any(self._drafts(a) for a in ready))
+        self._cores.share(with_drafts=any(self._drafts(a) for a in ready), now=now)
         if not any(a.session.remaining_prompt for a in ready):
             prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]
             until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
@@ -265,7 +273,7 @@ class StepLoop(Worker):
         self._observe(rows, end - start, verdicts)
         # A step with prompts in it, or the ends of some, tells nothing of speculation.
         if all(piece.tip is not None and piece.count == 1 for _, piece in planned):
-            self._watch(rows, end - begin, start - begin - waited, verdicts)
+            self._watch(rows, end - begin, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
@@ -440,14 +448,14 @@ class StepLoop(Worker):
     def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
         now = time.monotonic()
         self._drafted = sum(attached.session.policy.speculate for attached in self._running)
-        self.load.price = self._price if self._guard.way is Way.DRAFTED else NOTHING_PAYS
         spacing = max(BLINK, len(self._running) / MESSAGES_A_SECOND)
         messages = []
         for attached, verdict in verdicts:
             attached.decided = True
             attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
             waits = not attached.session.computable  # for its draft, which must hear of this
-            at_once = verdict.finish or waits or self._drafts(attached) or self._stalled(attached)
+            wanted = self._drafts(attached) or attached.price < NOTHING_PAYS  # candidates; or so its draft thinks
+            at_once = verdict.finish or waits or wanted or self._stalled(attached)
             pause = max(spacing, UNHURRIED) if attached.session.request.unhurried else spacing
             if at_once or now - attached.told >= pause:  # who is stalled waits for what its reader hears of
                 messages.append(self._message(attached, forward, step, waited))
@@ -462,7 +470,7 @@ class StepLoop(Worker):
     ) -> tuple[Outbox[Any], Callable[[], Any]]:
         """What is untold of a session, to be put into its outbox."""
         found, attached.session.found = attached.session.found, 0
-        price = self._price if self._drafts(attached) else NOTHING_PAYS
+        attached.price = self._price if self._drafts(attached) else NOTHING_PAYS
         times = StepTimes(
             forward,
             step,
@@ -470,7 +478,7 @@ class StepLoop(Worker):
             attached.queued,
             found,
             attached.preemptions,
-            price,
+            attached.price,
             self._drafted,
             attached.session.pace.round_trip,
         )
@@ -490,9 +498,8 @@ class StepLoop(Worker):
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
 
-    def _watch(self, rows: int, seconds: float, between: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
-        """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`, of which
-        those `between` it and the last one were spent neither on it nor on waiting for candidates."""
+    def _watch(self, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+        """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`."""
         crowd = self._crowd([attached for attached, _ in verdicts])
         if crowd is None:
             return
@@ -502,7 +509,7 @@ class StepLoop(Worker):
             taken=rows > sessions or self._cores.shared,
             tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
             seconds=seconds,
-            plain_rate=sessions / (self._cores.undrafted_cost.of(sessions) + between),
+            plain_rate=sessions / self._cores.undrafted_cost.of(sessions),
         )
         if self._guard.way is not before:
             log.debug("way_changed", way=self._guard.way.value, before=before.value, sessions=sessions)

@@ -7,6 +7,10 @@ import sys
 
 import structlog
 
+CHATTY = ("torchao", "torch.utils._pytree")
+"""Loggers of libraries that transformers loads wherever they are installed, and that then warn of what no model here
+needs: their kernels for other processors, their own habits."""
+
 
 def configure(service: str, level: str = "info") -> None:
     """Once, at the start of a process."""
@@ -25,3 +29,5 @@ def configure(service: str, level: str = "info") -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(service=service)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -79,7 +79,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         ValueError ends the session."""
 
     @abstractmethod
-    def opened(self) -> Response:
+    def opened(self, session: Session) -> Response:
         """The answer to `open`."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._worker.submit(partial(self._take, session, outbox))
         reader: asyncio.Task[None] | None = None
         try:
-            await context.write(self.opened())
+            await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, outbox))
             await outbox.write_to(context, progress=self.progress, is_last=self.is_last)
             # The caller ends the stream: requests may still be on their way, and a write that meets a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.pacing import AHEAD, KEEP_UP_EVERY, Pacing, least_reach
+from orchestrator.pacing import AHEAD, FIRST_REACH, KEEP_UP_EVERY, Pacing, first_reach, least_reach
 from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 
 
@@ -30,6 +30,10 @@ def test_a_draft_grows_what_may_be_worth_its_row_a_step_later() -> None:
     assert abs(policy.policy.min_reach - AHEAD * 0.5) < 1e-6
     assert (committed.committed.base, list(committed.committed.tokens)) == (10, [11])
     assert kinds(list(pacing.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly another price
+
+
+def test_before_the_first_verdict_it_grows_no_forest() -> None:
+    assert [first_reach(price) for price in (0.0, 0.5, 1.0)] == [FIRST_REACH, FIRST_REACH, 1.0]
 
 
 def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None:

@@ -575,7 +575,7 @@ async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
     async with stack(directories.target, None, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, **dict(fields))
         token = next(token for token in range(3, 256) if token not in want.tokens)
-        draft = Wrong(services.verifiers[0].service.opened().opened.identity, token)
+        draft = Wrong(services.verifiers[0].service.identity, token)
         async with (
             served(draft) as (address, _),
             served(GenerationServicer(services.model, peers_at(services, address))) as (front, _),

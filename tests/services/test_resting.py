@@ -23,13 +23,13 @@ class Overheard(DraftServicer):
 
 @pytest.mark.parametrize("price", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("mode", [generation_pb2.SPECULATION_MODE_DRAFT, generation_pb2.SPECULATION_MODE_ALWAYS])
-async def test_it_begins_as_the_price_of_late_says(
+async def test_it_begins_as_its_price_says(
     directories: Directories, price: float, mode: generation_pb2.SpeculationMode.ValueType
 ) -> None:
     Overheard.least = []
     always = mode == generation_pb2.SPECULATION_MODE_ALWAYS
     async with stack(directories.target, directories.near, draft_kind=Overheard) as services:
-        services.verifier_loop.load.price = price
+        services.verifier_loop.price_for = lambda session, sessions: price  # type: ignore[method-assign]
         policy = generation_pb2.SpeculationPolicy(mode=mode)
         await services.generate([5, 6, 7], max_tokens=10, ignore_end_token=True, speculation=policy)
     (least,) = Overheard.least

@@ -30,7 +30,7 @@ from specdec.engine.kv import NOWHERE, Slots
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
 from verifier_service.cost import StepCost
-from verifier_service.guard import Guard, Way
+from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop
 
@@ -165,11 +165,14 @@ class Decided(Guard):
 
     def __init__(self, way: Way) -> None:
         super().__init__()
-        self._decision = way
+        self.decided = way
 
     @property
     def way(self) -> Way:
-        return self._decision
+        return self.decided
+
+    def way_for(self, crowd: Crowd, now: float) -> Way:
+        return self.decided
 
 
 class FixedCost(StepCost):

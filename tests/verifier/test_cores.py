@@ -7,7 +7,7 @@ import pytest
 
 from specdec.engine.blocks import BLOCK
 from tests.verifier.fakes import Client, Decided, TextEngine, step_loop
-from verifier_service.cores import FIRST_PAUSE, LONGEST_PAUSE, Cores
+from verifier_service.cores import FIRST_PAUSE, LEAVING, LONGEST_PAUSE, Cores
 from verifier_service.cost import StepCost
 from verifier_service.guard import Way
 from verifier_service.session import Policy
@@ -24,10 +24,12 @@ def test_steps_are_measured_with_each_number() -> None:
     cores = Cores(engine, lambda: StepCost.measure(engine, BLOCKS * BLOCK))
     assert engine.used == 2
     assert cores.cost is cores.undrafted_cost
-    cores.share(with_drafts=True)
+    cores.share(with_drafts=True, now=0.0)
     assert engine.used == 1
     assert cores.cost is not cores.undrafted_cost
-    cores.share(with_drafts=False)
+    cores.share(with_drafts=False, now=0.9 * LEAVING)
+    assert engine.used == 1  # they may not have heard of it yet
+    cores.share(with_drafts=False, now=LEAVING)
     assert engine.used == 2
     assert cores.cost is cores.undrafted_cost
 
@@ -61,7 +63,7 @@ class Machine:
             spent[self.engine.used] += taken
             self.clock += taken
             self.cores.observe(1, taken)
-            self.cores.share(with_drafts=False)
+            self.cores.share(with_drafts=False, now=self.clock)
         return spent
 
 
@@ -91,11 +93,11 @@ def test_a_model_that_gains_nothing_by_threads_has_one() -> None:
 
 def test_drafts_that_share_the_cores_say_nothing_of_all_threads() -> None:
     machine = Machine()
-    machine.cores.share(with_drafts=True)
+    machine.cores.share(with_drafts=True, now=0.0)
     for _ in range(1000):
         machine.cores.observe(1, 0.0001)
     assert machine.cores.shared
-    machine.cores.share(with_drafts=False)
+    machine.cores.share(with_drafts=False, now=1.0)
     assert machine.engine.used == 2
 
 
@@ -105,5 +107,5 @@ def test_a_draft_that_reads_now_and_then_is_no_stranger() -> None:
     for number in range(3000):
         taken = 0.024 if number % 30 == 0 else machine.seconds[machine.engine.used]
         machine.cores.observe(1, taken)
-        machine.cores.share(with_drafts=False)
+        machine.cores.share(with_drafts=False, now=1.0)
         assert machine.engine.used == 2

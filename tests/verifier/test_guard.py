@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from verifier_service.guard import EPOCH, FEW, FIRST_PAUSE, GLANCE, LONGEST_PAUSE, Crowd, Guard, Way
+from verifier_service.guard import EPOCH, FEW, FIRST_PAUSE, GLANCE, HOLD, LONGEST_PAUSE, Crowd, Guard, Way
 
 STEP = 0.01
 
@@ -234,6 +234,40 @@ def test_another_crowd_is_served_in_its_own_way_from_its_first_step_on() -> None
     guard = Guard()
     Pod(guard, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
     Pod(guard, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
+    now = 100.0
     for sessions, way in ((1, Way.DRAFTED), (16, Way.PLAIN), (1, Way.DRAFTED)):
-        guard.face(Crowd(sessions, True, False, False))
+        now += 2 * HOLD
+        guard.face(Crowd(sessions, True, False, False), now)
         assert guard.way is way
+
+
+def test_sessions_that_have_just_left_count_for_another_while() -> None:
+    guard = Guard()
+    one, many = Crowd(1, True, False, False), Crowd(16, True, False, False)
+    Pod(guard, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
+    Pod(guard, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
+    guard.face(many, 100.0)
+    for now, way in ((100.0 + 0.9 * HOLD, Way.PLAIN), (100.0 + 1.1 * HOLD, Way.DRAFTED), (200.0, Way.DRAFTED)):
+        assert guard.way_for(one, now) is way
+        guard.face(one, now)
+        assert guard.way is way
+
+
+def test_what_is_done_for_those_who_have_left_is_no_measurement_of_another_way() -> None:
+    guard = Guard()
+    Pod(guard, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
+    Pod(guard, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
+    guard.face(Crowd(16, True, False, False), 100.0)
+    for _ in range(1000):  # plain steps of one session; drafts would have brought 3000 tokens a second
+        guard.face(Crowd(1, True, False, False), 100.1)
+        guard.observe(Crowd(1, True, False, False), taken=False, tokens=1, seconds=0.001, plain_rate=1000)
+        assert guard.way is Way.PLAIN
+    assert guard.way_for(Crowd(1, True, False, False), 200.0) is Way.DRAFTED
+
+
+def test_a_crowd_that_some_have_left_goes_on_as_before() -> None:
+    guard = Guard()
+    Pod(guard, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
+    Pod(guard, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
+    assert guard.way_for(Crowd(15, True, False, False), 0.0) is Way.PLAIN
+    assert guard.way_for(Crowd(7, True, False, False), 0.0) is Way.DRAFTED  # much smaller: it is hoped to pay

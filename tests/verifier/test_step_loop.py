@@ -138,6 +138,25 @@ class TestTokens:
         assert offered == (4 if always else 0)
         assert {times.price == 1.0 for times in one.mail.times[1:]} == {not always}
 
+    def test_a_draft_hears_at_once_that_it_may_rest(self) -> None:
+        """Else it would be at work for nothing, beside a step that wants its core."""
+        guard = Decided(Way.DRAFTED)
+        loop = step_loop(TextEngine(8), guard=guard)
+        one = client(loop, 10, 1, 12)
+        one.session.policy = Policy(True, 8, 0.0)
+        turns(loop, 2)
+        heard = len(one.mail.times)
+        guard.decided = Way.PLAIN
+        turns(loop, 1)
+        (times,) = one.mail.times[heard:]
+        assert times.price == 1.0
+
+    @pytest.mark.parametrize("way", list(Way))
+    def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, way: Way) -> None:
+        loop = step_loop(TextEngine(8), guard=Decided(way))
+        price = loop.price_for(client(loop, 10, 1, 12).session, 16)
+        assert (price < 1.0) is (way is Way.DRAFTED)
+
     def test_candidates_come_at_any_time(self) -> None:
         """Before there is memory, in the prompt, and late: they are kept for as long as they can be taken."""
         engine = TextEngine(3)
