@@ -82,12 +82,16 @@ def _rates(report: Report, temperature: float) -> list[str]:
         return f"{rate:.0f} ({statistics.median(over):.2f})" if over else f"{rate:.0f}"
 
     heads = [f"{kind}, {_streams(streams)}" for kind, streams in columns(report)]
-    return _grid("", heads, ((arm, [cell(arm, each) for each in columns(report)]) for arm in arms(report)))
+    return grid("", heads, ((arm, [cell(arm, each) for each in columns(report)]) for arm in arms(report)))
 
 
-def _standings(report: Report, temperature: float) -> list[str]:
-    def best(names: Iterable[str], streams: int) -> tuple[str, list[Report]]:
+def standing(report: Report, temperature: float, streams: int, peer: str = "") -> str:
+    """The best of ours over the best of a peer, or of all of them: the median of the ratio within a round; and of
+    which ways it is."""
+
+    def best(ours: bool) -> tuple[str, list[Report]]:
         """By its median rate over kinds."""
+        names = [arm for arm in arms(report) if arm.startswith(OURS) is ours and (ours or arm.startswith(peer))]
         candidates = {arm: found(report, arm=arm, temperature=temperature, streams=streams) for arm in names}
         measured = {arm: each for arm, each in candidates.items() if each}
         return max(
@@ -96,18 +100,16 @@ def _standings(report: Report, temperature: float) -> list[str]:
             default=("", []),
         )
 
+    (mine, own), (name, theirs) = best(True), best(False)
+    shared = ratios(own, theirs)
+    return f"{statistics.median(shared):.2f} ({mine.removeprefix(OURS + ' ')} over {name})" if shared else "-"
+
+
+def _standings(report: Report, temperature: float) -> list[str]:
     peers = list(dict.fromkeys(arm.split()[0] for arm in arms(report) if not arm.startswith(OURS)))
     counts = list(dict.fromkeys(streams for _, streams in columns(report)))
-
-    def cell(peer: str, streams: int) -> str:
-        mine, own = best((arm for arm in arms(report) if arm.startswith(OURS)), streams)
-        name, theirs = best((arm for arm in arms(report) if arm.split()[0] == peer), streams)
-        shared = ratios(own, theirs)
-        if not shared:
-            return "-"
-        return f"{statistics.median(shared):.2f} ({mine.removeprefix(OURS + ' ')} over {name})"
-
-    return _grid("", map(_streams, counts), ((peer, [cell(peer, count) for count in counts]) for peer in peers))
+    rows = ((peer, [standing(report, temperature, count, peer) for count in counts]) for peer in peers)
+    return grid("", map(_streams, counts), rows)
 
 
 DETAILS: dict[str, Callable[[list[Report]], str]] = {
@@ -132,7 +134,7 @@ def _details(report: Report, temperature: float, streams: int) -> list[str]:
         for arm in arms(report)
         if (mine := found(report, arm=arm, temperature=temperature, streams=streams))
     )
-    return _grid("", DETAILS, rows)
+    return grid("", DETAILS, rows)
 
 
 def _step_times(rounds: list[dict[str, float]]) -> list[str]:
@@ -144,7 +146,7 @@ def _step_times(rounds: list[dict[str, float]]) -> list[str]:
         if rows:
             target.setdefault(f"threads: {threads}", {})[rows] = f"{milliseconds:.1f}"
     heads = list(next(iter(target.values())))
-    lines = _grid("", heads, ((threads, list(cells.values())) for threads, cells in target.items()))
+    lines = grid("", heads, ((threads, list(cells.values())) for threads, cells in target.items()))
     return lines + [f"\nA step of the draft, one row: {median['draft']:.2f} ms."] * ("draft" in median)
 
 
@@ -215,7 +217,8 @@ def plot(report: Report, file: Path) -> None:
     pyplot.close(figure)
 
 
-def _grid(corner: str, heads: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
+def grid(corner: str, heads: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
+    """A Markdown table."""
     heads = list(heads)
     lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]

@@ -64,6 +64,11 @@ class Cores:
         return self._costs[self._undrafted]
 
     @property
+    def divided(self) -> bool:
+        """Whether drafts at work take some of them, wherever they are at work."""
+        return self._fewest < self._all
+
+    @property
     def shared(self) -> bool:
         """Whether drafts have taken some of them, even if they bring nothing."""
         return self._used != self._undrafted

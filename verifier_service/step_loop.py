@@ -164,6 +164,7 @@ class StepLoop(Worker):
         self._last_step = 0.0  # when it ended
         self._idle = True  # whether there has been nothing to do since
         self._put_off: float | None = None  # since when a step is
+        self._reading = False  # whether prompts have the cores that drafts would take
 
     @property
     def context(self) -> int:
@@ -173,6 +174,8 @@ class StepLoop(Worker):
     def price_for(self, session: Session, sessions: int) -> float:
         """Of a candidate of the draft of a session that is the last of so many, as far as can be told before it has
         taken a step, and if the others are like it. Changes nothing: any thread may ask."""
+        if self._cores.divided:
+            return NOTHING_PAYS  # until its prompt is read: with fewer cores that would take longer
         crowd = Crowd(sessions, session.policy.speculate, session.guesses, not session.request.chooser.sampling.greedy)
         if self._guard.way_for(crowd, time.monotonic()) is not Way.DRAFTED:
             return NOTHING_PAYS
@@ -208,6 +211,7 @@ class StepLoop(Worker):
             self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
         self._count_foreseen(ready)
+        self._settle_who_has_the_cores()
         crowd = self._crowd(ready)
         if crowd is not None:
             self._guard.face(crowd, time.monotonic())
@@ -360,8 +364,8 @@ class StepLoop(Worker):
 
     def _drafts(self, attached: Attached) -> bool:
         """Whether it is worth its draft's while. Tokens that are contrasted need it anyway: the guard has no say."""
-        policy = attached.session.policy
-        return policy.speculate and (self._unguarded(attached) or self._guard.way is Way.DRAFTED)
+        worthwhile = self._guard.way is Way.DRAFTED and not self._reading
+        return attached.session.policy.speculate and (worthwhile or self._unguarded(attached))
 
     def _guesses(self, attached: Attached) -> bool:
         """Whether it may have candidates of the verifier's own."""
@@ -448,6 +452,7 @@ class StepLoop(Worker):
     def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
         now = time.monotonic()
         self._drafted = sum(attached.session.policy.speculate for attached in self._running)
+        self._settle_who_has_the_cores()
         spacing = max(BLINK, len(self._running) / MESSAGES_A_SECOND)
         messages = []
         for attached, verdict in verdicts:
@@ -524,6 +529,11 @@ class StepLoop(Worker):
         )
         insisting = any(self._insists(a) for a in attached)
         return crowd if (crowd.drafted or crowd.guessing) and not insisting else None
+
+    def _settle_who_has_the_cores(self) -> None:
+        """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
+        reading = sum(bool(attached.session.remaining_prompt) for attached in self._running)
+        self._reading = self._cores.divided and 2 * reading > len(self._running)
 
     def _count_foreseen(self, ready: list[Attached]) -> None:
         """What came while the last step was under way is in place; nothing has been waited for yet."""

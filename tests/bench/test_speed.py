@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench import standings
 from bench.publish import CUT_OFF, publish
 from bench.speed import Cell, Comparison, arms, cells, parsed
 from bench.speed_report import PLAIN, differences, plot, ratios, table
@@ -68,6 +69,23 @@ def test_the_table_tells_rates_standings_and_what_is_missing() -> None:
     assert "A step of the draft, one row: 0.50 ms." in said
     assert "Disturbed by processes of others (more than 0.2 cores): 1 of 8." in said
     assert "Not measured: vllm none: too large" in said
+
+
+def test_several_reports_stand_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the best of all peers; a report that lacks a place leaves it out."""
+    crowd = (measurement(PLAIN, 90.0, streams=16), measurement("llama.cpp", 180.0, streams=16))
+    for name, more in (("one", crowd), ("two", ())):
+        (tmp_path / name).mkdir()
+        written = report(*TWO_ROUNDS, measurement("llama.cpp", 300.0), *more) | {"model": f"{name} (WIDENED)"}
+        (tmp_path / name / "speed.json").write_text(json.dumps(written))
+    standings.main([str(tmp_path / "one"), str(tmp_path / "two")])
+    said = capsys.readouterr().out
+    assert "|  | T = 0, 1 stream | T = 0, 16 streams |" in said
+    assert "| one, float32 | 0.50 (drafted over llama.cpp) | 0.50 (plain over llama.cpp) |" in said
+    assert "| two, float32 | 0.50 (drafted over llama.cpp) | - |" in said
+    with pytest.raises(SystemExit):
+        standings.main([str(tmp_path)])
+    assert "has no speed.json" in capsys.readouterr().err
 
 
 def test_a_pause_that_is_rare_is_seen_in_the_last_percent() -> None:

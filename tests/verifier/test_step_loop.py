@@ -151,6 +151,30 @@ class TestTokens:
         (times,) = one.mail.times[heard:]
         assert times.price == 1.0
 
+    def test_drafts_that_share_the_cores_wait_until_prompts_are_read(self) -> None:
+        """While more texts go on than prompts are read, they do not."""
+        engine = TextEngine(40)
+        engine.threads = (2, 1)
+        loop = step_loop(engine, step_rows=16, guard=Decided(Way.DRAFTED))
+        first = client(loop, 40, 1, 50)
+        assert loop.price_for(first.session, 1) == 1.0
+        while first.session.remaining_prompt:
+            turns(loop, 1)
+            assert engine.used == 2
+        assert first.mail.times[0].price < 1.0
+        turns(loop, 1)
+        assert engine.used == 1
+        crowd = [client(loop, 40, seed, 50) for seed in (2, 3)]
+        turns(loop, 1)
+        assert (engine.used, first.mail.times[-1].price) == (1, 1.0)  # it has to hear of it first
+        while any(each.session.remaining_prompt for each in crowd):
+            turns(loop, 1)
+        turns(loop, 1)
+        assert first.mail.times[-1].price < 1.0
+        client(loop, 40, 4, 50)
+        turns(loop, 1)
+        assert first.mail.times[-1].price < 1.0
+
     @pytest.mark.parametrize("way", list(Way))
     def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, way: Way) -> None:
         loop = step_loop(TextEngine(8), guard=Decided(way))
