@@ -532,8 +532,9 @@ class StepLoop(Worker):
 
     def _settle_who_has_the_cores(self) -> None:
         """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
-        reading = sum(bool(attached.session.remaining_prompt) for attached in self._running)
-        self._reading = self._cores.divided and 2 * reading > len(self._running)
+        if self._cores.divided:
+            reading = sum(bool(attached.session.remaining_prompt) for attached in self._running)
+            self._reading = 2 * reading > len(self._running)
 
     def _count_foreseen(self, ready: list[Attached]) -> None:
         """What came while the last step was under way is in place; nothing has been waited for yet."""
