@@ -7,7 +7,9 @@ product here is there a part of it (`linear.Part`). Models of any other kind kee
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.engine import packed_products
 from specdec.engine.arithmetic import Array, array_of
-from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
+from specdec.engine.decoder_layers import PRODUCTS, Buffers, Rows, Shares, Weights, compiled, interpreted
 from specdec.engine.invariance import TiledLinear
-from specdec.engine.linear import join
-from specdec.engine.path_attention import PathAttention
+from specdec.engine.linear import PackedLinear, join
+from specdec.engine.packed_products import PackedProducts, References
+from specdec.engine.path_attention import EVERYTHING, PathAttention
 from specdec.engine.pretrained import LayerAttention
 from specdec.engine.team import evenly
 
@@ -51,15 +55,14 @@ def join_products(model: PreTrainedModel) -> None:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    attends: LayerAttention
-    attention_norm: Array  # [hidden]
-    project: Any  # [t, hidden] -> [t, (heads + 2 * kv_heads) * width]
-    head_norms: Array  # [2, width] or [0, width]
-    project_back: Any
-    mlp_norm: Array
-    gate_and_up: Any  # [t, hidden] -> [t, 2 * inner]
-    down: Any
+class _Workspace:
+    """What a step of so many rows computes with: all layers have the same shapes, and one after the other the same
+    memory."""
+
+    normal: Tensor  # [t, hidden]
+    inputs: list[Tensor]  # of the products, one for each kind
+    buffers: Buffers  # the same memory
+    references: References  # to the inputs
 
 
 class Decoder:
@@ -68,99 +71,135 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, attends: list[LayerAttention]) -> None:
         config = model.config
         inside: Any = model.model
+        self._embed = _embedding(inside.embed_tokens)
+        self._rotary = inside.rotary_emb
+        self._head = model.get_output_embeddings()
         self._dtype = model.dtype
         self._hidden = config.hidden_size
         # What there is of them here: a model may be in parts.
         self._heads = attends[0].kv_heads * (config.num_attention_heads // config.num_key_value_heads)
+        self._width = attends[0].width
+        self._projected = (self._heads + 2 * attends[0].kv_heads) * self._width
         gate_proj = inside.layers[0].mlp.gate_proj
         self._inner = gate_proj.outputs.stop - gate_proj.outputs.start
-        heads = self._heads + 2 * attends[0].kv_heads
-        self._widths = self._hidden, heads * attends[0].width, self._inner  # of norms, of heads, of gates
-        self._epsilon = np.float32(config.rms_norm_eps)
-        self._embed = inside.embed_tokens
-        self._rotary = inside.rotary_emb
-        self._norm = _weight(inside.norm)
-        self._head = model.get_output_embeddings()
-        self._cos = self._sin = np.empty((0, 0), np.float32)
-        pairs = list(zip(inside.layers, attends, strict=True))
-        # Rows that fit into one tile go round the tiling: its few lines, 33 times, are 5 % of a row's step.
-        self._layers = [self._layer(*pair, tiled=False) for pair in pairs]
-        self._tiled_layers = [self._layer(*pair, tiled=True) for pair in pairs]
-        some = gate_proj.joined.linear
-        self._rows_of_a_tile = some.rows.counts[-1] if isinstance(some, TiledLinear) else math.inf
-
-    def _layer(self, layer: Any, attends: LayerAttention, *, tiled: bool) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-
-        def product(linear: Any) -> Any:
-            return linear.forward if tiled or not isinstance(linear, TiledLinear) else linear.linear.forward
-
-        norms = [_weight(attention.q_norm), _weight(attention.k_norm)] if hasattr(attention, "q_norm") else []
-        stored = _weight(layer.input_layernorm)
-        return _Layer(
-            attends=attends,
-            attention_norm=stored,
-            project=product(attention.q_proj.joined.linear),
-            head_norms=np.stack(norms) if norms else np.empty((0, attends.width), stored.dtype),
-            project_back=product(attention.o_proj),
-            mlp_norm=_weight(layer.post_attention_layernorm),
-            gate_and_up=product(mlp.gate_proj.joined.linear),
-            down=product(mlp.down_proj),
-        )
+        self._weights = _weights(inside, attends, config.rms_norm_eps)
+        self._linears = [linear for layer in inside.layers for linear in _linears(layer)]
+        # Rows that fit into one tile go round the tiling.
+        tiling = next((linear.rows for linear in self._linears if isinstance(linear, TiledLinear)), None)
+        self._rows_of_a_tile = math.inf if tiling is None else tiling.counts[-1]
+        self._untiled = [linear.linear if isinstance(linear, TiledLinear) else linear for linear in self._linears]
+        packed = [linear for linear in self._untiled if isinstance(linear, PackedLinear)]
+        whole = packed_products.AVAILABLE and len(packed) == len(self._untiled)
+        self._packed = PackedProducts(packed, PRODUCTS) if whole else None
+        self._workspaces: dict[int, _Workspace] = {}
+        self._make_room(1)
 
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: PathAttention) -> Tensor:
         """Logits [n, vocabulary], float32, of the wanted rows."""
         batch = attention.batch
         rows = len(tokens)
-        norm_cuts, head_cuts, gate_cuts = (
-            evenly(rows, attention.threads, SHARED_FROM // each) for each in self._widths
-        )
         self._know_angles(int(batch.positions.max()))
-        # All layers have the same shapes, and one after the other the same memory.
-        width = self._layers[0].attends.width
-        query = np.empty((rows, self._heads, width), np.float32)
-        residual = torch.zeros(rows, self._hidden, dtype=self._dtype)
-        normal = torch.empty_like(residual)
-        attended = torch.empty(rows, self._heads * width, dtype=self._dtype)
-        gated = torch.empty(rows, self._inner, dtype=self._dtype)
-        stream, normalised, let_through = array_of(residual), array_of(normal), array_of(gated)
-        seen = array_of(attended).reshape(rows, self._heads, width)
-        update = self._embed(tokens)
-        layers = self._layers if rows <= self._rows_of_a_tile else self._tiled_layers
-        for index, layer in enumerate(layers):
-            add_and_normalise(stream, array_of(update), layer.attention_norm, self._epsilon, normalised, norm_cuts)
-            projected = layer.project(normal)
-            keys, values = attention.memory_of(index)
-            rotate(
-                array_of(projected),
-                layer.head_norms,
-                self._epsilon,
-                self._cos,
-                self._sin,
-                batch.positions,
-                batch.slots,
-                query,
-                keys,
-                values,
-                head_cuts,
-            )
-            attention.read(index, query, seen, scale=layer.attends.scale, softcap=None, window=layer.attends.window)
-            update = layer.project_back(attended)
-            add_and_normalise(stream, array_of(update), layer.mlp_norm, self._epsilon, normalised, norm_cuts)
-            gate(array_of(layer.gate_and_up(normal)), let_through, gate_cuts)
-            update = layer.down(gated)
-        add_and_normalise(stream, array_of(update), self._norm, self._epsilon, normalised, norm_cuts)
-        logits: Tensor = self._head(normal[wanted])
+        keys, values = attention.memory.whole
+        work = self._workspace(rows)
+        work.buffers.residual[:] = 0
+        products, layers = self._products(work, rows)
+        layers(
+            products,
+            self._weights,
+            Rows(batch.positions, batch.slots, batch.keys, batch.first),
+            keys,
+            values,
+            work.buffers,
+            Shares(
+                norms=evenly(rows, attention.threads, SHARED_FROM // self._hidden),
+                heads=evenly(rows, attention.threads, SHARED_FROM // self._projected),
+                gates=evenly(rows, attention.threads, SHARED_FROM // self._inner),
+                attention=attention.shares_of(keys.shape[2], self._width),
+            ),
+            self._embed(tokens),
+        )
+        logits: Tensor = self._head(work.normal[wanted])
         return logits
+
+    def _products(self, work: _Workspace, rows: int) -> tuple[Any, Callable[..., None]]:
+        """As the layers take them that come with them."""
+        tiled = rows > self._rows_of_a_tile
+        if self._packed is not None and not tiled:
+            return self._packed.of(work.references, like=work.buffers.normal), compiled(self._width)
+        linears = self._linears if tiled else self._untiled
+        return list(map(_product, linears, itertools.cycle(work.inputs))), interpreted(self._width)
+
+    def _workspace(self, rows: int) -> _Workspace:
+        """The first rows of the largest."""
+        if rows > len(self._largest[0]):
+            self._make_room(rows)
+        found = self._workspaces.get(rows)
+        if found is None:
+            residual, normal, attended, gated, query = (each[:rows] for each in self._largest)
+            inputs = [normal, attended, normal, gated]
+            buffers = Buffers(
+                array_of(residual),
+                array_of(normal),
+                query.numpy(),
+                array_of(attended).reshape(query.shape),
+                array_of(gated),
+            )
+            found = self._workspaces[rows] = _Workspace(normal, inputs, buffers, References(inputs))
+        return found
+
+    def _make_room(self, rows: int) -> None:
+        self._workspaces.clear()
+        widths = (self._hidden, self._hidden, self._heads * self._width, self._inner)
+        self._largest = [torch.zeros(rows, width, dtype=self._dtype) for width in widths]
+        self._largest.append(torch.zeros(rows, self._heads, self._width))
 
     def _know_angles(self, last: int) -> None:
         """Cosines and sines of all positions up to the last, at least."""
-        if last < len(self._cos):
+        if last < len(self._weights.cos):
             return
         positions = torch.arange(2 * last + FIRST_POSITIONS)[None]
         cos, sin = self._rotary(torch.empty(0, dtype=torch.float32), positions)
         half = cos.shape[-1] // 2  # the other half is the same
-        self._cos, self._sin = cos[0, :, :half].numpy().copy(), sin[0, :, :half].numpy().copy()
+        cos, sin = (angle[0, :, :half].numpy().copy() for angle in (cos, sin))
+        self._weights = self._weights._replace(cos=cos, sin=sin)
+
+
+def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weights:
+    """The angles are still to come."""
+    around = [norm for layer in inside.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    norms = np.stack([_weight(norm) for norm in (*around, inside.norm)])
+    of_heads = [
+        [_weight(norm) for norm in (getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")) if norm]
+        for layer in inside.layers
+    ]
+    return Weights(
+        norms=norms,
+        head_norms=np.asarray(of_heads, norms.dtype).reshape(len(attends), -1, attends[0].width),
+        epsilon=np.float32(epsilon),
+        cos=np.empty((0, 0), np.float32),
+        sin=np.empty((0, 0), np.float32),
+        windows=np.asarray([each.window or EVERYTHING for each in attends]),
+        scales=np.asarray([each.scale for each in attends], np.float32),
+    )
+
+
+def _linears(layer: Any) -> tuple[Any, ...]:
+    """Of one layer, in the order in which they are used."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.q_proj.joined.linear, attention.o_proj, mlp.gate_proj.joined.linear, mlp.down_proj
+
+
+def _embedding(embed: Any) -> Callable[[Tensor], Array]:
+    """Rows [t, hidden], as stored, of tokens [t]. A plain table is read as an array: torch would give the interpreter's
+    lock away for it."""
+    if type(embed) is torch.nn.Embedding and type(embed.weight) is torch.nn.Parameter:
+        table = array_of(embed.weight.detach())
+        return lambda tokens: table[tokens.numpy()]
+    return lambda tokens: array_of(embed(tokens))
+
+
+def _product(linear: Any, x: Tensor) -> Callable[[], Array]:
+    return lambda: array_of(linear.forward(x))
 
 
 def _weight(norm: Any) -> Array:

@@ -9,7 +9,7 @@ the same bits in every batch. Memory and queries may be bfloat16; all arithmetic
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine import team
-from specdec.engine.arithmetic import REORDERED, Array, array_of, exp, narrowed, widened
+from specdec.engine.arithmetic import REORDERED, array_of, exp, narrowed, widened
 from specdec.engine.paths import PathBatch
 
 SHARED_FROM = 1 << 16
@@ -31,14 +31,17 @@ EVERYTHING = np.iinfo(np.int64).max
 
 @dataclass
 class PathMemory:
-    """Keys and values of all layers, [slots, heads, width] each, and how many threads read them."""
+    """Keys and values of all layers, [slots, kv_heads, width] each, and how many threads read them. Where all layers'
+    have the same shape they may be one tensor."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: Sequence[Tensor] | Tensor
+    values: Sequence[Tensor] | Tensor
     threads: int = 1
 
     def __post_init__(self) -> None:
         self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
+        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
+            self.whole = array_of(self.keys), array_of(self.values)  # [layers, slots, kv_heads, width]
 
 
 class PathAttention:
@@ -47,7 +50,7 @@ class PathAttention:
     def __init__(self, memory: PathMemory, batch: PathBatch) -> None:
         batch.check(len(memory.keys[0]))
         self.batch = batch
-        self._memory = memory
+        self.memory = memory
         self._cuts: dict[tuple[int, int], team.Cuts] = {}  # by the shape of a key
 
     def attend(
@@ -61,34 +64,12 @@ class PathAttention:
         softcap: float | None,
         window: int | None,
     ) -> Tensor:
-        keys, values = self.memory_of(layer)
-        _store(array_of(key.contiguous()), array_of(value.contiguous()), keys, values, self.batch.slots)
-        out = query.new_empty((*query.shape[:2], value.shape[2]))
-        self.read(layer, query.float().contiguous().numpy(), array_of(out), scale=scale, softcap=softcap, window=window)
-        return out
-
-    @property
-    def threads(self) -> int:
-        """That compute."""
-        return self._memory.threads
-
-    def memory_of(self, layer: int) -> tuple[Array, Array]:
-        """Keys and values of a layer, as stored, [slots, kv_heads, width]."""
-        return self._memory.arrays[layer]
-
-    def read(
-        self, layer: int, query: Array, out: Array, *, scale: float, softcap: float | None, window: int | None
-    ) -> None:
-        """Write to `out` [t, heads, value_width], as stored, what the rows of `query` [t, heads, width], float32, see;
-        the batch's own keys and values are in place."""
-        keys, values = self._memory.arrays[layer]
+        keys, values = self.memory.arrays[layer]
         batch = self.batch
-        kv_heads, width = keys.shape[1:]
-        cuts = self._cuts.get((kv_heads, width))
-        if cuts is None:
-            cuts = self._cuts[kv_heads, width] = shares(batch.positions, kv_heads, width, self.threads)
-        kernel(width, values.shape[2])(
-            query,
+        _store(array_of(key.contiguous()), array_of(value.contiguous()), keys, values, batch.slots)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        kernel(key.shape[2], value.shape[2])(
+            query.float().contiguous().numpy(),
             keys,
             values,
             batch.keys,
@@ -97,9 +78,22 @@ class PathAttention:
             window or EVERYTHING,
             np.float32(scale),
             np.float32(softcap or 0.0),
-            out,
-            cuts,
+            array_of(out),
+            self.shares_of(*key.shape[1:]),
         )
+        return out
+
+    @property
+    def threads(self) -> int:
+        """That compute."""
+        return self.memory.threads
+
+    def shares_of(self, kv_heads: int, width: int) -> team.Cuts:
+        """Of the batch, for keys of this shape."""
+        cuts = self._cuts.get((kv_heads, width))
+        if cuts is None:
+            cuts = self._cuts[kv_heads, width] = shares(self.batch.positions, kv_heads, width, self.threads)
+        return cuts
 
 
 def shares(positions: NDArray[np.int64], kv_heads: int, width: int, threads: int) -> team.Cuts:

@@ -8,6 +8,7 @@ OpenMP runtime that torch has brought into the process.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,7 @@ if AVAILABLE:
         _function.restype = ctypes.c_int
 
 
+@functools.cache
 def evenly(rows: int, threads: int, least: int) -> Cuts:
     """As many of the rows for each thread, if there is one for each, and the `least` that pay the handing over."""
     shares = threads if AVAILABLE and rows >= max(least, threads) else 1

@@ -42,8 +42,8 @@ Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 class EagerPools:
     """Memory that is written in place."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: Sequence[Tensor] | Tensor
+    values: Sequence[Tensor] | Tensor
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys[layer].index_copy_(0, slots, keys)
@@ -98,8 +98,8 @@ class TorchEngine:
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
         self.capacity = capacity = capacity or self._room(slot_bytes, directory.context, device, ranks)
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
-        keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
-        values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
+        keys = _pool([(capacity, each.kv_heads, each.width) for each in layers], **place)
+        values = _pool([(capacity, each.kv_heads, each.value_width) for each in layers], **place)
         keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
         self._pools = EagerPools(keys, values)
         self._memory = PathMemory(keys, values, self.threads[0]) if self._by_path else None
@@ -240,3 +240,10 @@ class TorchEngine:
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def _pool(shapes: Sequence[tuple[int, ...]], **place: Any) -> Sequence[Tensor] | Tensor:
+    """Memory of these shapes: one tensor if they are the same."""
+    if len(set(shapes)) == 1:
+        return torch.zeros(len(shapes), *shapes[0], **place)
+    return [torch.zeros(*shape, **place) for shape in shapes]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdec.engine import decoder
+from specdec.engine import decoder, packed_products
 from specdec.engine.arithmetic import array_of, exp, narrowed
 from specdec.engine.decoder import FIRST_POSITIONS, join_products
 from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
@@ -77,6 +77,34 @@ def test_variants_are_computed_as_transformers_does(tmp_path: Path, overrides: d
     with torch.inference_mode():
         want = untouched(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].numpy()
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_or_interpreted_the_bits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    """Of a prompt, of single rows behind it, and with every number of threads."""
+    directory = ModelDirectory(make(name, tmp_path / name))
+    text = np.random.default_rng(0).integers(1, directory.vocabulary, 60).tolist()
+
+    def logits(engine: TorchEngine) -> NDArray[np.float32]:
+        found = []
+        for threads in (2, 1):
+            engine.use_threads(threads)
+            for begin, end in ((0, 40), (40, 41), (41, 60)):
+                packer = engine.packer()
+                rows = packer.add_rows(text[begin:end], begin, np.arange(1 + begin, 1 + end))
+                packer.add_path(np.arange(1, 1 + end), list(rows))
+                for row in rows:
+                    packer.want(row)
+                found.append(engine.forward(packer.pack())[: end - begin].copy())
+        return np.concatenate(found)
+
+    compiled = TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1))
+    monkeypatch.setattr(packed_products, "AVAILABLE", False)
+    interpreted = TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1))
+    np.testing.assert_array_equal(logits(compiled), logits(interpreted))
 
 
 def test_a_layer_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

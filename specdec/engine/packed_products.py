@@ -1,0 +1,143 @@
+"""Products with packed weights (`linear.PackedLinear`), called from compiled code.
+
+From Python each takes five microseconds more, and the interpreter's lock is given back and taken. torch has the same
+operator as a C function too, for programs that its ahead-of-time compiler has written: compiled loops call that, and
+all layers of a step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Tensors are handles there: addresses
+of tensor objects, here integers, which count as references until they are given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.arithmetic import Array
+from specdec.engine.linear import PackedLinear
+
+Handles = NDArray[np.int64]
+
+OPERATOR = (
+    "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
+)
+"""What the C function was generated from: with other arguments it would be another."""
+
+
+def _library() -> Any:
+    """torch's own, or None if it has not the function as we know it."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        known = str(torch.ops.mkldnn._linear_pointwise.default._schema) == OPERATOR
+        return library if known and hasattr(library, "aoti_torch_cpu__linear_pointwise") else None
+    except (OSError, AttributeError):
+        return None
+
+
+_torch = _library()
+AVAILABLE = _torch is not None
+
+if AVAILABLE:
+    # Called from compiled code, without the interpreter; addresses are integers. All return 0, or else have failed.
+    _linear: Any = _torch.aoti_torch_cpu__linear_pointwise  # x, weight, &bias, name, 0, 0, &name, &result
+    _linear.argtypes = [ctypes.c_size_t] * 5 + [ctypes.c_int64] + [ctypes.c_size_t] * 2
+    _data: Any = _torch.aoti_torch_get_data_ptr  # of a tensor, to where
+    _data.argtypes = [ctypes.c_size_t] * 2
+    _give_back: Any = _torch.aoti_torch_delete_tensor_object
+    _give_back.argtypes = [ctypes.c_size_t]
+    for _function in (_linear, _data, _give_back):
+        _function.restype = ctypes.c_int32
+
+_nothing_after = ctypes.create_string_buffer(b"none"), (ctypes.c_char_p * 1)(b"")
+_ATTRIBUTE, _ALGORITHM = (ctypes.addressof(each) for each in _nothing_after)
+
+
+class Products(NamedTuple):
+    """What compiled code needs for the products of all layers, of so many kinds each; those of a kind share input and
+    output."""
+
+    weights: Handles  # [layers * kinds]
+    biases: Handles  # [layers * kinds] addresses of handles; 0: none
+    inputs: Handles  # [kinds]
+    outputs: NDArray[np.int64]  # [kinds] columns of the results
+    results: Handles  # [kinds] the latest results; 0: none yet. Then an address
+    like: Array  # [t, ...] as the inputs are stored
+
+
+class References:
+    """To tensors, which exist as long as this."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+        self.handles: Handles = np.asarray([_pointer(capsule, None) for capsule in capsules], dtype=np.int64)
+        weakref.finalize(self, _give_all_back, self.handles)
+
+
+class PackedProducts:
+    """Of a model's linear layers, `kinds` of them for each of its own layers, in order."""
+
+    def __init__(self, linears: Sequence[PackedLinear], kinds: int) -> None:
+        biases = [linear.bias for linear in linears]
+        self._weights = References([linear.weight for linear in linears])
+        self._biases = References([bias for bias in biases if bias is not None])
+        places = iter(self._biases.handles.ctypes.data + 8 * np.arange(len(self._biases.handles)))
+        self._places = np.asarray([0 if bias is None else next(places) for bias in biases], dtype=np.int64)
+        self._outputs = np.asarray([linear.out_features for linear in linears[:kinds]], dtype=np.int64)
+        self._results = np.zeros(kinds + 1, dtype=np.int64)
+        weakref.finalize(self, _give_all_back, self._results[:kinds])
+
+    def of(self, inputs: References, like: Array) -> Products:
+        """Of these inputs, one for each kind, with as many rows as `like`, and stored like it."""
+        return Products(self._weights.handles, self._places, inputs.handles, self._outputs, self._results, like)
+
+
+def _give_all_back(handles: Handles) -> None:
+    for handle in handles[handles != 0].tolist():
+        _give_back(handle)
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+
+
+def _release(*all_of_them: Handles) -> None:
+    for some in all_of_them:
+        for handle in some[some != 0].tolist():
+            _give_back(handle)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer_to(_context: Any, address: Any) -> Any:
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(address), generate
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def product(products: Any, number: Any) -> Any:
+    """[t, outputs], as stored: the product of this number. It holds until the next of its kind."""
+    kinds = len(products.inputs)
+    kind = number % kinds
+    result = products.results[kind : kind + 1]
+    if result[0]:
+        _give_back(np.uintp(result[0]))
+        result[0] = 0
+    x, weight, bias = products.inputs[kind], products.weights[number], products.biases[number]
+    failed = _linear(
+        np.uintp(x), np.uintp(weight), np.uintp(bias), _ATTRIBUTE, 0, 0, _ALGORITHM, np.uintp(result.ctypes.data)
+    )
+    address = products.results[kinds:]
+    if failed or _data(np.uintp(result[0]), np.uintp(address.ctypes.data)):
+        raise RuntimeError("a matrix product has failed; torch has written why to the log")
+    return numba.carray(_pointer_to(address[0]), (len(products.like), products.outputs[kind]), products.like.dtype)

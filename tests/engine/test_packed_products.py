@@ -1,0 +1,75 @@
+"""Products called from compiled code: torch's own, to the bit; what they refer to is kept, and given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.engine import packed_products
+from specdec.engine.arithmetic import array_of
+from specdec.engine.linear import PackedLinear, can_pack
+from specdec.engine.packed_products import PackedProducts, References, product
+
+pytestmark = pytest.mark.skipif(not packed_products.AVAILABLE, reason="this torch has not the function")
+
+SHAPES = [(32, 48, True), (48, 24, False), (32, 48, False), (48, 24, True)]
+"""Inputs, outputs, bias: two layers of two kinds."""
+
+
+def linears(dtype: torch.dtype) -> list[PackedLinear]:
+    if not can_pack(dtype):
+        pytest.skip(f"no packed products of {dtype} here")
+    torch.manual_seed(0)
+    return [PackedLinear(torch.nn.Linear(i, o, bias).to(dtype).requires_grad_(False)) for i, o, bias in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_the_bits_are_torchs(dtype: torch.dtype) -> None:
+    layers = linears(dtype)
+    products = PackedProducts(layers, 2)
+    for rows in (1, 3, 40, 2):
+        inputs = [torch.randn(rows, width).to(dtype) for width in (32, 48)]
+        references = References(inputs)
+        asked = products.of(references, like=array_of(inputs[0]))
+        for number in (0, 1, 2, 3, 3, 0):
+            want = array_of(layers[number](inputs[number % 2]))
+            np.testing.assert_array_equal(product(asked, number), want)
+
+
+def test_a_result_holds_until_the_next_of_its_kind() -> None:
+    layers = linears(torch.float32)
+    inputs = [torch.randn(2, width) for width in (32, 48)]
+    products, references = PackedProducts(layers, 2), References(inputs)
+    asked = products.of(references, like=inputs[0].numpy())
+    first = product(asked, 0)
+    for number in (1, 3):
+        product(asked, number)
+    np.testing.assert_array_equal(first, layers[0](inputs[0]).numpy())
+
+
+def test_what_does_not_fit_is_an_error_and_the_next_product_is_not() -> None:
+    layers = linears(torch.float32)
+    products = PackedProducts(layers, 2)
+    wrong, right = ([torch.randn(2, width) for width in widths] for widths in ((31, 48), (32, 48)))
+    kept = References(wrong), References(right)
+    with pytest.raises(RuntimeError, match="product has failed"):
+        product(products.of(kept[0], like=wrong[0].numpy()), 0)
+    got = product(products.of(kept[1], like=right[0].numpy()), 0)
+    np.testing.assert_array_equal(got, layers[0](right[0]).numpy())
+
+
+def test_references_keep_tensors_and_give_them_back() -> None:
+    array = np.ones(8, np.float32)
+    gone = weakref.ref(array)
+    references = References([torch.from_numpy(array)])
+    del array
+    gc.collect()
+    assert gone() is not None
+    del references
+    gc.collect()
+    assert gone() is None
