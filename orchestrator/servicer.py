@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
 from orchestrator.generation import Generation
+from orchestrator.joining import Responses, joined
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 SHORT = 4096
 """Tokens that take less than a millisecond to check."""
-
-Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -93,7 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Responses of all samples as they come."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
-        runs = [Generation(sample, self._model, self._peers, deadline).run() for sample in request.samples]
+        runs = [joined(Generation(sample, self._model, self._peers, deadline).run()) for sample in request.samples]
         return runs[0] if len(runs) == 1 else _merged(runs)
 
 

@@ -1,0 +1,102 @@
+"""Joined responses say what the single ones said."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.joining import Responses, joined
+from specdec.v1 import generation_pb2, model_pb2
+
+Response = generation_pb2.GenerateResponse
+
+
+def response(number: int, *, last: bool = False) -> Response:
+    tokens = [number] * (1 + number % 3)
+    pieces = [f"{number}."] + [""] * (len(tokens) - 1)
+    made = Response(
+        text="".join(pieces),
+        tokens=tokens,
+        token_texts=pieces,
+        sources=[model_pb2.TOKEN_SOURCE_DRAFT] * len(tokens),
+        steps=1 + number % 2,
+        drafted=number,
+        timings=generation_pb2.ChunkTimings(elapsed_us=100 + number),
+    )
+    if last:
+        made.finish.reason = model_pb2.FINISH_REASON_LENGTH
+    return made
+
+
+async def source(count: int, error: Exception | None = None, closed: list[bool] | None = None) -> Responses:
+    try:
+        for number in range(count):
+            yield response(number, last=error is None and number == count - 1)
+        if error is not None:
+            raise error
+    finally:
+        if closed is not None:
+            closed.append(True)
+
+
+async def collected(responses: Responses) -> list[Response]:
+    return [each async for each in responses]
+
+
+def contents(responses: Sequence[Response]) -> tuple[str, list[int], list[str], list[int], int, int]:
+    return (
+        "".join(each.text for each in responses),
+        [token for each in responses for token in each.tokens],
+        [piece for each in responses for piece in each.token_texts],
+        [kind for each in responses for kind in each.sources],
+        sum(each.steps for each in responses),
+        sum(each.drafted for each in responses),
+    )
+
+
+@given(st.integers(1, 20), st.sampled_from([0.0, 1e-5, math.inf]))
+def test_nothing_is_lost_added_or_moved(count: int, spacing: float) -> None:
+    alone = [response(number, last=number == count - 1) for number in range(count)]
+    got = asyncio.run(collected(joined(source(count), spacing)))
+    assert contents(got) == contents(alone)
+    assert got[-1].HasField("finish")
+    assert not any(each.HasField("finish") for each in got[:-1])
+    assert got[-1].timings.elapsed_us == alone[-1].timings.elapsed_us
+    if spacing == 0.0:
+        assert len(got) == count
+
+
+def test_the_first_goes_at_once_the_rest_together() -> None:
+    first, rest = asyncio.run(collected(joined(source(9), 1e9)))
+    assert first == response(0)
+    assert contents([rest]) == contents([response(number) for number in range(1, 9)])
+
+
+def test_what_waits_goes_before_an_error() -> None:
+    got: list[Response] = []
+
+    async def read() -> None:
+        async for each in joined(source(4, ConnectionError("gone")), 1e9):
+            got.append(each)  # noqa: PERF401 - an error would lose them
+
+    with pytest.raises(ConnectionError, match="gone"):
+        asyncio.run(read())
+    assert contents(got) == contents([response(number) for number in range(4)])
+
+
+def test_who_stops_reading_ends_the_source() -> None:
+    closed: list[bool] = []
+
+    async def read() -> None:
+        async with aclosing(joined(source(4, closed=closed), 0.0)) as responses:
+            async for _ in responses:
+                return
+
+    asyncio.run(read())
+    assert closed == [True]
