@@ -14,17 +14,20 @@ continuous batching, and vLLM's CPU build (plain, n-grams, draft model), which `
 `llama-server` (plain, n-grams, draft model) is started where its path is given, and asked over HTTP, as a server.
 
 All are loaded first and then take turns: in a round each is asked for the same prompts, new in every round; the first
-round warms up. Told are medians over rounds (and kinds), ratios within a round, and, for ours, efficiency: the rate
-over that of an ideal system, by the step times of the same round (`bench/step_times.py`) and the acceptance of the
-same answer. Writes speed.json, .md and .png.
+round warms up. In it those of ours that speculate, which measure what speculation brings while they serve, are asked
+for other prompts first, for some seconds. Told are medians over rounds (and kinds), ratios within a round, and, for
+ours, efficiency: the rate over that of an ideal system, by the step times of the same round (`bench/step_times.py`)
+and the acceptance of the same answer. Writes speed.json, .md and .png.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -59,6 +62,7 @@ class Arm:
     subject: str
     how: str = ""
     one_stream: bool = False  # it takes one prompt at a time
+    learns: bool = False  # from what it serves, how to serve it
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,9 @@ def arms(running: Sequence[str]) -> dict[str, Arm]:
     """Those of the subjects that run, by name."""
     found = {
         PLAIN: Arm("alone", "off"),
-        "specdec lookahead": Arm("guessing", "lookahead"),
-        "specdec drafted": Arm("drafted", "draft"),
-        "specdec drafted + lookahead": Arm("drafted", "auto"),
+        "specdec lookahead": Arm("guessing", "lookahead", learns=True),
+        "specdec drafted": Arm("drafted", "draft", learns=True),
+        "specdec drafted + lookahead": Arm("drafted", "auto", learns=True),
         "transformers generate": Arm("generate", GENERATE_PLAIN, one_stream=True),
         "transformers assisted": Arm("generate", ASSISTED, one_stream=True),
         "transformers assisted, 5": Arm("generate", assisted(5), one_stream=True),
@@ -184,9 +188,7 @@ class Comparison:
 
     def _ask_all(self, cell: Cell, number: int, times: Times) -> None:
         args = self._args
-        seed = args.seed + 1000 * number + cell.streams
-        asked = prompts(cell.kind, cell.streams, args.prompt_tokens, args.target / "tokenizer.json", seed)
-        load = Load(asked, args.tokens, cell.temperature)
+        load = self._load(cell, 1000 * number + cell.streams)
         everyone = [session for subject in self._running.values() for session in subject.sessions().values()]
         await_quiet(everyone, DISTURBED, args.patience)
         for name, arm in arms(list(self._running)).items():
@@ -196,6 +198,8 @@ class Comparison:
             others = [s for s in everyone if s not in subject.sessions().values()]
             watch = Watch(subject.sessions(), others)
             try:
+                if arm.learns and not number:
+                    self._teach(subject, arm, cell)
                 answer = subject.run(load, arm.how)
             except (SubjectError, SpecdecError) as error:
                 self.failed[name] = f"{cell.streams} streams of {cell.kind}: {error}"
@@ -203,6 +207,20 @@ class Comparison:
                 continue
             if number:
                 self.measurements.append(self._measured(name, cell, number, answer, times, watch))
+
+    def _load(self, cell: Cell, seed: int) -> Load:
+        args = self._args
+        tokenizer = args.target / "tokenizer.json"
+        asked = prompts(cell.kind, cell.streams, args.prompt_tokens, tokenizer, args.seed + seed)
+        return Load(asked, args.tokens, cell.temperature)
+
+    def _teach(self, subject: Subject, arm: Arm, cell: Cell) -> None:
+        """Ask for such loads until it has had time to find out what is best for them."""
+        begin = time.monotonic()
+        for number in itertools.count(1):
+            subject.run(self._load(cell, -1000 * number + cell.streams), arm.how)
+            if time.monotonic() - begin >= self._args.learning:
+                return
 
     def _measured(self, name: str, cell: Cell, number: int, answer: Answer, times: Times, watch: Watch) -> Measurement:
         mine, waiting, foreign = watch.cores()
@@ -284,7 +302,7 @@ def main() -> None:
         measured = measure(args, Console(stderr=True))
     except KeyboardInterrupt:
         sys.exit(130)
-    asked = ("dtype", "prompt_tokens", "tokens", "rounds", "seed", "kinds", "streams", "temperatures")
+    asked = ("dtype", "prompt_tokens", "tokens", "rounds", "learning", "seed", "kinds", "streams", "temperatures")
     report = {
         "model": model_label(args.target),
         "draft": None if args.draft is None else model_label(args.draft),
@@ -309,6 +327,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=96, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="besides one that warms up (default: %(default)s)")
+    parser.add_argument("--learning", type=float, default=5.0, help="seconds of other such loads first (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
     parser.add_argument("--peers", type=_names, default=["transformers"], help='"transformers" (default), or "none"')
@@ -321,7 +340,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.quick:
         args.kinds, args.streams, args.temperatures, args.rounds, args.tokens = ["code"], [1, 4], [0.0], 1, 64
-        args.patience = min(args.patience, 1.0)
+        args.patience, args.learning = min(args.patience, 1.0), min(args.learning, 1.0)
     for name in ("prompt_tokens", "tokens", "rounds"):
         least = 32 if name == "prompt_tokens" else 1
         if getattr(args, name) < least:

@@ -22,7 +22,14 @@ from specdec.engine.load import Dtype, load_engine
 from specdec.engine.model_directory import ModelDirectory
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-REPEATS = 5
+
+WARM_SECONDS = 0.1
+"""Of passes that are not counted: kernels are compiled for each number of rows, and the caches are full of what others
+have left there."""
+
+REPEATS = 15
+MOST_SECONDS = 0.5
+"""Of passes over so many rows that are counted, five at least."""
 
 Times = dict[str, float]
 """Seconds by "threads/rows" of the target; by "draft" of the draft."""
@@ -92,9 +99,11 @@ def _rows(engine: Engine, rows: int, text: int) -> PackedBatch:
 
 
 def _median(engine: Engine, packed: PackedBatch) -> float:
-    engine.forward(packed)  # a kernel is compiled for each number of rows
-    seconds = []
-    for _ in range(REPEATS):
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARM_SECONDS:
+        engine.forward(packed)
+    seconds: list[float] = []
+    while len(seconds) < REPEATS and (len(seconds) < 5 or sum(seconds) < MOST_SECONDS):
         begin = time.perf_counter()
         engine.forward(packed)
         seconds.append(time.perf_counter() - begin)

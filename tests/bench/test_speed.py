@@ -238,6 +238,43 @@ def test_who_fails_is_left_out_and_the_others_go_on() -> None:
     assert [round(m.tokens_per_second) for m in comparison.measurements] == [100, 200, 100, 200]
 
 
+class Counting(Steady):
+    """It notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[list[int]]]] = []
+
+    def run(self, load: Load, how: str = "") -> Answer:
+        self.asked.append((how, load.prompts))
+        return super().run(load, how)
+
+
+def test_who_learns_is_asked_for_other_prompts_first() -> None:
+    options = [
+        "--kinds",
+        "code",
+        "--streams",
+        "2",
+        "--temperatures",
+        "0",
+        "--rounds",
+        "1",
+        "--tokens",
+        "4",
+        "--patience",
+        "0",
+        "--learning",
+        "0",
+    ]
+    drafted, plain = Counting(), Counting()
+    Comparison(parsed(options), {"alone": plain, "drafted": drafted}, NoSteps()).run(Console(file=io.StringIO()))
+    first, second = (prompts for _, prompts in plain.asked)
+    assert [how for how, _ in drafted.asked] == ["draft", "draft", "auto", "auto", "draft", "auto"]
+    learnt = [drafted.asked[at][1] for at in (0, 2)]
+    assert [drafted.asked[at][1] for at in (1, 3, 4, 5)] == [first, first, second, second]
+    assert all(prompt not in first + second for prompts in learnt for prompt in prompts)
+
+
 def test_what_is_cut_off_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With exit status 130, and in one line that says so."""
     cut = report(
