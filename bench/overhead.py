@@ -1,4 +1,5 @@
-"""Where the verifier's step thread spends its time, by py-spy: the model's forward pass, or the rest of a step.
+"""Where the verifier's step thread spends its time, by py-spy: in which part of the model's forward pass, or of the
+rest of a step; and how busy the thread of the event loop is meanwhile.
 
     python -m bench.overhead --streams 16
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +56,41 @@ async def decode(address: str, streams: int, speculation: Any, profile: list[str
         raise SystemExit(f"py-spy: {errors.decode().strip()}")
 
 
-def shares(stacks: str) -> tuple[Counter[str], Counter[str]]:
-    """Samples of the step thread by part, and of a step's remainder by function; from py-spy's raw format."""
-    parts: Counter[str] = Counter()
-    rest: Counter[str] = Counter()
+@dataclass
+class Shares:
+    """Samples."""
+
+    forward: Counter[str]  # of the step thread, by part of the forward pass
+    rest: Counter[str]  # of the step thread otherwise in a step, by function
+    waiting: int  # of the step thread between steps
+    event_loop: int  # of the event loop's thread, while it was awake
+
+
+def shares(stacks: str) -> Shares:
+    """From py-spy's raw format."""
+    found = Shares(Counter(), Counter(), 0, 0)
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
         names = [frame.partition(" (")[0] for frame in frames.split(";")]
-        if "StepLoop.turn" not in names:
-            continue
-        outer = "StepLoop._step" if "StepLoop._step" in names else "StepLoop.turn"
-        inner = [*names[names.index(outer) + 1 :], f"{outer} itself"][0]
-        if inner.endswith("Engine.forward"):
-            parts["forward"] += int(count)
-        else:
-            parts["rest of the step"] += int(count)
-            rest[inner] += int(count)
-    return parts, rest
+        if "StepLoop.turn" in names:
+            outer = "StepLoop._step" if "StepLoop._step" in names else "StepLoop.turn"
+            inner = [*names[names.index(outer) + 1 :], f"{outer} itself"]
+            if inner[0].endswith("Engine.forward"):
+                found.forward[_part(inner)] += int(count)
+            else:
+                found.rest[inner[0]] += int(count)
+        elif "Worker._run" in names:
+            found.waiting += int(count)
+        elif "BaseEventLoop._run_once" in names and names[-1] != "EpollSelector.select":
+            found.event_loop += int(count)
+    return found
+
+
+def _part(inner: list[str]) -> str:
+    """Of a forward pass, by the functions that it is in."""
+    if "Float32Head.forward" in inner:
+        return "output head"
+    return "layers" if inner[-1] == "Decoder.__call__" else "what prepares them"
 
 
 def main() -> None:
@@ -91,14 +111,17 @@ def main() -> None:
         pid = str(stack.children["verifier"].process.pid)
         profile = [str(spy), "record", "--pid", pid, "--duration", str(args.seconds), "--format", "raw"]
         asyncio.run(decode(stack.address, args.streams, args.speculation, [*profile, "--idle", "--output", str(out)]))
-        parts, rest = shares(out.read_text())
-    step = parts["forward"] + parts["rest of the step"]
-    print(f"{args.streams} streams, {sum(parts.values())} samples of the step thread")
-    for name, count in parts.most_common():
-        print(f"{name:24} {100 * count / sum(parts.values()):5.1f} %")
-    print(f"outside the forward pass: {100 * parts['rest of the step'] / step:.1f} % of a step; of this")
-    for name, count in rest.most_common(6):
-        print(f"    {name:24} {100 * count / step:5.1f} %")
+        found = shares(out.read_text())
+    forward, rest = found.forward.total(), found.rest.total()
+    step = forward + rest
+    print(f"{args.streams} streams, {step + found.waiting} samples of the step thread, {step} in steps; of these")
+    print(f"{'forward pass':28} {100 * forward / step:5.1f} %")
+    for part, count in found.forward.most_common():
+        print(f"    {part:24} {100 * count / step:5.1f} %")
+    print(f"{'rest':28} {100 * rest / step:5.1f} %")
+    for function, count in found.rest.most_common(6):
+        print(f"    {function:24} {100 * count / step:5.1f} %")
+    print(f"the event loop's thread was awake in {100 * found.event_loop / (step + found.waiting):.1f} %")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m bench.wire
 
-The services with the demo pair, one stream at a time, speculation always on, through a proxy that counts what passes
-it, HTTP/2's frames included. With `--step-ms` the target's steps last as long as a larger one's (`bench.long_steps`).
-An outcome is foreseen if candidates for what follows it lay at the verifier when the step that brought it was over:
-the next one then starts at once, whatever the network takes.
+The services with the demo pair, one stream at a time, speculation always on (or, with `--speculation draft`, where it
+pays), through a proxy that counts what passes it, HTTP/2's frames included. With `--step-ms` the target's steps last as
+long as a larger one's (`bench.long_steps`). An outcome is foreseen if candidates for what follows it lay at the
+verifier when the step that brought it was over: the next one then starts at once, whatever the network takes.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--step-ms", type=float, default=0.0, help="of the target, at least; simulated")
+    parser.add_argument("--speculation", choices=["always", "draft", "auto"], default="always")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args()
@@ -116,7 +117,7 @@ def main() -> None:
                     rule=rule,
                     seed=seed,
                     ignore_end_token=True,
-                    speculation="always",
+                    speculation=args.speculation,
                 )
             n = counted.count().since(before)
             ways = [n.to_verifier, n.from_verifier, n.to_draft, n.from_draft]
