@@ -90,7 +90,8 @@ def _part(inner: list[str]) -> str:
     """Of a forward pass, by the functions that it is in."""
     if "Float32Head.forward" in inner:
         return "output head"
-    return "layers" if inner[-1] == "Decoder.__call__" else "what prepares them"
+    compiled, interpreted = inner[-1] == "Decoder.__call__", "sequence.<locals>.layers" in inner
+    return "layers" if compiled or interpreted else "what prepares them"
 
 
 def main() -> None:

@@ -27,9 +27,8 @@ WARM_SECONDS = 0.1
 """Of passes that are not counted: kernels are compiled for each number of rows, and the caches are full of what others
 have left there."""
 
-REPEATS = 15
-MOST_SECONDS = 0.5
-"""Of passes over so many rows that are counted, five at least."""
+FEWEST, MOST, ENOUGH_SECONDS = 5, 15, 0.5
+"""Passes that are counted."""
 
 Times = dict[str, float]
 """Seconds by "threads/rows" of the target; by "draft" of the draft."""
@@ -103,7 +102,7 @@ def _median(engine: Engine, packed: PackedBatch) -> float:
     while time.perf_counter() - begin < WARM_SECONDS:
         engine.forward(packed)
     seconds: list[float] = []
-    while len(seconds) < REPEATS and (len(seconds) < 5 or sum(seconds) < MOST_SECONDS):
+    while len(seconds) < FEWEST or (len(seconds) < MOST and sum(seconds) < ENOUGH_SECONDS):
         begin = time.perf_counter()
         engine.forward(packed)
         seconds.append(time.perf_counter() - begin)

@@ -20,8 +20,8 @@ Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
 async def joined(responses: Responses, spacing: float = SPACING) -> Responses:
-    """Of one sample. The first one goes at once, as does the one that ends it; what comes too early goes with the next,
-    or before an error."""
+    """Of one sample. The first one goes at once, as does the one that ends it. What comes too early goes with the next,
+    or before an error: there is no clock, so that where a text stalls its last hundredths of a second wait as well."""
     pending: generation_pb2.GenerateResponse | None = None
     told = -spacing
     async with aclosing(responses):
@@ -36,13 +36,18 @@ async def joined(responses: Responses, spacing: float = SPACING) -> Responses:
             if pending is not None:
                 yield pending
             raise
+    if pending is not None:
+        yield pending
 
 
 def _join(
     first: generation_pb2.GenerateResponse, then: generation_pb2.GenerateResponse
 ) -> generation_pb2.GenerateResponse:
-    """One response for two. The times are those of the later one."""
+    """One response for two. Times are the later one's, but that waits add up."""
     text, steps, drafted = first.text + then.text, first.steps + then.steps, first.drafted + then.drafted
+    queued = first.timings.queued_us + then.timings.queued_us
     first.MergeFrom(then)
     first.text, first.steps, first.drafted = text, steps, drafted
+    first.timings.CopyFrom(then.timings)
+    first.timings.queued_us = queued
     return first

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine import packed_products
 from specdec.engine.arithmetic import Array, array_of
 from specdec.engine.decoder_layers import PRODUCTS, Buffers, Rows, Shares, Weights, compiled, interpreted
 from specdec.engine.invariance import TiledLinear
-from specdec.engine.linear import PackedLinear, join
+from specdec.engine.linear import join
 from specdec.engine.packed_products import PackedProducts, References
 from specdec.engine.path_attention import EVERYTHING, PathAttention
 from specdec.engine.pretrained import LayerAttention
@@ -62,7 +61,7 @@ class _Workspace:
     normal: Tensor  # [t, hidden]
     inputs: list[Tensor]  # of the products, one for each kind
     buffers: Buffers  # the same memory
-    references: References  # to the inputs
+    references: References | None  # to the inputs, if compiled code is to read them
 
 
 class Decoder:
@@ -88,9 +87,7 @@ class Decoder:
         tiling = next((linear.rows for linear in self._linears if isinstance(linear, TiledLinear)), None)
         self._rows_of_a_tile = math.inf if tiling is None else tiling.counts[-1]
         self._untiled = [linear.linear if isinstance(linear, TiledLinear) else linear for linear in self._linears]
-        packed = [linear for linear in self._untiled if isinstance(linear, PackedLinear)]
-        whole = packed_products.AVAILABLE and len(packed) == len(self._untiled)
-        self._packed = PackedProducts(packed, PRODUCTS) if whole else None
+        self._packed = PackedProducts.fitting(self._untiled, PRODUCTS)
         self._workspaces: dict[int, _Workspace] = {}
         self._make_room(1)
 
@@ -99,6 +96,7 @@ class Decoder:
         batch = attention.batch
         rows = len(tokens)
         self._know_angles(int(batch.positions.max()))
+        assert attention.memory.whole is not None  # the layers of these models are alike
         keys, values = attention.memory.whole
         work = self._workspace(rows)
         work.buffers.residual[:] = 0
@@ -124,7 +122,7 @@ class Decoder:
     def _products(self, work: _Workspace, rows: int) -> tuple[Any, Callable[..., None]]:
         """As the layers take them that come with them."""
         tiled = rows > self._rows_of_a_tile
-        if self._packed is not None and not tiled:
+        if self._packed is not None and work.references is not None and not tiled:
             return self._packed.of(work.references, like=work.buffers.normal), compiled(self._width)
         linears = self._linears if tiled else self._untiled
         return list(map(_product, linears, itertools.cycle(work.inputs))), interpreted(self._width)
@@ -144,7 +142,8 @@ class Decoder:
                 array_of(attended).reshape(query.shape),
                 array_of(gated),
             )
-            found = self._workspaces[rows] = _Workspace(normal, inputs, buffers, References(inputs))
+            references = None if self._packed is None else References(inputs)
+            found = self._workspaces[rows] = _Workspace(normal, inputs, buffers, references)
         return found
 
     def _make_room(self, rows: int) -> None:
@@ -169,7 +168,7 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
     around = [norm for layer in inside.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms = np.stack([_weight(norm) for norm in (*around, inside.norm)])
     of_heads = [
-        [_weight(norm) for norm in (getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")) if norm]
+        [_weight(getattr(layer.self_attn, name)) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
         for layer in inside.layers
     ]
     return Weights(
@@ -192,7 +191,7 @@ def _linears(layer: Any) -> tuple[Any, ...]:
 def _embedding(embed: Any) -> Callable[[Tensor], Array]:
     """Rows [t, hidden], as stored, of tokens [t]. A plain table is read as an array: torch would give the interpreter's
     lock away for it."""
-    if type(embed) is torch.nn.Embedding and type(embed.weight) is torch.nn.Parameter:
+    if type(embed) is torch.nn.Embedding and type(embed.weight) is torch.nn.Parameter and not embed._forward_hooks:
         table = array_of(embed.weight.detach())
         return lambda tokens: table[tokens.numpy()]
     return lambda tokens: array_of(embed(tokens))

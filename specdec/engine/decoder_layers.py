@@ -20,7 +20,7 @@ from specdec.engine.path_attention import kernel
 from specdec.engine.team import Cuts
 
 PRODUCTS = 4
-"""Products of a layer: queries, keys and values; attention's output; gates and ups; back to the residual."""
+"""Of a layer. They read, in this order, the buffers `normal`, `attended`, `normal` and `gated`."""
 
 QKV, BACK, GATE_AND_UP, DOWN = range(PRODUCTS)
 
@@ -67,9 +67,9 @@ class Shares(NamedTuple):
     attention: Cuts
 
 
-def sequence(attend: Callable[..., None], product: Callable[[Any, int], Array]) -> Callable[..., None]:
-    """The layers, with attention by a kernel for their heads, and product(products, number), which reads the
-    buffer that is its input."""
+def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
+    """The layers, with attention by a kernel for their heads; multiply(products, number) gives the result of a
+    product."""
 
     def layers(
         products: Any,
@@ -88,7 +88,7 @@ def sequence(attend: Callable[..., None], product: Callable[[Any, int], Array]) 
             own = PRODUCTS * layer
             add_and_normalise(residual, update, norms[2 * layer], weights.epsilon, normal, shares.norms)
             rotate(
-                product(products, own + QKV),
+                multiply(products, own + QKV),
                 weights.head_norms[layer],
                 weights.epsilon,
                 weights.cos,
@@ -113,10 +113,10 @@ def sequence(attend: Callable[..., None], product: Callable[[Any, int], Array]) 
                 buffers.attended,
                 shares.attention,
             )
-            update = product(products, own + BACK)
+            update = multiply(products, own + BACK)
             add_and_normalise(residual, update, norms[2 * layer + 1], weights.epsilon, normal, shares.norms)
-            gate(product(products, own + GATE_AND_UP), buffers.gated, shares.gates)
-            update = product(products, own + DOWN)
+            gate(multiply(products, own + GATE_AND_UP), buffers.gated, shares.gates)
+            update = multiply(products, own + DOWN)
         add_and_normalise(residual, update, norms[2 * len(keys)], weights.epsilon, normal, shares.norms)
 
     return layers

@@ -28,20 +28,21 @@ from specdec.engine.linear import PackedLinear
 
 Handles = NDArray[np.int64]
 
-OPERATOR = (
-    "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
-)
-"""What the C function was generated from: with other arguments it would be another."""
+TESTED = ("2.13.",)
+"""Versions of torch whose function takes what is given to it here. A C function cannot be asked."""
+
+FUNCTIONS = ("aoti_torch_cpu__linear_pointwise", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
 
 
 def _library() -> Any:
-    """torch's own, or None if it has not the function as we know it."""
+    """torch's own, or None if it has not the functions as we know them."""
+    if not torch.__version__.startswith(TESTED):
+        return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        known = str(torch.ops.mkldnn._linear_pointwise.default._schema) == OPERATOR
-        return library if known and hasattr(library, "aoti_torch_cpu__linear_pointwise") else None
-    except (OSError, AttributeError):
+    except OSError:
         return None
+    return library if all(hasattr(library, name) for name in FUNCTIONS) else None
 
 
 _torch = _library()
@@ -70,7 +71,8 @@ class Products(NamedTuple):
     biases: Handles  # [layers * kinds] addresses of handles; 0: none
     inputs: Handles  # [kinds]
     outputs: NDArray[np.int64]  # [kinds] columns of the results
-    results: Handles  # [kinds] the latest results; 0: none yet. Then an address
+    results: Handles  # [kinds] the latest; 0: none yet
+    address: NDArray[np.int64]  # [1] of the last result's numbers
     like: Array  # [t, ...] as the inputs are stored
 
 
@@ -80,7 +82,7 @@ class References:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
         self.handles: Handles = np.asarray([_pointer(capsule, None) for capsule in capsules], dtype=np.int64)
-        weakref.finalize(self, _give_all_back, self.handles)
+        _give_back_after(self, self.handles)
 
 
 class PackedProducts:
@@ -93,12 +95,33 @@ class PackedProducts:
         places = iter(self._biases.handles.ctypes.data + 8 * np.arange(len(self._biases.handles)))
         self._places = np.asarray([0 if bias is None else next(places) for bias in biases], dtype=np.int64)
         self._outputs = np.asarray([linear.out_features for linear in linears[:kinds]], dtype=np.int64)
-        self._results = np.zeros(kinds + 1, dtype=np.int64)
-        weakref.finalize(self, _give_all_back, self._results[:kinds])
+        self._results, self._address = np.zeros(kinds, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        _give_back_after(self, self._results)
+
+    @classmethod
+    def fitting(cls, linears: Sequence[Any], kinds: int) -> PackedProducts | None:
+        """If that is what these layers are, and torch is as we know it."""
+        packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+        shapes = [(linear.in_features, linear.out_features) for linear in packed]
+        alike = all(shape == shapes[number % kinds] for number, shape in enumerate(shapes))
+        return cls(packed, kinds) if AVAILABLE and alike and len(packed) == len(linears) else None
 
     def of(self, inputs: References, like: Array) -> Products:
         """Of these inputs, one for each kind, with as many rows as `like`, and stored like it."""
-        return Products(self._weights.handles, self._places, inputs.handles, self._outputs, self._results, like)
+        return Products(
+            self._weights.handles,
+            self._places,
+            inputs.handles,
+            self._outputs,
+            self._results,
+            self._address,
+            like,
+        )
+
+
+def _give_back_after(owner: object, handles: Handles) -> None:
+    """When the owner is gone. At the end of the process it is left to the system: a step may still be under way."""
+    weakref.finalize(owner, _give_all_back, handles).atexit = False
 
 
 def _give_all_back(handles: Handles) -> None:
@@ -108,12 +131,6 @@ def _give_all_back(handles: Handles) -> None:
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-
-
-def _release(*all_of_them: Handles) -> None:
-    for some in all_of_them:
-        for handle in some[some != 0].tolist():
-            _give_back(handle)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -137,7 +154,8 @@ def product(products: Any, number: Any) -> Any:
     failed = _linear(
         np.uintp(x), np.uintp(weight), np.uintp(bias), _ATTRIBUTE, 0, 0, _ALGORITHM, np.uintp(result.ctypes.data)
     )
-    address = products.results[kinds:]
-    if failed or _data(np.uintp(result[0]), np.uintp(address.ctypes.data)):
-        raise RuntimeError("a matrix product has failed; torch has written why to the log")
-    return numba.carray(_pointer_to(address[0]), (len(products.like), products.outputs[kind]), products.like.dtype)
+    if failed or _data(np.uintp(result[0]), np.uintp(products.address.ctypes.data)):
+        raise RuntimeError("a matrix product has failed: its input does not fit, or memory is short")
+    return numba.carray(
+        _pointer_to(products.address[0]), (len(products.like), products.outputs[kind]), products.like.dtype
+    )

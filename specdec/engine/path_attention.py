@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine import team
-from specdec.engine.arithmetic import REORDERED, array_of, exp, narrowed, widened
+from specdec.engine.arithmetic import REORDERED, Array, array_of, exp, narrowed, widened
 from specdec.engine.paths import PathBatch
 
 SHARED_FROM = 1 << 16
@@ -40,8 +40,9 @@ class PathMemory:
 
     def __post_init__(self) -> None:
         self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
+        self.whole: tuple[Array, Array] | None = None  # [layers, slots, kv_heads, width] each
         if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
-            self.whole = array_of(self.keys), array_of(self.values)  # [layers, slots, kv_heads, width]
+            self.whole = array_of(self.keys), array_of(self.values)
 
 
 class PathAttention:

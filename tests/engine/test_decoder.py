@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.engine import decoder, packed_products
 from specdec.engine.arithmetic import array_of, exp, narrowed
 from specdec.engine.decoder import FIRST_POSITIONS, join_products
+from specdec.engine.decoder_layers import compiled
 from specdec.engine.decoder_loops import add_and_normalise, gate, rotate
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.linear import Joined, Part, join
+from specdec.engine.linear import Joined, Part, can_pack, join
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.pretrained import DTYPES as BY_NAME
 from specdec.engine.team import Cuts, evenly
 from specdec.engine.torch_engine import TorchEngine
 from tests.models import make
@@ -101,10 +103,21 @@ def test_compiled_or_interpreted_the_bits_are_the_same(
                 found.append(engine.forward(packer.pack())[: end - begin].copy())
         return np.concatenate(found)
 
-    compiled = TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1))
+    if not packed_products.AVAILABLE or not can_pack(BY_NAME[dtype]):
+        pytest.skip("no packed products here")
+    asked = []
+
+    def noted(width: int) -> Any:
+        asked.append(width)
+        return compiled(width)
+
+    monkeypatch.setattr(decoder, "compiled", noted)
+    found = logits(TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1)))
+    assert asked
+    asked.clear()
     monkeypatch.setattr(packed_products, "AVAILABLE", False)
-    interpreted = TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1))
-    np.testing.assert_array_equal(logits(compiled), logits(interpreted))
+    np.testing.assert_array_equal(found, logits(TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1))))
+    assert not asked
 
 
 def test_a_layer_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

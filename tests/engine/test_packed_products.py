@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
 import pytest
@@ -61,6 +62,26 @@ def test_what_does_not_fit_is_an_error_and_the_next_product_is_not() -> None:
         product(products.of(kept[0], like=wrong[0].numpy()), 0)
     got = product(products.of(kept[1], like=right[0].numpy()), 0)
     np.testing.assert_array_equal(got, layers[0](right[0]).numpy())
+
+
+def test_only_what_is_packed_and_alike_fits() -> None:
+    layers = linears(torch.float32)
+    assert PackedProducts.fitting(layers, 2) is not None
+    assert PackedProducts.fitting([*layers[:3], torch.nn.Linear(48, 24)], 2) is None
+    assert PackedProducts.fitting([*layers[:3], layers[0]], 2) is None
+
+
+def test_results_are_given_back() -> None:
+    """Of a gigabyte of them, with owners that stay and with owners that go, less than a tenth is there at once."""
+    wide = PackedLinear(torch.nn.Linear(8, 4096).requires_grad_(False))
+    x = torch.randn(256, 8)
+    references, lasting = References([x]), PackedProducts([wide], 1)
+    product(lasting.of(references, like=x.numpy()), 0)
+    before = getrusage(RUSAGE_SELF).ru_maxrss
+    for _ in range(128):
+        product(lasting.of(references, like=x.numpy()), 0)
+        product(PackedProducts([wide], 1).of(references, like=x.numpy()), 0)
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
 
 
 def test_references_keep_tensors_and_give_them_back() -> None:

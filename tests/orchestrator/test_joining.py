@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.joining import Responses, joined
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
 
 Response = generation_pb2.GenerateResponse
 
@@ -27,7 +27,11 @@ def response(number: int, *, last: bool = False) -> Response:
         sources=[model_pb2.TOKEN_SOURCE_DRAFT] * len(tokens),
         steps=1 + number % 2,
         drafted=number,
-        timings=generation_pb2.ChunkTimings(elapsed_us=100 + number),
+        index=3,
+        seed=None if number else 17,
+        model_fingerprint="" if number else "revision",
+        logprobs=[verifier_pb2.TokenLogprobs(chosen=-float(number))] * len(tokens),
+        timings=generation_pb2.ChunkTimings(elapsed_us=100 + number, forward_us=number % 2, queued_us=number % 3),
     )
     if last:
         made.finish.reason = model_pb2.FINISH_REASON_LENGTH
@@ -49,14 +53,17 @@ async def collected(responses: Responses) -> list[Response]:
     return [each async for each in responses]
 
 
-def contents(responses: Sequence[Response]) -> tuple[str, list[int], list[str], list[int], int, int]:
+def contents(responses: Sequence[Response]) -> tuple[object, ...]:
     return (
         "".join(each.text for each in responses),
         [token for each in responses for token in each.tokens],
         [piece for each in responses for piece in each.token_texts],
         [kind for each in responses for kind in each.sources],
+        [each.chosen for response in responses for each in response.logprobs],
+        {each.index for each in responses},
         sum(each.steps for each in responses),
         sum(each.drafted for each in responses),
+        sum(each.timings.queued_us for each in responses),
     )
 
 
@@ -67,7 +74,9 @@ def test_nothing_is_lost_added_or_moved(count: int, spacing: float) -> None:
     assert contents(got) == contents(alone)
     assert got[-1].HasField("finish")
     assert not any(each.HasField("finish") for each in got[:-1])
+    assert (got[0].seed, got[0].model_fingerprint) == (17, "revision")
     assert got[-1].timings.elapsed_us == alone[-1].timings.elapsed_us
+    assert got[-1].timings.forward_us == alone[-1].timings.forward_us
     if spacing == 0.0:
         assert len(got) == count
 
@@ -87,6 +96,15 @@ def test_what_waits_goes_before_an_error() -> None:
 
     with pytest.raises(ConnectionError, match="gone"):
         asyncio.run(read())
+    assert contents(got) == contents([response(number) for number in range(4)])
+
+
+def test_a_source_that_just_ends_loses_nothing() -> None:
+    async def endless_until(count: int) -> Responses:
+        for number in range(count):
+            yield response(number)
+
+    got = asyncio.run(collected(joined(endless_until(4), 1e9)))
     assert contents(got) == contents([response(number) for number in range(4)])
 
 
