@@ -107,7 +107,8 @@ class PackedProducts:
         return cls(packed, kinds) if AVAILABLE and alike and len(packed) == len(linears) else None
 
     def of(self, inputs: References, like: Array) -> Products:
-        """Of these inputs, one for each kind, with as many rows as `like`, and stored like it."""
+        """Of these inputs, one for each kind, with as many rows as `like`, and stored like it. Only good while this and
+        the references are there: compiled code holds no owners."""
         return Products(
             self._weights.handles,
             self._places,

@@ -80,7 +80,8 @@ def test_results_are_given_back() -> None:
     before = getrusage(RUSAGE_SELF).ru_maxrss
     for _ in range(128):
         product(lasting.of(references, like=x.numpy()), 0)
-        product(PackedProducts([wide], 1).of(references, like=x.numpy()), 0)
+        leaving = PackedProducts([wide], 1)
+        product(leaving.of(references, like=x.numpy()), 0)
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
 
 
