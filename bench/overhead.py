@@ -75,7 +75,7 @@ def shares(stacks: str) -> Shares:
         if "StepLoop.turn" in names:
             outer = "StepLoop._step" if "StepLoop._step" in names else "StepLoop.turn"
             inner = [*names[names.index(outer) + 1 :], f"{outer} itself"]
-            if inner[0].endswith("Engine.forward"):
+            if any(name.endswith("Engine.forward") for name in inner):
                 found.forward[_part(inner)] += int(count)
             else:
                 found.rest[inner[0]] += int(count)

@@ -1,0 +1,32 @@
+"""py-spy's samples, told apart."""
+
+from __future__ import annotations
+
+from bench.overhead import shares
+
+THREAD = "thread (1): step-loop;Worker._run (worker.py:70);"
+STEP = THREAD + "StepLoop.turn (step_loop.py:230);StepLoop._step (step_loop.py:250);"
+FORWARD = STEP + "step_of.<locals>.<lambda> (engine.py:60);TorchEngine.forward (torch_engine.py:134);"
+LOOP = "thread (2): MainThread;BaseEventLoop.run_forever (base_events.py:607);BaseEventLoop._run_once (base_events.py:1);"
+
+
+def test_every_sample_has_its_place() -> None:
+    found = shares(
+        "\n".join(
+            [
+                FORWARD + "Decoder.__call__ (decoder.py:106) 50",
+                FORWARD + "Decoder.__call__ (decoder.py:121);Float32Head.forward (linear.py:56) 9",
+                FORWARD + "Decoder.__call__ (decoder.py:100);sequence.<locals>.layers (decoder_layers.py:90) 3",
+                FORWARD + "PathAttention.__init__ (path_attention.py:55) 2",
+                STEP + "walk (walk.py:20);choose (rows.py:39) 7",
+                THREAD + "StepLoop.turn (step_loop.py:231) 1",
+                THREAD + "Worker._receive (worker.py:88) 20",
+                LOOP + "EpollSelector.select (selectors.py:468) 90",
+                LOOP + "Handle._run (events.py:80) 10",
+                "thread (3): poller;Thread.run (threading.py:982) 100",
+            ]
+        )
+    )
+    assert found.forward == {"layers": 53, "output head": 9, "what prepares them": 2}
+    assert found.rest == {"walk": 7, "StepLoop.turn itself": 1}
+    assert (found.waiting, found.event_loop) == (20, 10)
