@@ -7,7 +7,7 @@ from bench.overhead import shares
 THREAD = "thread (1): step-loop;Worker._run (worker.py:70);"
 STEP = THREAD + "StepLoop.turn (step_loop.py:230);StepLoop._step (step_loop.py:250);"
 FORWARD = STEP + "step_of.<locals>.<lambda> (engine.py:60);TorchEngine.forward (torch_engine.py:134);"
-LOOP = "thread (2): MainThread;BaseEventLoop.run_forever (base_events.py:607);BaseEventLoop._run_once (base_events.py:1);"
+LOOP = "thread (2): MainThread;BaseEventLoop.run_forever (events.py:607);BaseEventLoop._run_once (events.py:1906);"
 
 
 def test_every_sample_has_its_place() -> None:
