@@ -345,6 +345,9 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         least = 32 if name == "prompt_tokens" else 1
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least {least}")
+    for name in ("learning", "patience"):
+        if not getattr(args, name) >= 0:
+            parser.error(f"--{name} is {getattr(args, name):g}, must not be negative")
     if unknown := set(args.kinds) - KINDS.keys():
         parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
     if unknown := set(args.peers) - {"transformers", "none"}:

@@ -127,6 +127,8 @@ def test_only_what_runs_is_asked() -> None:
     [
         (["--tokens", "0"], "--tokens is 0, must be at least 1"),
         (["--prompt-tokens", "8"], "--prompt-tokens is 8, must be at least 32"),
+        (["--learning", "-1"], "--learning is -1, must not be negative"),
+        (["--patience", "nan"], "--patience is nan, must not be negative"),
         (["--kinds", "poems"], "--kinds: poems is none of code, prose, editing, chat"),
         (["--streams", "0"], "0 streams: must be at least 1"),
         (["--streams", "two"], "argument --streams"),
