@@ -66,8 +66,8 @@ class Verification:
         self._preemptions = [0]  # by each verifier
 
     async def commits(self) -> AsyncGenerator[verifier_pb2.Commit, None]:
-        """In order, each once, until the last. To ask for the next one says that the client has
-        read this one, or will with the next."""
+        """In order, each once, until the last. To ask for the next one says that the client has read this one, or will
+        with the next."""
         while True:
             pod = await self._next_pod()
             longest_step = partial(self._longest_step, pod)

@@ -43,7 +43,8 @@ if AVAILABLE:
 
 @functools.cache
 def evenly(rows: int, threads: int, least: int) -> Cuts:
-    """As many of the rows for each thread, if there is one for each, and the `least` that pay the handing over."""
+    """As many of the rows for each thread, if there is one for each, and the `least` that pay the handing over. Kept
+    for whoever asks again: not to be written to."""
     shares = threads if AVAILABLE and rows >= max(least, threads) else 1
     return np.arange(shares + 1) * rows // shares
 
