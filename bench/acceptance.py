@@ -33,7 +33,9 @@ from specdec.engine.blocks import BlockPool
 from specdec.engine.load import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
-from verifier_service.session import CORRECTION, Descent, Policy, Session, SessionRequest
+from verifier_service.descent import Descent
+from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.verdict import CORRECTION
 from verifier_service.walk import walk
 
 CAPACITY = 4096

@@ -100,10 +100,11 @@ class LlamaServer:
 
     def run(self, load: Load, how: str = "") -> Answer:
         with contextlib.ExitStack() as exits:
-            pool = exits.enter_context(ThreadPoolExecutor(len(load.prompts)))
             connections = [
                 exits.enter_context(contextlib.closing(_connection(self.port, ANSWER_SECONDS))) for _ in load.prompts
             ]
+            # Left first: a connection that is closed before it is asked would open itself again.
+            pool = exits.enter_context(ThreadPoolExecutor(len(load.prompts)))
             try:
                 for connection in connections:
                     connection.connect()  # before the clock starts
@@ -169,26 +170,26 @@ def _ask(connection: http.client.HTTPConnection, load: Load, number: int, record
     }
     connection.request("POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"})
     socket_, known = connection.sock, 0
-    answer = connection.getresponse()
-    if answer.status != http.client.OK:
-        raise SubjectError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
-    for line in answer:
-        # The server waits for what it sent to be acknowledged before it sends the next token; the kernel waits as well,
-        # some 40 ms for something to send along, unless it is told not to, each time anew.
-        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-        kind, _, text = line.partition(b": ")
-        if kind == b"error":
-            raise SubjectError(text.decode(errors="replace").strip()[:300])
-        if kind != b"data":
-            continue
-        said = json.loads(text)
-        if "error" in said:
-            raise SubjectError(str(said["error"])[:300])
-        # Where a character is not whole yet, it waits with the token, and at the end goes on for a token or two.
-        so_far = min(said["tokens_predicted"], load.max_tokens)
-        if so_far > known:
-            record.add(number, so_far - known)
-            known = so_far
-        if said["stop"]:
-            return int(said["timings"].get("draft_n_accepted", 0))
+    with connection.getresponse() as answer:  # which may be broken off, and has the socket then
+        if answer.status != http.client.OK:
+            raise SubjectError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
+        for line in answer:
+            # The server waits for what it sent to be acknowledged before it sends the next token; the kernel waits as
+            # well, some 40 ms for something to send along, unless it is told not to, each time anew.
+            socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+            kind, _, text = line.partition(b": ")
+            if kind == b"error":
+                raise SubjectError(text.decode(errors="replace").strip()[:300])
+            if kind != b"data":
+                continue
+            said = json.loads(text)
+            if "error" in said:
+                raise SubjectError(str(said["error"])[:300])
+            # Where a character is not whole yet, it waits with the token, and at the end goes on for a token or two.
+            so_far = min(said["tokens_predicted"], load.max_tokens)
+            if so_far > known:
+                record.add(number, so_far - known)
+                known = so_far
+            if said["stop"]:
+                return int(said["timings"].get("draft_n_accepted", 0))
     raise SubjectError("its answer broke off")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.serving.outbox import Outbox
-from verifier_service.session import Verdict
-from verifier_service.step_loop import StepTimes
+from verifier_service.attached import StepTimes
+from verifier_service.verdict import Verdict
 
 
 class _AtOnce:

@@ -147,7 +147,9 @@ def _step_times(rounds: list[dict[str, float]]) -> list[str]:
             target.setdefault(f"threads: {threads}", {})[rows] = f"{milliseconds:.1f}"
     heads = list(next(iter(target.values())))
     lines = grid("", heads, ((threads, list(cells.values())) for threads, cells in target.items()))
-    return lines + [f"\nA step of the draft, one row: {median['draft']:.2f} ms."] * ("draft" in median)
+    if "draft" in median:
+        lines.append(f"\nA step of the draft, one row: {median['draft']:.2f} ms.")
+    return lines
 
 
 def _facts(report: Report) -> list[str]:

@@ -21,9 +21,10 @@ from draft_service.session import Extension, Frontier, GrowthPolicy
 from specdec.decoding.tree import Node, Paths
 from specdec.serving.outbox import Outbox
 from specdec.v1 import draft_pb2, verifier_pb2
+from verifier_service.attached import Attached, StepTimes
 from verifier_service.servicer import response
-from verifier_service.session import Policy, Verdict
-from verifier_service.step_loop import Attached, StepTimes
+from verifier_service.session import Policy
+from verifier_service.verdict import Verdict
 
 
 class DraftSession(draft_service.session.Session):

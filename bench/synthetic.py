@@ -22,9 +22,10 @@ from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
+from verifier_service.attached import Attached
 from verifier_service.cost import StepCost
 from verifier_service.session import Policy, Session, SessionRequest
-from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop
+from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
 MOST_NODES = 192
 

@@ -19,8 +19,12 @@ from specdec.decoding.tree import Node
 from verifier_service.cost import StepCost
 
 STRETCH = 0.7
-"""Prompts make a step of decoding sessions longer by at most this part of it; by more where more wait than are
-held up, in proportion."""
+"""Prompts make a step of decoding sessions longer by at most this part of it, or as long as a BLINK; by more, or as
+long as several, where more wait than are held up, in proportion."""
+
+BLINK = 0.025
+"""Seconds that hardly anybody notices: commits of undrafted sessions are joined for as long, and steps with prompts may
+take as long, since a prompt costs the more the smaller its pieces are."""
 
 LEAST_PROMPT_ROWS = 8
 """A prompt goes on by so many tokens a step at least, however dear they are."""
@@ -39,10 +43,10 @@ class Choice(NamedTuple):
 
 
 def candidates(offers: Sequence[Offers], cost: StepCost, rows: int, most: int) -> Choice:
-    """`rows` are in the step already, a token is sure to come of each session; at most `most` rows are added."""
+    """`rows` are in the step already, and a token is sure to come of each; at most `most` rows are added."""
     chosen: list[list[Node]] = [[] for _ in offers]
     ranked = heapq.merge(*map(_numbered, count(), offers), key=lambda offer: offer[0])
-    expected, time = float(len(offers)), cost.of(rows)
+    expected, time = float(rows), cost.of(rows)
     price = expected * (cost.of(rows + 1) / time - 1.0)
     for negative_reach, index, node in islice(ranked, most):
         gain = math.exp(-negative_reach)
@@ -60,13 +64,29 @@ def _numbered(index: int, offers: Offers) -> Iterator[tuple[float, int, Node]]:
         yield -reach, index, node
 
 
-def window_size(sizes: Sequence[Lookahead], gain: float, tokens: float, cost: StepCost, rows: int) -> Lookahead | None:
-    """The first size of window that costs no more than it brings: `gain` tokens a step. The step has `rows` rows
-    and is expected to bring `tokens` without it."""
-    for size in sizes:
-        if tokens * (cost.of(rows + size.rows) / cost.of(rows) - 1.0) <= gain:
-            return size
-    return None
+class WindowPrices:
+    """What lookahead windows cost, in tokens, that are added to a step of `rows` rows which is expected to bring
+    `tokens` without them."""
+
+    def __init__(self, tokens: float, cost: StepCost, rows: int) -> None:
+        self._tokens, self._cost, self._rows = tokens, cost, rows
+        self._prices: dict[Lookahead, float] = {}  # asked for by every session of the step
+
+    def add(self, rows: int) -> None:
+        """A window has taken so many more."""
+        self._rows += rows
+        self._prices.clear()
+
+    def affordable(self, sizes: Sequence[Lookahead], gain: float) -> Lookahead | None:
+        """The first size of window that costs no more than it brings: `gain` tokens a step."""
+        return next((size for size in sizes if self._of(size) <= gain), None)
+
+    def _of(self, size: Lookahead) -> float:
+        price = self._prices.get(size)
+        if price is None:
+            with_it, without = self._cost.of(self._rows + size.rows), self._cost.of(self._rows)
+            price = self._prices[size] = self._tokens * (with_it / without - 1.0)
+        return price
 
 
 def prompt_rows(remaining: Sequence[int], decoding: int, cost: StepCost, rows: int, most: int) -> list[int]:
@@ -76,8 +96,9 @@ def prompt_rows(remaining: Sequence[int], decoding: int, cost: StepCost, rows: i
     """
     budget = most
     if decoding:
-        patience = 1.0 + STRETCH * max(1.0, len(remaining) / decoding)
-        budget = min(most, max(LEAST_PROMPT_ROWS, cost.rows_within(patience * cost.of(rows)) - rows))
+        readers = max(1.0, len(remaining) / decoding)  # of prompts, for each who is held up
+        seconds = max((1.0 + STRETCH * readers) * cost.of(rows), BLINK * readers)
+        budget = min(most, max(LEAST_PROMPT_ROWS, cost.rows_within(seconds) - rows))
     shares = [0] * len(remaining)
     waiting = len(remaining)
     for index in sorted(range(len(remaining)), key=remaining.__getitem__):

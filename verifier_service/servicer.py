@@ -26,8 +26,10 @@ from specdec.serving.wire import (
     token_violations,
 )
 from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.session import Policy, Session, SessionRequest, Verdict
-from verifier_service.step_loop import Attached, StepLoop, StepTimes
+from verifier_service.attached import Attached, StepTimes
+from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.step_loop import StepLoop
+from verifier_service.verdict import Verdict
 
 log = structlog.get_logger()
 

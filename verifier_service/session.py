@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.decoding.choice import Ask, Chooser
-from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.choice import Chooser
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.processing import History
-from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.tree import Node, Paths, TokenTree
@@ -22,38 +21,11 @@ from specdec.engine.kv import PoolFullError, Slots
 from specdec.serving import checksum
 from verifier_service.guesses import MOST_NODES, Foresight, Guesser
 from verifier_service.pace import Pace, Prospect
+from verifier_service.planned import Planned, plan_below
+from verifier_service.verdict import CONTEXT, CORRECTION, DRAFT, LENGTH, STOP, Verdict
 
-DRAFT, CORRECTION, BONUS, PLAIN = 1, 2, 3, 4  # specdec.v1.TokenSource
-STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v1.FinishReason
-
-
-@dataclass
-class Verdict:
-    """What a step, or several, add to a session."""
-
-    base: int
-    offered: int
-    tokens: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    accepted: int = 0
-    finish: int = 0  # FinishReason; 0: goes on
-    steps: int = 1
-    checksum: int = 0  # as in Commit
-
-    def joined(self, later: Verdict) -> Verdict:
-        """This verdict and the one of the steps that followed."""
-        return Verdict(
-            base=self.base,
-            offered=self.offered + later.offered,
-            tokens=self.tokens + later.tokens,
-            sources=self.sources + later.sources,
-            logprobs=self.logprobs + later.logprobs,
-            accepted=self.accepted + later.accepted,
-            finish=later.finish,
-            steps=self.steps + later.steps,
-            checksum=later.checksum,
-        )
+if TYPE_CHECKING:
+    from verifier_service.descent import Descent
 
 
 @dataclass(frozen=True)
@@ -82,19 +54,6 @@ class Policy:
     always: bool = False  # whether or not it pays
     guess: bool = False  # without one as well
     lookahead: Lookahead | None = None  # the window that is wanted, whether or not it pays; None: one that pays
-
-
-@dataclass
-class Planned:
-    """A session's rows of a step under way: where to find the logits of the tip and of each candidate."""
-
-    count: int  # committed tokens among them
-    tip: int | None = None  # None: a piece of prompt that does not reach the tip
-    results: dict[int, int] = field(default_factory=dict)  # id(node) -> index among the results
-    slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
-    candidates: list[Node] = field(default_factory=list)
-    foresight: Foresight | None = None
-    foreseen: list[int] = field(default_factory=list)  # for each place it asks about, an index among the results
 
 
 class Session:
@@ -140,6 +99,11 @@ class Session:
     def contrasts(self) -> bool:
         """Whether no token can be chosen without the draft's distribution at its place."""
         return self.request.chooser.rule is Rule.CONTRASTIVE
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it may have candidates at all."""
+        return self.policy.speculate or self.guesses
 
     @property
     def computable(self) -> int:
@@ -231,7 +195,7 @@ class Session:
     @property
     def allowance(self) -> int:
         """Candidates it may have in a step."""
-        if self.remaining_prompt or not (self.policy.speculate or self.guesses):
+        if self.remaining_prompt or not self.speculates:
             return 0
         return self.policy.max_candidates
 
@@ -271,63 +235,10 @@ class Session:
         if end == self.tree.base:
             planned.tip = packer.want(rows[-1])
         if planned.tip is not None and (nodes or foresight):
-            self._plan_tree(packer, nodes, list(rows), planned, scratch, foresight)
+            planned.below = plan_below(packer, self.tree.root, planned.tip, own, list(rows), nodes, scratch, foresight)
         else:
             packer.add_path(own[:end], rows)
         return planned
-
-    def _plan_tree(
-        self,
-        packer: Packer,
-        nodes: list[Node],
-        rows: list[int],
-        planned: Planned,
-        scratch: list[int],
-        foresight: Foresight | None,
-    ) -> None:
-        """Rows for candidates and a window, and a path of keys to each leaf.
-
-        The most probable path is written where its tokens will stand if they are accepted; only side branches
-        need scratch slots, and copying if one of them wins.
-        """
-        own = self.slots
-        planned.candidates = nodes
-        principal: Node | None = self.tree.root
-        row_of: dict[int, int] = {}
-        inner: set[int] = set()
-        for node in nodes:  # best first, so the first child met is the principal path's next
-            if node.parent is principal:
-                principal, slot = node, int(own[node.position])
-            else:
-                slot = scratch.pop()
-            row = packer.add_row(node.token, node.position, slot)
-            planned.slots[id(node)] = slot
-            planned.results[id(node)] = packer.want(row)
-            row_of[id(node)] = row
-            inner.add(id(node.parent))
-        if foresight is not None:
-            ahead = [node for node in foresight.nodes if id(node) not in row_of]  # a trunk may be among the candidates
-            for node in ahead:
-                planned.slots[id(node)] = slot = scratch.pop()
-                row_of[id(node)] = packer.add_row(node.token, node.position, slot)
-                inner.add(id(node.parent))
-            planned.foresight = foresight
-            planned.foreseen = [_result(packer, planned, node, row_of) for node in foresight.asked]
-            nodes = nodes + ahead
-        prefix = own[: self.tree.base]
-        for leaf in nodes:
-            if id(leaf) in inner:
-                continue
-            path = leaf.path()
-            keys = np.concatenate([prefix, [planned.slots[id(node)] for node in path]])
-            rows += [row_of.pop(id(node)) for node in path if id(node) in row_of]
-            packer.add_path(keys, rows)
-            rows = []
-
-    def asks_ahead(self, planned: Planned) -> Iterator[Ask]:
-        """What is to be chosen below the window of a step."""
-        assert planned.foresight is not None
-        return self.guesser.asks(planned.foresight, self.history)
 
     def settle(self, descent: Descent, now: float) -> Verdict:
         """Take what the walk has found into the text."""
@@ -350,80 +261,3 @@ class Session:
         if position + 1 >= self.end:
             return LENGTH if self.end == len(self.request.prompt) + self.request.max_tokens else CONTEXT
         return 0
-
-
-def _result(packer: Packer, planned: Planned, node: Node, row_of: dict[int, int]) -> int:
-    """Where a window's node finds its logits: it may be the tip, or a candidate."""
-    if node.parent is None:
-        assert planned.tip is not None
-        return planned.tip
-    known = planned.results.get(id(node))
-    return packer.want(row_of[id(node)]) if known is None else known
-
-
-class Descent:
-    """A session's way down the tree in one step."""
-
-    def __init__(self, session: Session, planned: Planned) -> None:
-        assert planned.tip is not None  # a piece of prompt decides nothing
-        self.session = session
-        self.planned = planned
-        self.verdict = Verdict(session.tree.base, offered=len(planned.results))
-        self.moves: list[tuple[int, int]] = []  # slots (from, to) to copy
-        self.rows: list[int] = []  # results visited
-        self.error: Exception | None = None
-        self.row = planned.tip
-        self._node = session.tree.root
-        self._path: list[int] = []
-
-    def ask(self) -> Ask:
-        return self._ask(self._node, self._path)
-
-    def asks(self) -> Iterator[tuple[int, Ask]]:
-        """What may be asked on any way, and about the window: rows of the results, and the question to each."""
-        yield self.row, self.ask()
-        for node in self.planned.candidates:
-            yield self.planned.results[id(node)], self._ask(node, [step.token for step in node.path()])
-        if self.planned.foresight is not None:
-            yield from zip(self.planned.foreseen, self.session.asks_ahead(self.planned), strict=True)
-
-    def take(self, token: int) -> bool:
-        node, planned, verdict = self._node, self.planned, self.verdict
-        position = node.position + 1
-        for guessed in node.children.values():
-            if guessed.origin != DRAFT and id(guessed) in planned.results:
-                self.session.guesser.tested(guessed, guessed.token == token)
-        child = node.children.get(token)
-        if child is not None and id(child) not in planned.results:
-            child = None  # not in this step
-        self.rows.append(self.row)
-        verdict.tokens.append(token)
-        verdict.sources.append(self._source(node, child))
-        if child is not None:
-            verdict.accepted += 1
-            self._path.append(token)
-            written, own = planned.slots[id(child)], int(self.session.slots[position])
-            if written != own:
-                self.moves.append((written, own))
-        verdict.finish = self.session.finish(token, position)
-        if verdict.finish or child is None:
-            return False
-        self._node, self.row = child, planned.results[id(child)]
-        return True
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-
-    def _ask(self, node: Node, path: list[int]) -> Ask:
-        """A sampled child is put to the test whether or not it is in this step: if it is accepted, what the draft has
-        grown below it stays alive."""
-        proposal = None if node.row is None else Proposal(next(iter(node.children), None), node.row)
-        return Ask(self.session.request.chooser, node.position + 1, self.session.history, path, proposal)
-
-    def _source(self, node: Node, child: Node | None) -> int:
-        if child is not None:
-            return child.origin
-        if not self.verdict.offered:
-            return PLAIN
-        offered = any(id(other) in self.planned.results for other in node.children.values())
-        return CORRECTION if offered else BONUS

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,17 +20,22 @@ from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine, step_of
-from specdec.engine.kv import NOWHERE, PoolFullError, Slots
 from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
+from verifier_service.attached import Attached, StepTimes
 from verifier_service.cores import Cores
 from verifier_service.cost import StepCost
+from verifier_service.descent import Descent
 from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.guesses import Foresight
+from verifier_service.load import Load
 from verifier_service.pace import Prospect, wait_until
-from verifier_service.schedule import candidates, prompt_rows, window_size
-from verifier_service.session import Descent, Planned, Session, Verdict
+from verifier_service.planned import Planned
+from verifier_service.residence import Residence
+from verifier_service.schedule import BLINK, WindowPrices, candidates, prompt_rows
+from verifier_service.session import Session
 from verifier_service.shared_texts import SharedTexts
+from verifier_service.verdict import Verdict
 from verifier_service.walk import walk, warm_up
 
 log = structlog.get_logger()
@@ -42,12 +45,9 @@ MOST_CANDIDATES = 256
 
 MESSAGES_A_SECOND = 400
 """About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
-interpreter that it shares with the steps. Those of a drafted session are told at once, others are joined."""
-
-BLINK = 0.025
-"""Seconds between two commits of a session at least, but for a drafted one: each takes the steps' own cores a
-millisecond and a half, at the servicer, the orchestrator and the client, and nobody reads faster. (With 0.01 one stream
-of a model whose step takes a millisecond and a half had an eighth fewer tokens a second.)"""
+interpreter that it shares with the steps, and the steps' own cores a millisecond and a half, at the servicer, the
+orchestrator and the client. Those of a drafted session are told at once, others are joined, for a BLINK at least. (For
+0.01 seconds only, one stream of a model whose step takes a millisecond and a half had an eighth fewer tokens.)"""
 
 UNHURRIED = 0.25
 """Seconds between two commits of a session along which nobody reads."""
@@ -58,75 +58,6 @@ UNDRAFTED = Prospect(1.0)
 
 NOTHING_PAYS = 1.0
 """A price at which there is no use in drafting."""
-
-MARGIN = 16
-"""A session is let in only if this part of all blocks, or one for each running session, stays available."""
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step, and what one session went through before it."""
-
-    forward: float
-    step: float
-    waited: float  # for candidates
-    queued: float  # for memory, since its last commit
-    found: int = 0  # on the first commit: tokens that were in memory already
-    preemptions: int = 0  # so far
-    price: float = 0.0  # of a candidate: the probability from which it pays to verify one
-    drafted: int = 0  # sessions of the pod that have a draft
-    round_trip: float = 0.0  # to this session's draft and back; 0: unknown
-
-
-@dataclass(eq=False)
-class Attached:
-    """A session, where its results go, and how it fares. `message` runs on the outbox's event loop."""
-
-    session: Session
-    outbox: Outbox[Any]
-    message: Callable[[Verdict, StepTimes], Any]
-    arrival: int = 0
-    preemptions: int = 0
-    waiting_since: float = 0.0  # for memory
-    queued: float = 0.0  # seconds
-    untold: Verdict | None = None  # of the last steps
-    told: float = 0.0  # when a verdict was last told
-    price: float = 0.0  # as was told with it
-    let_in: float = 0.0  # when it got its memory
-    decided: bool = False  # a step has ended since it was last looked at
-
-    @property
-    def precedence(self) -> tuple[bool, int]:
-        """Who has been preempted goes before all who are new; then in order of arrival."""
-        return (not self.preemptions, self.arrival)
-
-
-@dataclass
-class Load:
-    """How full and how busy. Written by the loop's thread, read by any."""
-
-    running: int = 0
-    waiting: int = 0
-    stalled: int = 0  # of those waiting, far ahead of their readers
-    steps: int = 0
-    rows: int = 0
-    committed: int = 0  # tokens
-    drafted: int = 0  # candidates verified
-    accepted: int = 0
-    outcomes: int = 0  # verdicts on sessions that have a draft and go on
-    foreseen: int = 0  # of these, those whose next candidates had come before the step was over
-    refused: int = 0  # messages of candidates that made no sense
-    prompt_tokens: int = 0  # that sessions came with
-    found_tokens: int = 0  # of these, in memory already
-    preemptions: int = 0
-    busy: float = 0.0  # seconds spent in steps
-    step_begun: float = 0.0  # when the step under way was; 0: none is
-    step_expected: float = 0.0  # seconds that a step of its size usually takes
-    lifetime: float = 1.0  # seconds they had memory for, moving average
-
-    def expected_wait(self, waiting: int) -> float:
-        """Seconds until one more than `waiting` sessions have had their turn."""
-        return min(60.0, max(0.1, self.lifetime * (waiting + 1) / max(1, self.running)))
 
 
 class StepLoop(Worker):
@@ -152,10 +83,7 @@ class StepLoop(Worker):
         self.pool = BlockPool(blocks)
         self._scratch = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
         self._step_rows = step_rows
-        self._run_ahead = run_ahead
-        self._arrivals = itertools.count()
-        self._waiting: list[Attached] = []  # for memory, in order of precedence
-        self._running: list[Attached] = []  # in order of arrival
+        self._residence = Residence(engine, self.pool, self.load, run_ahead, self._tell)
         self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, blocks * BLOCK))
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
@@ -180,7 +108,7 @@ class StepLoop(Worker):
         crowd = Crowd(sessions, session.policy.speculate, session.guesses, not session.request.chooser.sampling.greedy)
         if self._guard.way_for(crowd, time.monotonic()) is not Way.DRAFTED:
             return NOTHING_PAYS
-        return candidates([()] * sessions, self._cost, sessions, 0).price
+        return candidates([], self._cost, sessions, 0).price
 
     @property
     def _cost(self) -> StepCost:
@@ -190,50 +118,45 @@ class StepLoop(Worker):
 
     def attach(self, attached: Attached) -> None:
         """Let a session in as soon as there is memory for it."""
-        attached.arrival = next(self._arrivals)
-        attached.waiting_since = time.monotonic()
-        insort(self._waiting, attached, key=lambda a: a.precedence)
-        self.load.prompt_tokens += attached.session.tree.base
-        self._count()
+        self._residence.enter(attached)
 
     def detach(self, session: Session) -> None:
         """Forget a session and free its memory, whatever state it is in."""
-        self._take_memory(session)
-        self._waiting = [a for a in self._waiting if a.session is not session]
-        self._running = [a for a in self._running if a.session is not session]
-        self._count()
+        self._residence.leave(session)
 
     # --- the loop -----------------------------------------------------------------------------------
 
     def turn(self) -> float | None:
-        self._admit()
-        ready = [a for a in self._running if not self._stalled(a) and a.session.computable]
+        self._residence.admit()
+        ready = [a for a in self._residence.running if a.session.computable and not self._residence.stalled(a)]
         if not ready:
             self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
         self._count_foreseen(ready)
         self._settle_who_has_the_cores()
-        crowd = self._crowd(ready)
+        speculating = [a for a in ready if a.session.speculates]
+        crowd = self._crowd(ready) if speculating else None
         if crowd is not None:
             self._guard.face(crowd, time.monotonic())
-        for attached in ready:
+        for attached in speculating:
             if self._guesses(attached) and not attached.session.remaining_prompt:
                 attached.session.guess(self._price, self._shared.of(attached.session.request.tenant))
         now = time.monotonic()
-        self._cores.share(with_drafts=any(self._drafts(a) for a in ready), now=now)
-        if not any(a.session.remaining_prompt for a in ready):
+        drafted = any(self._drafts(a) for a in speculating)
+        self._cores.share(with_drafts=drafted, now=now)
+        if drafted and not any(a.session.remaining_prompt for a in ready):
             prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]
             until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
             if until is not None:
                 self._put_off = self._put_off or now
                 return until - now
         self.load.step_begun, self.load.step_expected = now, 0.0
-        self._step([attached for attached in ready if self._hold(attached)])
+        self._step([attached for attached in ready if self._residence.hold(attached)], crowd)
         self.load.step_begun = 0.0
         self._put_off = None
         return 0.0
 
-    def _step(self, ready: list[Attached]) -> None:
+    def _step(self, ready: list[Attached], crowd: Crowd | None) -> None:
         if not ready:
             return
         # 1. What every session adds to the batch.
@@ -264,7 +187,7 @@ class StepLoop(Worker):
             if piece.tip is None:
                 attached.session.computed += piece.count
         kept = [(a, descent) for a, descent in descents if descent.error is None]
-        self._move([move for _, descent in kept for move in descent.moves])
+        self._residence.move([move for _, descent in kept for move in descent.moves])
         self._add_logprobs([descent for _, descent in kept], results)
         begin = start if self._idle else self._last_step
         end = self._last_step = time.monotonic()
@@ -277,40 +200,52 @@ class StepLoop(Worker):
                 self._quarantine(attached, descent.error)
         self._observe(rows, end - start, verdicts)
         # A step with prompts in it, or the ends of some, tells nothing of speculation.
-        if all(piece.tip is not None and piece.count == 1 for _, piece in planned):
-            self._watch(rows, end - begin, verdicts)
+        if crowd is not None and all(piece.tip is not None and piece.count == 1 for _, piece in planned):
+            self._watch(crowd, rows, end - begin, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
         """Rows of all: the tips of those who decode, the candidates that pay, pieces of prompts."""
-        decoding = [a for a in ready if not a.session.remaining_prompt]
-        prompts = [a for a in ready if a.session.remaining_prompt]
+        prompts, plain, speculating = [], [], []
+        for attached in ready:
+            if attached.session.remaining_prompt:
+                prompts.append(attached)
+            elif self._drafts(attached) or self._guesses(attached):
+                speculating.append(attached)
+            else:
+                plain.append(attached)
+        decoding = len(plain) + len(speculating)
         scratch = list(self._scratch)
-        offers = [a.session.offers() if self._drafts(a) or self._guesses(a) else iter(()) for a in decoding]
-        planned: list[tuple[Attached, Planned]] = []
-        chosen, price = candidates(offers, self._cost, len(decoding), len(scratch))
+        chosen, price = candidates([a.session.offers() for a in speculating], self._cost, decoding, len(scratch))
         if decoding:
             self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
-        foresights = self._look_ahead(decoding, chosen)
-        for attached, nodes, foresight in zip(decoding, chosen, foresights, strict=True):
-            self._reserve_for(attached.session, nodes)
+        foresights = self._look_ahead(speculating, chosen, decoding)
+        planned: list[tuple[Attached, Planned]] = []
+        for attached, nodes, foresight in zip(speculating, chosen, foresights, strict=True):
+            self._residence.reserve_for(attached.session, nodes)
             planned.append((attached, attached.session.plan(packer, 1, nodes, scratch, foresight)))
+        for attached in (*plain, *prompts):
+            attached.session.guesser.look_away()
+        planned += [(attached, attached.session.plan(packer, 1, [], scratch)) for attached in plain]
         remaining = [a.session.computable for a in prompts]
-        shares = prompt_rows(remaining, len(decoding), self._cost, len(packer.tokens), self._step_rows)
+        shares = prompt_rows(remaining, decoding, self._cost, len(packer.tokens), self._step_rows)
         for attached, share in zip(prompts, shares, strict=True):
             planned.append((attached, attached.session.plan(packer, share, [], scratch)))
         return planned
 
-    def _look_ahead(self, decoding: list[Attached], chosen: list[list[Node]]) -> list[Foresight | None]:
-        """The lookahead windows of a step, which is to hold the `chosen` candidates; a Jacobi window's join them."""
-        rows = len(decoding) + sum(map(len, chosen))
-        free = len(self._scratch) - sum(map(len, chosen))
+    def _look_ahead(
+        self, speculating: list[Attached], chosen: list[list[Node]], decoding: int
+    ) -> list[Foresight | None]:
+        """The lookahead windows of a step of so many `decoding`, which is to hold the `chosen` candidates; a Jacobi
+        window's join them."""
+        taken = sum(map(len, chosen))
+        free = len(self._scratch) - taken
+        prices = WindowPrices(decoding, self._cost, decoding + taken)
         foresights: list[Foresight | None] = []
-        for attached, nodes in zip(decoding, chosen, strict=True):
+        for attached, nodes in zip(speculating, chosen, strict=True):
             session, size = attached.session, None
             if self._guesses(attached):
-                guesser, tokens = session.guesser, len(decoding)
-                size = session.policy.lookahead or window_size(guesser.sizes, guesser.gain, tokens, self._cost, rows)
+                size = session.policy.lookahead or prices.affordable(session.guesser.sizes, session.guesser.gain)
             if size is not None and size.most_rows > free:
                 size = None
             foresight = session.look_ahead(size)
@@ -318,59 +253,32 @@ class StepLoop(Worker):
             if foresight is not None:
                 planned = {id(node) for node in nodes}
                 nodes += [node for node in foresight.candidates if id(node) not in planned]
-                rows += len(foresight.nodes)
+                prices.add(len(foresight.nodes))
                 free -= len(foresight.nodes)
         return foresights
 
     def _look(self, descents: list[Descent], results: Rows) -> None:
         """Tell the windows what the target chooses below them."""
-        looking = [descent for descent in descents if descent.planned.foresight is not None]
+        looking = [descent for descent in descents if descent.foresees]
         if not looking:
             return
-        rows = [row for descent in looking for row in descent.planned.foreseen]
-        asks = [ask for descent in looking for ask in descent.session.asks_ahead(descent.planned)]
+        rows, asks = zip(*(asked for descent in looking for asked in descent.asks_ahead()), strict=True)
         chosen = iter(results.choose(rows, asks)[0].tolist())
         for descent in looking:
-            tokens = list(itertools.islice(chosen, len(descent.planned.foreseen)))
+            tokens = list(itertools.islice(chosen, descent.foresees))
             descent.session.guesser.looked(tokens, len(descent.verdict.tokens))
 
-    # --- memory -------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Give memory to who waits for it, in order, as far as it goes."""
-        for attached in [a for a in self._waiting if not self._stalled(a)]:
-            while not self._let_in(attached):
-                stalled = [a for a in self._running if self._stalled(a)]
-                if not stalled:
-                    return
-                self._preempt(stalled[-1])  # it has no use for its memory until its reader catches up
-
-    def _let_in(self, attached: Attached) -> bool:
-        session = attached.session
-        try:
-            source, target = session.settle_in(self.pool, min(len(self._running), self.pool.usable // MARGIN))
-        except PoolFullError:
-            return False
-        self._waiting.remove(attached)
-        insort(self._running, attached, key=lambda a: a.arrival)
-        self._copy(source, target)
-        now = attached.let_in = time.monotonic()
-        session.pace.committed(session.tree.base, now)
-        attached.queued += now - attached.waiting_since
-        if not attached.preemptions:
-            session.found = session.computed
-            self.load.found_tokens += session.found
-        self._count()
-        return True
+    # --- who speculates -----------------------------------------------------------------------------
 
     def _drafts(self, attached: Attached) -> bool:
         """Whether it is worth its draft's while. Tokens that are contrasted need it anyway: the guard has no say."""
-        worthwhile = self._guard.way is Way.DRAFTED and not self._reading
-        return attached.session.policy.speculate and (worthwhile or self._unguarded(attached))
+        if not attached.session.policy.speculate:
+            return False
+        return (self._guard.way is Way.DRAFTED and not self._reading) or self._unguarded(attached)
 
     def _guesses(self, attached: Attached) -> bool:
         """Whether it may have candidates of the verifier's own."""
-        return attached.session.guesses and (self._insists(attached) or self._guard.way is not Way.PLAIN)
+        return attached.session.guesses and (self._guard.way is not Way.PLAIN or self._insists(attached))
 
     def _unguarded(self, attached: Attached) -> bool:
         return attached.session.policy.always or attached.session.contrasts
@@ -379,63 +287,21 @@ class StepLoop(Worker):
         """Whether it speculates in a way of its own, whatever the guard finds; which learns nothing of such steps."""
         return self._unguarded(attached) or attached.session.policy.lookahead is not None
 
-    def _stalled(self, attached: Attached) -> bool:
-        """Whether it is far ahead of its reader; `consumed` will wake the loop."""
-        return attached.session.tree.base - attached.session.consumed > self._run_ahead
+    def _crowd(self, attached: list[Attached]) -> Crowd | None:
+        """Those of a step, some of which speculate, for the guard; None if it has no say."""
+        crowd = Crowd(
+            len(attached),
+            drafted=any(a.session.policy.speculate for a in attached),
+            guessing=any(a.session.guesses for a in attached),
+            drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a in attached) > len(attached),
+        )
+        return None if any(self._insists(a) for a in attached) else crowd
 
-    def _hold(self, attached: Attached) -> bool:
-        """Memory up to the tip, if need be at the expense of the youngest; False if this is the youngest, or
-        has just been preempted for another."""
-        while attached.session.table is not None:
-            try:
-                attached.session.table.reserve(attached.session.tree.base)
-            except PoolFullError:
-                self._preempt(self._running[-1])
-            else:
-                return True
-        return False
-
-    def _reserve_for(self, session: Session, nodes: list[Node]) -> None:
-        """Room to accept candidates, if it is there for nothing."""
-        missing = max((node.position + 1 for node in nodes), default=0) - len(session.slots)
-        if 0 < missing <= self.pool.available * BLOCK:
-            assert session.table is not None
-            session.table.reserve(len(session.slots) + missing)
-
-    def _preempt(self, attached: Attached) -> None:
-        """Take a session's memory; its text is computed anew when there is room, before anyone new comes in."""
-        if attached.untold is not None:
-            Outbox.put_all([self._message(attached)])
-        self._take_memory(attached.session)
-        attached.preemptions += 1
-        attached.waiting_since = time.monotonic()
-        self._running.remove(attached)
-        insort(self._waiting, attached, key=lambda a: a.precedence)
-        self.load.preemptions += 1
-        self._count()
-        log.info("preempted", tokens=attached.session.tree.base, running=len(self._running))
-
-    def _take_memory(self, session: Session, *, wipe: bool = False) -> None:
-        spoiled = session.leave(wipe=wipe)
-        self._copy(np.full(len(spoiled), NOWHERE), spoiled)
-
-    def _move(self, moves: list[tuple[int, int]]) -> None:
-        if moves:
-            pairs = np.asarray(moves)
-            self._copy(pairs[:, 0], pairs[:, 1])
-
-    def _copy(self, source: Slots, target: Slots) -> None:
-        if len(source):
-            self._engine.copy(source, target)
-
-    def _quarantine(self, attached: Attached, error: Exception) -> None:
-        """End a session that failed, and wipe its memory: a NaN in it would spread to whoever gets it next."""
-        log.error("session_failed", exc_info=error)
-        if attached.untold is not None:
-            Outbox.put_all([self._message(attached)])
-        self._take_memory(attached.session, wipe=True)
-        self.detach(attached.session)
-        attached.outbox.put(error)
+    def _settle_who_has_the_cores(self) -> None:
+        """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
+        if self._cores.divided:
+            reading = sum(bool(attached.session.remaining_prompt) for attached in self._residence.running)
+            self._reading = 2 * reading > len(self._residence.running)
 
     # --- results ------------------------------------------------------------------------------------
 
@@ -452,24 +318,35 @@ class StepLoop(Worker):
 
     def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
         now = time.monotonic()
-        self._drafted = sum(attached.session.policy.speculate for attached in self._running)
+        self._drafted = sum(attached.session.policy.speculate for attached in self._residence.running)
         self._settle_who_has_the_cores()
-        spacing = max(BLINK, len(self._running) / MESSAGES_A_SECOND)
+        spacing = max(BLINK, len(self._residence.running) / MESSAGES_A_SECOND)
         messages = []
         for attached, verdict in verdicts:
-            attached.decided = True
-            attached.untold = verdict if attached.untold is None else attached.untold.joined(verdict)
-            waits = not attached.session.computable  # for its draft, which must hear of this
-            wanted = self._drafts(attached) or attached.price < NOTHING_PAYS  # candidates; or so its draft thinks
-            at_once = verdict.finish or waits or wanted or self._stalled(attached)
+            attached.decided = attached.session.policy.speculate
+            if attached.untold is None:
+                attached.untold = verdict
+            else:
+                attached.untold.join(verdict)
             pause = max(spacing, UNHURRIED) if attached.session.request.unhurried else spacing
-            if at_once or now - attached.told >= pause:  # who is stalled waits for what its reader hears of
+            if verdict.finish or now - attached.told >= pause or self._awaited(attached):
                 messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
                 self._shared.add(attached.session.request.tenant, attached.session.tree.committed)
                 self.load.lifetime += 0.1 * (now - attached.let_in - self.load.lifetime)
                 self.detach(attached.session)
         Outbox.put_all(messages)
+
+    def _awaited(self, attached: Attached) -> bool:
+        """Whether somebody waits for its verdict: its draft, for what to guess next; the next step, for that draft; or,
+        where it is stalled, it itself, for its reader."""
+        wanted = attached.price < NOTHING_PAYS or self._drafts(attached)  # candidates; or so its draft thinks
+        return wanted or not attached.session.computable or self._residence.stalled(attached)
+
+    def _tell(self, attached: Attached) -> None:
+        """At once, outside of any step, if there is something to tell."""
+        if attached.untold is not None:
+            Outbox.put_all([self._message(attached)])
 
     def _message(
         self, attached: Attached, forward: float = 0.0, step: float = 0.0, waited: float = 0.0
@@ -504,12 +381,12 @@ class StepLoop(Worker):
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
 
-    def _watch(self, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
-        """Let the guard know what a step of sessions that could speculate has brought, in how many `seconds`."""
-        crowd = self._crowd([attached for attached, _ in verdicts])
-        if crowd is None:
-            return
+    def _watch(self, crowd: Crowd, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+        """Let the guard know what a step of a crowd has brought, in how many `seconds`; a step that has lost some of
+        them tells nothing."""
         before, sessions = self._guard.way, len(verdicts)
+        if crowd.sessions != sessions:
+            return
         self._guard.observe(
             crowd,
             taken=rows > sessions or self._cores.shared,
@@ -520,31 +397,17 @@ class StepLoop(Worker):
         if self._guard.way is not before:
             log.debug("way_changed", way=self._guard.way.value, before=before.value, sessions=sessions)
 
-    def _crowd(self, attached: list[Attached]) -> Crowd | None:
-        """Those of a step, for the guard; None if it has no say."""
-        crowd = Crowd(
-            len(attached),
-            drafted=any(a.session.policy.speculate for a in attached),
-            guessing=any(a.session.guesses for a in attached),
-            drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a in attached) > len(attached),
-        )
-        insisting = any(self._insists(a) for a in attached)
-        return crowd if (crowd.drafted or crowd.guessing) and not insisting else None
-
-    def _settle_who_has_the_cores(self) -> None:
-        """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
-        if self._cores.divided:
-            reading = sum(bool(attached.session.remaining_prompt) for attached in self._running)
-            self._reading = 2 * reading > len(self._running)
-
     def _count_foreseen(self, ready: list[Attached]) -> None:
         """What came while the last step was under way is in place; nothing has been waited for yet."""
         for attached in ready:
-            if attached.decided and attached.session.policy.speculate:
+            if attached.decided:
                 self.load.outcomes += 1
                 self.load.foreseen += attached.session.drafted
-            attached.decided = False
+                attached.decided = False
 
-    def _count(self) -> None:
-        self.load.running, self.load.waiting = len(self._running), len(self._waiting)
-        self.load.stalled = sum(self._stalled(attached) for attached in self._waiting)
+    def _quarantine(self, attached: Attached, error: Exception) -> None:
+        """End a session that failed, and wipe its memory: a NaN in it would spread to whoever gets it next."""
+        log.error("session_failed", exc_info=error)
+        self._tell(attached)
+        self._residence.leave(attached.session, wipe=True)
+        attached.outbox.put(error)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.noise import gumbel, request_state, token_words
-from specdec.decoding.processing import History, Logits, adjusted, tempered
+from specdec.decoding.processing import History, Logits, adjusted, temperatures, tempered
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.race import winners
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
@@ -198,9 +198,10 @@ def _draw(z: Logits, asks: Sequence[Ask]) -> Tokens:
     """With noise, over whole rows."""
     from specdec.decoding.contenders import contenders  # compiled, which only a verifier needs
 
-    z = tempered(z, [ask.chooser.sampling for ask in asks])
-    streams = streams_of(asks)
-    return winners(z, streams, contenders(z, streams))
+    divisors, streams = temperatures([ask.chooser.sampling for ask in asks]), streams_of(asks)
+    runners = contenders(z, divisors, streams)
+    values = z.ravel()[runners] / divisors[runners // z.shape[1]]
+    return winners(values, runners, z.shape[1], streams)
 
 
 def _draw_truncated(z: Logits, asks: Sequence[Ask]) -> Tokens:
@@ -209,7 +210,8 @@ def _draw_truncated(z: Logits, asks: Sequence[Ask]) -> Tokens:
     z = tempered(z, samplings)
     offsets = range(0, z.size, z.shape[1])
     kept = [survivors(*of_row) + offset for *of_row, offset in zip(z, samplings, offsets, strict=True)]
-    return winners(z, streams_of(asks), np.concatenate(kept))
+    runners = np.concatenate(kept)
+    return winners(z.ravel()[runners], runners, z.shape[1], streams_of(asks))
 
 
 def streams_of(asks: Sequence[Ask]) -> NDArray[np.uint64]:

@@ -16,11 +16,10 @@ it anew, and it moves on by what was committed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Lookahead:
+class Lookahead(NamedTuple):
     """The size of a window: W positions, n-grams of N tokens, G guesses kept for each first token."""
 
     window: int

@@ -35,10 +35,14 @@ class History:
         np.add.at(self.output_counts, ids, 1)
 
 
+def temperatures(samplings: Sequence[Sampling]) -> Logits:
+    """float32 [n], the largest of which stands for all above it."""
+    return np.array([min(s.temperature, LIMIT) for s in samplings], dtype=np.float32)
+
+
 def tempered(z: Logits, samplings: Sequence[Sampling]) -> Logits:
-    """Divided by each row's temperature, in float32 (the largest of which stands for all above it)."""
-    temperatures: Logits = np.array([min(s.temperature, LIMIT) for s in samplings], dtype=np.float32)
-    return np.asarray(z / temperatures[:, None], dtype=np.float32)
+    """Divided by each row's temperature, in float32."""
+    return np.asarray(z / temperatures(samplings)[:, None], dtype=np.float32)
 
 
 def adjusted(logits: Logits, asks: Sequence[Ask]) -> Logits:

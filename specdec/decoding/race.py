@@ -12,16 +12,19 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import token_words, word_gumbel
 
 
-def winners(z: NDArray[np.float32], streams: NDArray[np.uint64], runners: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [n]: of each row of z [n, V] the token with the largest score, the lowest on ties.
+def winners(
+    values: NDArray[np.float32], runners: NDArray[np.int64], vocabulary: int, streams: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """int64 [n]: of each of n rows over one vocabulary the token with the largest score, the lowest on ties.
 
-    `runners` are indices into the flattened z, ascending, at least one of each row.
+    `runners` are indices into the flattened rows, ascending, at least one of each row; `values` are their logits,
+    divided by the temperature, and `streams` [n] those of the rows' noise.
     """
-    if len(runners) == len(z):
-        return np.asarray(runners % z.shape[1])  # each is the only one of its row
-    rows, ids = np.divmod(runners, z.shape[1])
-    scores = z.ravel()[runners] + word_gumbel(token_words(streams[rows], ids))
-    every = np.arange(len(z))
+    rows, ids = np.divmod(runners, vocabulary)
+    if len(runners) == len(streams):
+        return np.asarray(ids)  # each is the only one of its row
+    scores = values + word_gumbel(token_words(streams[rows], ids))
+    every = np.arange(len(streams))
     best = np.maximum.reduceat(scores, np.searchsorted(rows, every))
     won = np.flatnonzero(scores == best[rows])
     first = won[np.searchsorted(rows[won], every)]

@@ -36,7 +36,9 @@ class HostRows:
         self._logits = logits
 
     def choose(self, rows: Sequence[int], asks: Sequence[Ask]) -> tuple[Tokens, NDArray[np.bool_]]:
-        here = self._logits[np.asarray(rows)]
+        count = len(rows)
+        in_place = list(rows) == list(range(count))  # there may be others behind them
+        here = self._logits[:count] if in_place else self._logits[np.asarray(rows)]
         tokens = choose(here, asks)
         return tokens, np.isfinite(here[np.arange(len(rows)), tokens])  # a NaN is every argmax's first choice
 

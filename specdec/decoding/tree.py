@@ -99,6 +99,8 @@ class TokenTree:
         sampled: bool = False,
     ) -> None:
         self.committed = list(committed)
+        self.base = len(self.committed)
+        """Committed tokens, prompt included: kept beside them, since a step asks for it a dozen times."""
         self.root = Node(self.committed[-1], len(self.committed) - 1, None, 0.0, 0)
         self.size = 0
         self._vocabulary = vocabulary
@@ -106,11 +108,6 @@ class TokenTree:
         self._end_tokens = end_tokens
         self._max_nodes = max_nodes
         self._sampled = sampled
-
-    @property
-    def base(self) -> int:
-        """Committed tokens, prompt included."""
-        return len(self.committed)
 
     def insert(self, base: int, paths: Paths, origin: int = 0) -> list[Node]:
         """Insert paths that start from the committed text as it was when it had `base` tokens; the nodes that were
@@ -180,12 +177,14 @@ class TokenTree:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append final tokens; a node survives iff the new text is a prefix of its path."""
+        self.committed += tokens
         for token in tokens:
-            self.committed.append(token)
             child = self.root.children.get(token)
-            self.root = child if child is not None else Node(token, self.base - 1, None, 0.0, 0)
+            self.root = child if child is not None else Node(token, self.base, None, 0.0, 0)
             self.root.parent = None
-        self.size = sum(1 for _ in self.root.walk())
+            self.base += 1
+        if self.size:
+            self.size = sum(1 for _ in self.root.walk())
 
     def by_reach(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
         """(reach, node) of every live node, highest reach first, parents before children. What is not `usable`

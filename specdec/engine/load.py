@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+import structlog
 
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
@@ -12,6 +15,8 @@ from specdec.engine.providers import place_of, providers
 
 if TYPE_CHECKING:  # it brings torch
     from specdec.engine.ranks import Ranks
+
+log = structlog.get_logger()
 
 Kind = Literal["torch", "eager", "onnx"]
 """On a GPU `torch` is the engine that is made for it. `eager`, the model's own layers and attention by tensor
@@ -52,7 +57,18 @@ def load_engine(
     if ranks is not None:
         return _part(ranks, directory, device, threads=threads, lanes=kind == "eager", **options)
     check_torch(device)
+    if device == "cpu" and dtype == "bfloat16" and not has_bfloat16():
+        log.warning("slow_arithmetic", dtype="bfloat16", why="this processor has none of it: float32 is much faster")
     return _torch(kind, directory, device, threads=threads, compiled=compiled, **options)
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor computes in bfloat16. Where it is not known how to tell, it is taken to."""
+    import torch
+
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def check_torch(device: str) -> None:

@@ -51,6 +51,11 @@ TWO_ROUNDS = (
 )
 
 
+def test_without_a_draft_there_is_no_step_of_it() -> None:
+    times = {"step_times": [{"2/1": 0.001}]}
+    assert "A step of the draft" not in table(report(*TWO_ROUNDS) | times)
+
+
 def test_ratios_are_within_a_round() -> None:
     plain = [each for each in TWO_ROUNDS if each["arm"] == PLAIN]
     drafted = [each for each in TWO_ROUNDS if each["arm"] == "specdec drafted"]

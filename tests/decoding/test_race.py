@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specdec.decoding.contenders import BOUND_ERROR, bounds, contenders
+from specdec.decoding.contenders import BOUND_ERROR, ROOM, bounds, contenders
 from specdec.decoding.noise import stream, token_words, word_gumbel
 from specdec.decoding.race import winners
 from tests.decoding.test_noise import unmix
@@ -25,8 +25,17 @@ def bound(value: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 def of_streams(streams: NDArray[np.uint64], vocabulary: int) -> NDArray[np.float64]:
     out = np.empty((len(streams), vocabulary), dtype=np.float32)
-    bounds(np.zeros_like(out), streams, out)
+    for row, each in zip(out, streams, strict=True):
+        bounds(np.zeros_like(row), np.float32(1.0), each, row)
     return out.astype(np.float64)
+
+
+def ones(z: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.ones(len(z), dtype=np.float32)
+
+
+def won(z: NDArray[np.float32], streams: NDArray[np.uint64], runners: NDArray[np.int64]) -> list[int]:
+    return list(winners(z.ravel()[runners], runners, z.shape[1], streams).tolist())
 
 
 def scores(z: NDArray[np.float32], streams: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -61,11 +70,27 @@ class TestRace:
         z[:, rng.integers(1, vocabulary + 1, 3) - 1] = np.float32(scale)  # equals, often the largest
         z[3::4, 1:] = -np.inf
         streams = np.array([stream(seed, 5) for seed in range(len(z))], dtype=np.uint64)
-        runners = contenders(z, streams)
+        runners = contenders(z, ones(z), streams)
         want = scores(z, streams).argmax(axis=1)
         assert set((np.arange(len(z)) * vocabulary + want).tolist()) <= set(runners.tolist())
-        assert winners(z, streams, runners).tolist() == want.tolist()
+        assert won(z, streams, runners) == want.tolist()
         assert len(runners) < 4 * len(z)
+
+    def test_temperatures_divide_each_row_by_its_own(self) -> None:
+        z = np.random.default_rng(1).normal(0, 3, (5, 1000)).astype(np.float32)
+        temperatures = np.array([0.1, 0.7, 1.0, 1.3, 50.0], dtype=np.float32)
+        streams = np.arange(5, dtype=np.uint64)
+        runners = contenders(z, temperatures, streams)
+        assert runners.tolist() == contenders(z / temperatures[:, None], ones(z), streams).tolist()
+        assert runners.tolist() != contenders(z, ones(z), streams).tolist()
+
+    def test_there_may_be_more_contenders_than_there_is_room_for_at_first(self) -> None:
+        """Where logits are so large that rounding takes in all of the noise."""
+        z = np.full((3, 300), 1e7, dtype=np.float32)
+        streams = np.arange(3, dtype=np.uint64)
+        runners = contenders(z, ones(z), streams)
+        assert len(runners) > ROOM * len(z)
+        assert won(z, streams, runners) == scores(z, streams).argmax(axis=1).tolist()
 
     @pytest.mark.parametrize("level", [0.0, 3.3, 1e6])
     def test_rounding_of_the_bound_loses_no_winner(self, level: float) -> None:
@@ -76,7 +101,7 @@ class TestRace:
         assert token_words(streams, np.zeros(2000, dtype=np.int64)).tolist() == large
         z = np.full((2000, 2), level, dtype=np.float32)
         z[:, 1] = -np.inf
-        assert winners(z, streams, contenders(z, streams)).tolist() == [0] * 2000
+        assert won(z, streams, contenders(z, ones(z), streams)) == [0] * 2000
 
     @settings(max_examples=200, deadline=None)
     @given(st.data(), st.integers(1, 6), st.integers(1, 8))
@@ -85,4 +110,4 @@ class TestRace:
         cell = st.sampled_from([1e30, -1e30])
         z = np.array([[data.draw(cell) for _ in range(vocabulary)] for _ in range(count)], dtype=np.float32)
         streams = np.arange(count, dtype=np.uint64)
-        assert winners(z, streams, np.arange(z.size)).tolist() == z.argmax(axis=1).tolist()
+        assert won(z, streams, np.arange(z.size)) == z.argmax(axis=1).tolist()

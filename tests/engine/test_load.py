@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.load import Kind, load_engine
+from specdec.engine.load import Kind, has_bfloat16, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 
@@ -46,3 +47,8 @@ def test_a_model_for_which_there_is_no_memory(llama: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^device cpu: CUDA out of memory; .*--kv-tokens") as refused:
         load_engine("torch", TooLarge(llama), capacity=256, threads=(1,))
     assert "Of the rest" not in str(refused.value)
+
+
+def test_whether_the_processor_computes_in_bfloat16() -> None:
+    flags = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert has_bfloat16() is (flags is None or bool({"avx512_bf16", "amx_tile"} & set(flags[1].split())))

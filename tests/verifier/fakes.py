@@ -29,10 +29,11 @@ from specdec.engine.device_rows import DeviceRows
 from specdec.engine.kv import NOWHERE, Slots
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
+from verifier_service.attached import Attached
 from verifier_service.cost import StepCost
 from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.session import Policy, Session, SessionRequest
-from verifier_service.step_loop import MOST_CANDIDATES, Attached, StepLoop
+from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
 VOCABULARY = 12
 END = 1

@@ -15,10 +15,22 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
 from specdec.engine.paths import PathBatch
-from tests.verifier.fakes import BAD, DEAR, LANGUAGE, Client, Decided, FixedCost, TextEngine, run, step_loop
+from tests.verifier.fakes import (
+    BAD,
+    DEAR,
+    LANGUAGE,
+    Client,
+    Decided,
+    DeviceTextEngine,
+    FixedCost,
+    TextEngine,
+    run,
+    step_loop,
+)
 from verifier_service.guard import Way
 from verifier_service.guesses import FIRST_REST, MOST_SKIPPED, NGRAM, PATIENCE, Confidence, Guesser
-from verifier_service.session import PLAIN, Policy, Session, SessionRequest
+from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.verdict import PLAIN
 
 SOUND = frozenset({BAD})  # the engine makes numbers of all but this
 SAMPLINGS = [Sampling(banned_tokens=SOUND), Sampling(temperature=0.8, seed=3, banned_tokens=SOUND)]
@@ -227,6 +239,22 @@ def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
             assert node.parent.row is not None
             assert list(node.parent.children) == [node.token]
     assert NGRAM in sources(client)
+
+
+def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there() -> None:
+    """Where choices are made on a device, a row is asked one question. Here are the first tokens beside a window."""
+    firsts: list[list[int]] = []
+    for kind in (TextEngine, DeviceTextEngine):
+        firsts.append([])
+        for seed in range(20):
+            loop, sampling = step_loop(kind(8)), Sampling(temperature=1.0, seed=seed, banned_tokens=SOUND)
+            policy = guessing(Lookahead(3, 3, 2))
+            client = Client(loop, REPETITIVE, 8, sampling=sampling, rule=Rule.REJECTION, policy=policy)
+            while len(client.tokens) < 2:  # the prompt's last piece has no window yet
+                loop.turn()
+            firsts[-1].append(client.tokens[1])
+    assert firsts[0] == firsts[1]
+    assert len(set(firsts[0])) > 1
 
 
 def test_what_is_contrasted_is_not_guessed() -> None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node, Paths, TokenTree
 from tests.verifier.fakes import FREE, FixedCost
 from verifier_service.cost import StepCost
-from verifier_service.schedule import LEAST_PROMPT_ROWS, STRETCH, candidates, prompt_rows
+from verifier_service.schedule import BLINK, LEAST_PROMPT_ROWS, STRETCH, WindowPrices, candidates, prompt_rows
 
 
 @st.composite
@@ -100,7 +101,7 @@ class TestCandidates:
         """Tokens a second: the last one taken has added to them, and the next one would not."""
         chosen = chosen_of(crowd, cost, rows, 1000)
         gains = [math.exp(node.reach()) for nodes in chosen for node in nodes]
-        expected, count = len(crowd) + sum(gains), rows + len(gains)
+        expected, count = rows + sum(gains), rows + len(gains)
         rate = expected / cost.of(count)
         if gains:
             assert rate >= (expected - min(gains)) / cost.of(count - 1) * (1 - 1e-9)
@@ -145,7 +146,8 @@ class TestPromptRows:
         """`most`; and with decoders about, what does not stretch their step, of which some is always granted."""
         rows, budget = decoding + candidates, most
         if decoding:
-            stretched = (1.0 + STRETCH * max(1.0, len(prompts) / decoding)) * cost.of(rows)
+            readers = max(1.0, len(prompts) / decoding)
+            stretched = max((1.0 + STRETCH * readers) * cost.of(rows), BLINK * readers)
             budget = min(most, max(LEAST_PROMPT_ROWS, cost.rows_within(stretched) - rows))
         total = sum(prompt_rows(prompts, decoding, cost, rows, most))
         assert total == min(sum(prompts), max(budget, len(prompts)))
@@ -183,6 +185,12 @@ class TestPromptRows:
     def test_examples(self, prompts: list[int], most: int, shares: list[int]) -> None:
         assert prompt_rows(prompts, 3, FREE, 3, most) == shares
 
+    def test_steps_that_are_over_in_a_blink_may_take_one(self) -> None:
+        """A row takes a millisecond."""
+        quick = StepCost((1, 2), [0.001, 0.002])
+        assert prompt_rows([100], 2, quick, 2, 512) == [23]
+        assert prompt_rows([50, 50, 50, 50], 2, quick, 2, 512) == [12] * 4
+
     def test_a_long_prompt_gets_through(self) -> None:
         """However dear its rows."""
         left, steps = 1000, 0
@@ -191,6 +199,27 @@ class TestPromptRows:
             left -= share
             steps += 1
         assert steps == 1000 / LEAST_PROMPT_ROWS
+
+
+class TestWindowPrices:
+    """In a step of 4 rows and 4 tokens, where a row more costs as much as a row: a window's price is its rows."""
+
+    sizes = (Lookahead(4, 3, 4), Lookahead(3, 2, 1))  # of 7 rows and of 2
+
+    @pytest.mark.parametrize(("gain", "index"), [(8.0, 0), (7.0, 0), (6.9, 1), (2.0, 1), (1.9, None)])
+    def test_the_first_that_brings_what_it_costs(self, gain: float, index: int | None) -> None:
+        prices = WindowPrices(4.0, StepCost((1, 2), [1.0, 2.0]), 4)
+        assert prices.affordable(self.sizes, gain) == (None if index is None else self.sizes[index])
+
+    def test_none_of_none(self) -> None:
+        assert WindowPrices(4.0, FREE, 4).affordable((), 9.0) is None
+
+    def test_rows_that_others_have_taken_count(self) -> None:
+        """Of a step twice as long each row is half as dear."""
+        prices = WindowPrices(4.0, StepCost((1, 2), [1.0, 2.0]), 4)
+        assert prices.affordable(self.sizes, 3.5) == self.sizes[1]
+        prices.add(4)
+        assert prices.affordable(self.sizes, 3.5) == self.sizes[0]
 
 
 def test_a_fixed_cost_is_what_it_says() -> None:

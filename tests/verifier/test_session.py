@@ -16,21 +16,10 @@ from specdec.decoding.tree import Node, Paths
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.kv import PoolFullError
 from specdec.engine.paths import PathPacker
-from verifier_service.session import (
-    BONUS,
-    CONTEXT,
-    CORRECTION,
-    DRAFT,
-    LENGTH,
-    PLAIN,
-    STOP,
-    Descent,
-    Planned,
-    Policy,
-    Session,
-    SessionRequest,
-    Verdict,
-)
+from verifier_service.descent import Descent
+from verifier_service.planned import Planned
+from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.verdict import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Verdict
 from verifier_service.walk import walk
 
 VOCABULARY = 10
@@ -372,9 +361,10 @@ def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
     assert packer.wanted == list(range(6))
     assert len(set(packer.slots)) == 6
     assert plan.tip == 0
-    assert sorted(plan.results.values()) == [1, 2, 3, 4, 5]
+    assert plan.below is not None
+    assert sorted(plan.below.results.values()) == [1, 2, 3, 4, 5]
     own = session.slots.tolist()
-    assert [plan.slots[id(node)] == own[node.position] for node in nodes] == [True, True, False, False, False]
+    assert [plan.below.slots[id(node)] == own[node.position] for node in nodes] == [True, True, False, False, False]
 
 
 def test_rows_that_the_rule_cannot_use_are_dropped() -> None:

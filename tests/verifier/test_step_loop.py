@@ -39,9 +39,11 @@ from tests.verifier.fakes import (
     step_loop,
 )
 from verifier_service.guard import Guard, Way
-from verifier_service.schedule import LEAST_PROMPT_ROWS
-from verifier_service.session import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Policy
-from verifier_service.step_loop import BLINK, MARGIN, MOST_CANDIDATES, UNHURRIED, StepLoop
+from verifier_service.residence import MARGIN
+from verifier_service.schedule import BLINK, LEAST_PROMPT_ROWS
+from verifier_service.session import Policy
+from verifier_service.step_loop import MOST_CANDIDATES, UNHURRIED, StepLoop
+from verifier_service.verdict import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))

@@ -1,0 +1,49 @@
+"""A session in the step loop: where its results go, and how it fares there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.serving.outbox import Outbox
+from verifier_service.session import Session
+from verifier_service.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step, and what one session went through before it."""
+
+    forward: float
+    step: float
+    waited: float  # for candidates
+    queued: float  # for memory, since its last commit
+    found: int = 0  # on the first commit: tokens that were in memory already
+    preemptions: int = 0  # so far
+    price: float = 0.0  # of a candidate: the probability from which it pays to verify one
+    drafted: int = 0  # sessions of the pod that have a draft
+    round_trip: float = 0.0  # to this session's draft and back; 0: unknown
+
+
+@dataclass(eq=False)
+class Attached:
+    """Owned by the loop's thread; `message` runs on the outbox's event loop."""
+
+    session: Session
+    outbox: Outbox[Any]
+    message: Callable[[Verdict, StepTimes], Any]
+    arrival: int = 0
+    preemptions: int = 0
+    waiting_since: float = 0.0  # for memory
+    queued: float = 0.0  # seconds
+    untold: Verdict | None = None  # of the last steps
+    told: float = 0.0  # when a verdict was last told
+    price: float = 0.0  # as was told with it
+    let_in: float = 0.0  # when it got its memory
+    decided: bool = False  # a step of it, which has a draft, has ended since it was last looked at
+
+    @property
+    def precedence(self) -> tuple[bool, int]:
+        """Who has been preempted goes before all who are new; then in order of arrival."""
+        return (not self.preemptions, self.arrival)

@@ -1,0 +1,36 @@
+"""What steps bring to a session's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdec.decoding.logprobs import Logprobs
+
+DRAFT, CORRECTION, BONUS, PLAIN = 1, 2, 3, 4  # specdec.v1.TokenSource
+STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v1.FinishReason
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a step, or several, add to a session."""
+
+    base: int
+    offered: int
+    tokens: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    accepted: int = 0
+    finish: int = 0  # FinishReason; 0: goes on
+    steps: int = 1
+    checksum: int = 0  # as in Commit
+
+    def join(self, later: Verdict) -> None:
+        """Take in the one of the steps that followed."""
+        self.offered += later.offered
+        self.tokens += later.tokens
+        self.sources += later.sources
+        self.logprobs += later.logprobs
+        self.accepted += later.accepted
+        self.finish = later.finish
+        self.steps += later.steps
+        self.checksum = later.checksum
