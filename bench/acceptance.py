@@ -13,6 +13,7 @@ candidate a position can exceed 1 - TV(p, q); drawing with shared noise reaches 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +101,7 @@ class Pair:
         verifier.settle_in(BlockPool((CAPACITY - SCRATCH) // 64))
         count = Count()
         while True:
-            while draft.frontier(1):
+            while draft.best_reach() > -math.inf:
                 loop.turn()
             for extension in pushed:
                 verifier.extend(extension.base, extension.paths, 0.0)

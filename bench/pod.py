@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench import synchronous
 from bench.long_steps import LongSteps
+from draft_service import breadth
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
@@ -47,7 +48,8 @@ def draft(args: argparse.Namespace) -> Service:
     directory = ModelDirectory(args.model)
     engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
     limits = DraftLimits()
-    loop = GrowthLoop(_paced(engine, args.step_ms))
+    paced = _paced(engine, args.step_ms)
+    loop = GrowthLoop(paced, rows_per_session=breadth.measured(paced, limits.defaults.max_branches))
     loop.start()
     kind = synchronous.DraftServicer if args.synchronous else DraftServicer
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)

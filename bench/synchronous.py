@@ -17,7 +17,7 @@ import draft_service.servicer
 import draft_service.session
 import verifier_service.servicer
 import verifier_service.session
-from draft_service.session import Extension, Frontier, GrowthPolicy
+from draft_service.session import Extension, GrowthPolicy
 from specdec.decoding.tree import Node, Paths
 from specdec.serving.outbox import Outbox
 from specdec.v1 import draft_pb2, verifier_pb2
@@ -42,18 +42,20 @@ class DraftSession(draft_service.session.Session):
         self.tree.root = Node(self.tree.root.token, self.tree.root.position, None, 0.0, 0)
         self.tree.size = 0
         self.unsent, self.unsent_rows = [], []
+        self._unread.clear()
+        self._kept.clear()
 
-    def frontier(self, count: int) -> Frontier:
+    def best_reach(self) -> float:
         """Nothing once it has answered."""
-        return [] if self._answered == self.tree.base else super().frontier(count)
+        return -math.inf if self._answered == self.tree.base else super().best_reach()
 
-    def _worth_sending(self, node: Node) -> bool:
+    def _worth_sending(self, reach: float, node: Node) -> bool:
         """All of it is the answer."""
         return True
 
     def due(self, step: float) -> float:
         """When there is nothing left to grow; no candidate at all is an answer too."""
-        return -math.inf if self._answered != self.tree.base and not self.frontier(1) else math.inf
+        return -math.inf if self._answered != self.tree.base and self.best_reach() == -math.inf else math.inf
 
     def spell_unsent(self, now: float) -> Extension:
         self._answered = self.tree.base

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from draft_service import breadth
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer, Limits
 from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
@@ -50,7 +51,7 @@ def main(
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
-        loop = GrowthLoop(loaded)
+        loop = GrowthLoop(loaded, rows_per_session=breadth.measured(loaded, limits.defaults.max_branches))
         loop.start()
         return DraftServicer(loop, identity, limits)
 

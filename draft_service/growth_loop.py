@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from draft_service.session import Extension, Frontier, Session
+from draft_service.session import Extension, Session
 from specdec.engine.engine import Engine
 from specdec.engine.kv import KVPool
 from specdec.serving.worker import Worker
@@ -30,14 +30,6 @@ class Attached:
     session: Session
     emit: Callable[[Extension], None]
     fail: Callable[[Exception], None]
-
-
-@dataclass
-class Hungry:
-    """A session with something worth reading, best first."""
-
-    attached: Attached
-    frontier: Frontier
 
 
 class GrowthLoop(Worker):
@@ -74,21 +66,18 @@ class GrowthLoop(Worker):
     # --- the loop ---------------------------------------------------------------------------------
 
     def turn(self) -> float | None:
-        hungry = [
-            Hungry(attached, frontier)
-            for attached in self._attached.values()
-            if (frontier := attached.session.frontier(self._rows_per_session))
-        ]
+        reaches = [(attached.session.best_reach(), attached) for attached in self._attached.values()]
+        hungry = [reached for reached in reaches if reached[0] > -math.inf]
         if hungry:
-            hungry.sort(key=lambda h: -h.frontier[0][0])
+            hungry.sort(key=lambda reached: -reached[0])
             start = time.monotonic()
             try:
-                self._step(hungry)
+                self._step([attached for _, attached in hungry])
             except Exception as error:  # the step's sessions are lost, the loop is not
                 log.error("step_failed", exc_info=error)
-                for h in hungry:
-                    self.detach(h.attached.session)
-                    h.attached.fail(error)
+                for _, attached in hungry:
+                    self.detach(attached.session)
+                    attached.fail(error)
             self._step_seconds += STEP_SMOOTHING * (time.monotonic() - start - self._step_seconds)
         now = time.monotonic()
         wake = self._send(now)
@@ -96,22 +85,21 @@ class GrowthLoop(Worker):
             return 0.0
         return None if wake is None else max(0.0, wake - now)
 
-    def _step(self, hungry: list[Hungry]) -> None:
+    def _step(self, hungry: list[Attached]) -> None:
+        """Of sessions with something worth reading, best first."""
         packer = self._engine.packer()
         rows, prompt_budget = self._rows, self._prompt_budget
-        share = max(1, rows // len(hungry))
+        share = max(1, min(self._rows_per_session, rows // len(hungry)))
         planned: list[Attached] = []
-        for h in hungry:
-            session = h.attached.session
+        for attached in hungry:
+            session = attached.session
             if session.unread_text:
                 if prompt_budget > 0:
                     prompt_budget -= session.plan_text(packer, prompt_budget)
-                    planned.append(h.attached)
+                    planned.append(attached)
             elif rows > 0:
-                chosen = [node for _, node in h.frontier[: min(share, rows)]]
-                session.plan_nodes(packer, chosen)
-                rows -= len(chosen)
-                planned.append(h.attached)
+                rows -= session.plan_nodes(packer, min(share, rows))
+                planned.append(attached)
         logits = self._engine.forward(packer.pack())
         self.steps += 1
         for attached in planned:

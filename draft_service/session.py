@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draft_service.calibration import Calibration
+from draft_service.ranking import Ranking
 from draft_service.rhythm import Rhythm
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.choice import ABSURD, Ask, Chooser
@@ -30,9 +31,6 @@ SENT_FROM = 3.0
 """In least reaches. What is grown ahead of need lies mostly where the text will not go: it is sent once the text has
 come so near. That halves the bytes, at no cost in tokens a second (`python -m bench.simulate`)."""
 
-Frontier = list[tuple[float, Node]]
-"""Unread nodes with their log-reach, best first."""
-
 
 class Extension(NamedTuple):
     """New candidates below the committed text of `base` tokens, which has been known for `held` seconds; 0: for longer
@@ -47,9 +45,9 @@ class Extension(NamedTuple):
 class GrowthPolicy:
     """A validated DraftPolicy."""
 
-    max_nodes: int = 192
+    max_nodes: int = 256  # offered to the verifier, or read: each number of them
     max_depth: int = 64
-    max_branches: int = 3
+    max_branches: int = 5
     min_reach: float = 0.002  # probability; at 1 it rests
     extend_interval: float = 0.0  # seconds
     round_trip: float = 0.0  # seconds; 0: unknown
@@ -86,7 +84,8 @@ class Session:
     """Owned by the draft loop's thread.
 
     A node's `state` is its slot of key/value memory once the model has read it, None before; its
-    children exist only after that. `prefix` are the slots of the committed text as far as it is read;
+    children exist only after that, and are all kept: what is hopeless now is likely once the text has come near,
+    and its parent is not read again. `prefix` are the slots of the committed text as far as it is read;
     when a commit follows the tree, the nodes' slots become the prefix's: nothing is copied.
     """
 
@@ -107,10 +106,11 @@ class Session:
         self.prefix: list[int] = []
         self.unsent: list[Node] = []
         self.unsent_rows: list[Node] = []  # nodes whose distribution over their children is to be sent
-        self._kept: list[Node] = []  # not worth a message until the text has come nearer
+        self._unread = Ranking()  # nodes that may have children
+        self._too_deep: list[tuple[float, Node]] = []  # of them, as long as root and policy stay
+        self._kept = Ranking()  # not worth a message until the text has come nearer
         self._kept_rows: list[Node] = []
         self.rhythm = Rhythm()
-        self._idle = False  # whether the tree is as large as it is worth, until a commit or another policy
         self._free: list[int] = []
         self._planned: list[tuple[Node, int]] = []  # (node, index among the results)
 
@@ -144,28 +144,30 @@ class Session:
             raise ValueError(f"token {max(tokens)} is not in the draft's vocabulary of {self.vocabulary}")
         held = {node.state for node in tree.root.walk()}
         self._learn(news)
-        node: Node | None = None if self.unread_text else tree.root
+        node, passed = (None if self.unread_text else tree.root), 0.0
         for token in news:
             node = node.children.get(token) if node is not None else None
             if node is None or node.state is None:
                 break
             assert isinstance(node.state, int)
             self.prefix.append(node.state)
+            passed += node.score
+        self._look_deeper()
         tree.commit(news)
-        self._idle = False
         if self._needed and tree.base >= self.request.context:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
         if self.history is not None:
             self.history.extend(news)
-        alive = {id(n): n for n in tree.root.walk()}
-        self.unsent = [n for n in self.unsent if id(n) in alive]
-        self._kept = [n for n in self._kept if id(n) in alive]
-        self.unsent_rows = [n for n in self.unsent_rows if n is tree.root or id(n) in alive]
-        self._kept_rows = [n for n in self._kept_rows if id(n) in alive]
+        alive = set(tree.root.walk())
+        self._unread.follow(passed, alive)
+        self._kept.follow(passed, alive)
+        self.unsent = [n for n in self.unsent if n in alive]
+        self.unsent_rows = [n for n in self.unsent_rows if n is tree.root or n in alive]
+        self._kept_rows = [n for n in self._kept_rows if n in alive]
         if self._needed and tree.root.row is not None and tree.root not in self.unsent_rows:
             self.unsent_rows.append(tree.root)  # it may have been dropped where there was no room for its node
         self._release()
-        kept = {*(n.state for n in alive.values()), *self.prefix[base:]}
+        kept = {*(n.state for n in alive), *self.prefix[base:]}
         self._free += [slot for slot in held - kept if isinstance(slot, int)]
 
     def _learn(self, tokens: list[int]) -> None:
@@ -186,37 +188,44 @@ class Session:
         """Committed tokens to be read before anything can be guessed."""
         return self.tree.base - len(self.prefix)
 
-    def frontier(self, count: int) -> Frontier:
-        """The `count` unread nodes of highest reach that are worth reading; the root, while there is text to
-        be read."""
+    def best_reach(self) -> float:
+        """Log-reach of the best node that is worth reading: 0 while there is text to be read, -inf if there is none."""
         policy, tree = self.policy, self.tree
-        if self._idle or tree.base >= self.end:
-            return []  # nothing left to do; or the text is over, or past what this model can hold
+        if tree.base >= self.end:
+            return -math.inf  # the text is over, or past what this model can hold
         if self.unread_text > (RESTING_UNREAD if policy.rests else 0):
-            return [(0.0, tree.root)]
-        if policy.rests:
-            return []
-        found: Frontier = []
-        if tree.size >= policy.max_nodes:
-            self._idle = True
-            return found
-        for reach, node in tree.by_reach():
-            if reach < policy.least_reach or len(found) == count:
-                break
-            if node.state is None and self._may_have_children(node):
-                found.append((reach, node))
-        self._idle = not found
-        return found
+            return 0.0
+        if policy.rests or not self._room:
+            return -math.inf
+        while self._unread:
+            reach, node = self._unread.best()
+            if self._depth(node) < policy.max_depth:
+                return reach if reach >= policy.least_reach else -math.inf
+            self._too_deep.append(self._unread.take())
+        return -math.inf
+
+    @property
+    def _room(self) -> int:
+        """For so many nodes there is still memory, and credit for what they bring."""
+        read = len(self.slots) - len(self._free) - len(self.prefix)
+        return max(0, self.policy.max_nodes - max(read, self._offered))
+
+    @property
+    def _offered(self) -> int:
+        """Nodes that were sent, or are about to be."""
+        return self.tree.size - len(self._kept)
+
+    def _look_deeper(self) -> None:
+        """Depths are about to change, or how much of it is wanted."""
+        for reach, node in self._too_deep:
+            self._unread.add(reach, node)
+        self._too_deep.clear()
 
     def _depth(self, node: Node) -> int:
         return node.position - self.tree.root.position
 
     def _may_have_children(self, node: Node) -> bool:
-        return (
-            node.position < self.end - 1
-            and self._depth(node) < self.policy.max_depth
-            and node.token not in self.request.end_tokens
-        )
+        return node.position < self.end - 1 and node.token not in self.request.end_tokens
 
     def plan_text(self, packer: Packer, budget: int) -> int:
         """Catching up, after a correction or at the start: one chain of at most `budget` rows; how many."""
@@ -230,14 +239,19 @@ class Session:
             self._planned.append((self.tree.root, packer.want(rows[-1])))
         return len(text)
 
-    def plan_nodes(self, packer: Packer, chosen: list[Node]) -> None:
-        """One lane: the prefix, the chosen nodes' ancestors, the nodes; a mask says who sees whom."""
+    def plan_nodes(self, packer: Packer, most: int) -> int:
+        """The nodes most worth reading, one at least, `most` at most; how many.
+
+        One lane: the prefix, the nodes' ancestors, the nodes; a mask says who sees whom."""
+        chosen: list[Node] = []
+        while len(chosen) < most and self.best_reach() > -math.inf:
+            _, node = self._unread.take()
+            node.state = self._free.pop()
+            chosen.append(node)
         tail: dict[int, int] = {}  # id(node) -> column after the prefix
         column_slots: list[int] = []
         column_positions: list[int] = []
         paths = [node.path() for node in chosen]
-        for node in chosen:
-            node.state = self._free.pop()
         for path in paths:
             for node in path:
                 if id(node) not in tail:
@@ -257,6 +271,7 @@ class Session:
             self._planned.append((node, packer.want(row)))
         keys = np.asarray(self.prefix + column_slots)
         packer.add_tree(keys, np.asarray([*range(base), *column_positions]), rows, visible)
+        return len(chosen)
 
     def grow(self, logits: NDArray[np.float32]) -> None:
         """Give the nodes just read children, by the request's rule. A broken row of logits gives none."""
@@ -277,56 +292,65 @@ class Session:
         token, node.row = rejection.propose(logits, ask)
         assert token is not None
         (score,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.row))])
-        child = self.tree.add(node, token, score)
-        if child is not None:
-            self._offer(child)
+        self._sprout(node, token, score, node.reach() + score)
 
     def _branch(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
         """The likeliest children."""
-        policy, tree, chooser = self.policy, self.tree, self.request.chooser
+        policy, chooser = self.policy, self.request.chooser
         if chooser.rule is Rule.CONTRASTIVE:
             node.row = contrastive.amateur_row(logits, chooser.contrast)
             self._offer_row(node)
         tokens, scores = chooser.preferences(logits, ask.position, ask.history, ask.path, policy.max_branches)
         reach = node.reach()
         for token, score in zip(tokens, self._calibration.corrected(self._depth(node), scores), strict=True):
-            # The likeliest next token is worth sending however unlikely it is: else a verifier would wait
-            # for nothing.
-            first = node is tree.root and not node.children
-            if (reach + score < policy.least_reach and not first) or tree.size >= policy.max_nodes:
-                break
-            child = tree.add(node, token, score)
-            if child is not None:
-                self._offer(child)
+            if score < policy.least_reach and node.children:
+                break  # it is hopeless even once the text has come to this node
+            self._sprout(node, token, score, reach + score)
 
     # --- sending -----------------------------------------------------------------------------------
 
-    def _offer(self, node: Node) -> None:
-        """Into the next message, if it is worth one. A draw goes together with what it was drawn from."""
-        if not self._worth_sending(node):
-            self._kept.append(node)
+    def _sprout(self, parent: Node, token: int, score: float, reach: float) -> None:
+        """Make a child of this reach, to be sent and read as far as it is worth it."""
+        child = self.tree.add(parent, token, score)
+        if child is None:
             return
+        if self._may_have_children(child):
+            self._unread.add(reach, child)
+        if self._worth_sending(reach, child):
+            self._offer(child)
+        else:
+            self._kept.add(reach, child)
+
+    def _offer(self, node: Node) -> None:
+        """Into the next message. A draw goes together with what it was drawn from."""
         self.unsent.append(node)
         if self.request.chooser.rule is Rule.REJECTION:
             assert node.parent is not None
             self.unsent_rows.append(node.parent)
 
     def _offer_row(self, node: Node) -> None:
-        """Likewise, of a node that has been read."""
-        (self.unsent_rows if self._worth_sending(node) else self._kept_rows).append(node)
+        """Likewise, the distribution below a node that has been read."""
+        (self.unsent_rows if self._worth_sending(node.reach(), node) else self._kept_rows).append(node)
 
-    def _worth_sending(self, node: Node) -> bool:
+    def _worth_sending(self, reach: float, node: Node) -> bool:
         """The likeliest next token is, however unlikely: else a verifier would wait for nothing."""
-        parent = node.parent
-        first = parent is None or (parent is self.tree.root and next(iter(parent.children.values())) is node)
-        return first or node.reach() >= self.policy.least_sent
+        near = reach >= self.policy.least_sent and self._offered <= self.policy.max_nodes
+        return near or node is self.tree.root or node is self._likeliest
+
+    @property
+    def _likeliest(self) -> Node | None:
+        """Next token."""
+        return next(iter(self.tree.root.children.values()), None)
 
     def _release(self) -> None:
         """The text has come nearer, or less is worth it now."""
-        kept, self._kept = self._kept, []
+        kept, policy = self._kept, self.policy
+        while kept and self._offered < policy.max_nodes and kept.best()[0] >= policy.least_sent:
+            self._offer(kept.take()[1])
+        likeliest = self._likeliest
+        if likeliest is not None and kept.remove(likeliest):
+            self._offer(likeliest)
         rows, self._kept_rows = self._kept_rows, []
-        for node in kept:
-            self._offer(node)
         for node in rows:
             self._offer_row(node)
 
@@ -339,7 +363,7 @@ class Session:
             return math.inf
         if self.tree.root in self.unsent_rows or len(self.unsent_rows) >= ROWS_A_MESSAGE:
             return -math.inf
-        nothing_sent = len(self.unsent) + len(self._kept) == self.tree.size
+        nothing_sent = len(self.unsent) == self._offered
         policy = self.policy
         return self.rhythm.due(policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
@@ -364,13 +388,15 @@ class Session:
         if self.policy.rests and not policy.rests:
             self.rhythm = Rhythm()  # meanwhile it heard of many commits at once
         self.policy = policy
-        self._idle = False
+        self._look_deeper()
         self._release()
 
     def resend(self) -> None:
         """Everything counts as unsent, and nothing is known of how this verifier steps."""
         self.unsent, self.unsent_rows, self._kept_rows = [], [], []
-        self._kept = [node for _, node in self.tree.by_reach()]
+        self._kept.clear()
+        for reach, node in self.tree.by_reach():
+            self._kept.add(reach, node)
         if self._needed:
             self._kept_rows = [node for node in (self.tree.root, *self._kept) if node.row is not None]
         self._release()

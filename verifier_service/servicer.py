@@ -41,7 +41,7 @@ MOST_NODES_A_MESSAGE = 1024
 class Limits:
     """What a session may have; what it gets where it asks for nothing."""
 
-    max_nodes: int = 192
+    max_nodes: int = 256
     max_candidates: int = 64
     max_sessions: int = 512
     max_waiting: int = 128  # sessions that are open but have no memory yet

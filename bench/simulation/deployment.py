@@ -17,6 +17,7 @@ from bench.simulation.channel import Channel
 from bench.simulation.devices import Hardware, SharedDevice, SimulatedEngine
 from bench.simulation.language import Language
 from bench.simulation.workers import LockstepLoop, SimulatedGrowthLoop, SimulatedStepLoop, sleep
+from draft_service.breadth import widest
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.generation import Generation
@@ -233,7 +234,7 @@ class Deployment:
             vocabulary=language.vocabulary,
             occupy=self._occupy,
         )
-        return SimulatedGrowthLoop(engine)
+        return SimulatedGrowthLoop(engine, rows_per_session=widest(self._scenario.hardware.draft.seconds))
 
     def _verifier_servicer(self) -> VerifierServicer:
         kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer

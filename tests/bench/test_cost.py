@@ -16,7 +16,7 @@ from bench.simulation.devices import PRESETS, Device, Hardware
 PLAIN = Scenario(PRESETS["70b"], sessions=2, drafts=0, warm_up=5, measured=15)
 APART = replace(PLAIN, drafts=1, always=True)
 SHARED = replace(APART, shared=True)
-LOCKSTEP = replace(SHARED, synchronous=True, lockstep=True, nodes=8)
+LOCKSTEP = replace(SHARED, synchronous=True, lockstep=True, nodes=8, branches=1)
 
 
 @pytest.mark.parametrize("true", [0, 1, 2, 3, 7, 8, 20, 63, 64, 99])

@@ -158,7 +158,7 @@ def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None
 
 def test_memory_is_for_who_has_it() -> None:
     """A session too many is refused, the others keep growing, and what one leaves serves the next."""
-    pod = Pod(Engine(capacity=1 + 2 * (3 + 200 + 192)))
+    pod = Pod(Engine(capacity=1 + 2 * (3 + 200 + 256)))
     first, second, third = session(), session(), session()
     pod.attach(first)
     pod.attach(second)

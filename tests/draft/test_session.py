@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ def step(session: Session, best: float = 5.0) -> None:
     if session.unread_text:
         session.plan_text(packer, 1000)
     else:
-        session.plan_nodes(packer, [node for _, node in session.frontier(4)])
+        session.plan_nodes(packer, 4)
     logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
     logits[7] = best
     session.grow(np.tile(logits, (len(packer.wanted), 1)))
@@ -44,23 +45,23 @@ def test_a_draft_at_rest_grows_nothing() -> None:
     session = made()
     step(session)
     session.follow(replace(session.policy, min_reach=1.0))
-    assert session.frontier(4) == []
+    assert session.best_reach() == -math.inf
     session.commit(3, [5, 6])
-    assert session.frontier(4) == []
+    assert session.best_reach() == -math.inf
     session.follow(replace(session.policy, min_reach=0.01))
     step(session)
     assert not session.unread_text
-    assert session.frontier(4)
+    assert session.best_reach() > -math.inf
 
 
 def test_a_draft_at_rest_keeps_up_with_a_long_text() -> None:
     session = made(context=2 * RESTING_UNREAD, min_reach=1.0)
     session.commit(3, [5] * (RESTING_UNREAD - 3))
-    assert session.frontier(4) == []
+    assert session.best_reach() == -math.inf
     session.commit(RESTING_UNREAD, [5])
-    assert session.frontier(4)
+    assert session.best_reach() > -math.inf
     step(session)
-    assert session.frontier(4) == []
+    assert session.best_reach() == -math.inf
 
 
 def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
@@ -84,7 +85,7 @@ def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
 def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule, temperature: float) -> None:
     """Nodes and their distributions, all of it in the end and each once."""
     session = made(rule, temperature, min_reach=0.05)
-    while session.frontier(4):
+    while session.best_reach() > -math.inf:
         step(session, best=1.5)
     near = [node for reach, node in session.tree.by_reach() if reach >= session.policy.least_sent]
     first = session.spell_unsent(0.0).paths
@@ -137,7 +138,7 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
     assert session.tree.size == 2
     session.commit(3, [9])
     assert session.tree.root.row is None
-    assert session.frontier(4)
+    assert session.best_reach() > -math.inf
     step(session)
     assert session.tree.root.row is not None
     assert session.due(0.0) < 0.0

@@ -1,0 +1,47 @@
+"""How many nodes of a session are worth reading together.
+
+Whoever reads the best node first and looks again reads the fewest; whoever reads many at once has the deeper and
+broader tree in time, since a step over a few rows takes an accelerator about as long as one over one. So it is
+measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Sampling
+from specdec.engine.engine import Engine
+from specdec.engine.warm_up import WARM_UP_KEYS, warm_up_batch
+
+BREADTHS = (4, 8, 16)
+"""The first is taken however long it takes."""
+
+HARDLY_LONGER = 1.25
+"""Times as long as over the least breadth: so much may a step over more take."""
+
+REPEATS = 5
+
+SAMPLED = Chooser(Sampling(temperature=1.0))
+"""Asks more of a row than one that is greedy."""
+
+
+def measured(engine: Engine, branches: int) -> int:
+    """Run the engine over its first slots, which must be nobody's yet, and pick so many children of every row."""
+
+    def seconds(rows: int) -> float:
+        batch = warm_up_batch(engine, rows)
+        start = time.perf_counter()
+        for row in engine.forward(batch):
+            SAMPLED.preferences(row, WARM_UP_KEYS, None, (), branches)
+        return time.perf_counter() - start
+
+    rounds = [[seconds(rows) for rows in BREADTHS] for _ in range(REPEATS)]  # a slow spell falls on all alike
+    return widest(dict(zip(BREADTHS, map(min, *rounds), strict=True)).__getitem__)
+
+
+def widest(seconds: Callable[[int], float]) -> int:
+    """Of the BREADTHS, when a step over so many rows takes so many seconds."""
+    limit = HARDLY_LONGER * seconds(BREADTHS[0])
+    return max(breadth for breadth in BREADTHS if breadth == BREADTHS[0] or seconds(breadth) <= limit)
