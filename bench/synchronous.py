@@ -50,8 +50,8 @@ class DraftSession(draft_service.session.Session):
         return -math.inf if self._answered == self.tree.base else super().best_reach()
 
     def _worth_sending(self, reach: float, node: Node) -> bool:
-        """All of it is the answer."""
-        return True
+        """All of it is the answer, K nodes at most."""
+        return self._offered <= self.policy.max_nodes
 
     def due(self, step: float) -> float:
         """When there is nothing left to grow; no candidate at all is an answer too."""

@@ -21,7 +21,7 @@ BREADTHS = (4, 8, 16)
 HARDLY_LONGER = 1.25
 """Times as long as over the least breadth: so much may a step over more take."""
 
-REPEATS = 5
+REPEATS = 10
 
 SAMPLED = Chooser(Sampling(temperature=1.0))
 """Asks more of a row than one that is greedy."""

@@ -16,7 +16,7 @@ from bench.simulation.devices import PRESETS, Device, Hardware
 PLAIN = Scenario(PRESETS["70b"], sessions=2, drafts=0, warm_up=5, measured=15)
 APART = replace(PLAIN, drafts=1, always=True)
 SHARED = replace(APART, shared=True)
-LOCKSTEP = replace(SHARED, synchronous=True, lockstep=True, nodes=8, branches=1)
+LOCKSTEP = replace(SHARED, synchronous=True, lockstep=True, nodes=16, branches=1)
 
 
 @pytest.mark.parametrize("true", [0, 1, 2, 3, 7, 8, 20, 63, 64, 99])
@@ -139,3 +139,7 @@ def test_in_lockstep_a_step_has_all_streams() -> None:
     one, free = simulate(LOCKSTEP), simulate(replace(LOCKSTEP, lockstep=False))
     assert one.session_steps == 2 * one.steps
     assert free.session_steps < 1.5 * free.steps  # the streams take turns, each step has one of them
+
+
+def test_a_synchronous_draft_answers_with_as_many_candidates_as_it_was_asked_for() -> None:
+    assert simulate(replace(LOCKSTEP, nodes=2, branches=0)).candidates_a_step == 2.0
