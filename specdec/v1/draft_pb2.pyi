@@ -188,7 +188,7 @@ class DraftPolicy(google.protobuf.message.Message):
     EXTEND_INTERVAL_US_FIELD_NUMBER: builtins.int
     ROUND_TRIP_US_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
-    """Live nodes at most: the credit the verifier granted."""
+    """Live nodes sent at most, the credit the verifier granted, and live nodes read at most."""
     max_depth: builtins.int
     """Tokens ahead of the committed text at most."""
     max_branches: builtins.int

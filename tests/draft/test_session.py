@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +21,18 @@ VOCABULARY = 16
 CONTEXT = 20
 
 
-def made(rule: Rule = Rule.COUPLED, temperature: float = 0.0, context: int = CONTEXT, **policy: Any) -> Session:
+def made(
+    rule: Rule = Rule.COUPLED,
+    temperature: float = 0.0,
+    context: int = CONTEXT,
+    calibration: Calibration | None = None,
+    **policy: Any,
+) -> Session:
     """A session with memory and a prompt of three tokens."""
     chooser = Chooser(Sampling(temperature=temperature), rule=rule)
     request = SessionRequest([1, 2, 3], [], chooser, frozenset(), context, context)
-    session = Session(request, GrowthPolicy(**policy), VOCABULARY, Calibration())
-    session.own(np.arange(1, context + 100))
+    session = Session(request, GrowthPolicy(**policy), VOCABULARY, calibration or Calibration())
+    session.own(np.arange(1, 1 + session.end + session.policy.max_nodes))
     return session
 
 
@@ -102,6 +109,51 @@ def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule
     assert known.size == session.tree.size
     assert _described(known) == _described(session.tree)
     assert not session.waits
+
+
+class Untaught(Calibration):
+    """Whom no verdict makes believe otherwise."""
+
+    def learn(self, depth: int, taken: int | None, scores: Iterable[float]) -> None:
+        pass
+
+
+def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
+    """Read far ahead of the text, a node keeps children that are worth nothing yet: it is not read again."""
+    early, late = (made(context=60, calibration=Untaught(), min_reach=0.02) for _ in range(2))
+    while early.best_reach() > -math.inf:
+        step(early, best=1.5)
+    parents = [(reach, node) for reach, node in early.tree.by_reach() if node.children]
+    _, farthest = min(parents, key=lambda each: each[0])
+    assert any(child.reach() < early.policy.least_reach for child in farthest.children.values())
+    tokens = [node.token for node in farthest.path()]
+    for session in (early, late):
+        session.commit(3, tokens)
+        while session.best_reach() > -math.inf:
+            step(session, best=1.5)
+    near = [
+        {tuple(n.token for n in node.path()) for reach, node in session.tree.by_reach() if reach >= math.log(0.02)}
+        for session in (early, late)
+    ]
+    assert near[0] == near[1]
+    assert len(near[0]) > 3
+
+
+@pytest.mark.parametrize("most", [1, 4, 10])
+def test_no_more_nodes_are_sent_or_read_than_were_granted(most: int) -> None:
+    """Nor does it run out of memory for its text."""
+    session = made(context=40, min_reach=1e-6, max_nodes=most)
+    base = 3
+    while base < 30:
+        while session.best_reach() > -math.inf:
+            step(session, best=1.5)
+        sent = TokenTree(session.tree.committed, vocabulary=VOCABULARY, last_position=40)
+        session.resend()
+        sent.insert(base, session.spell_unsent(0.0).paths)
+        assert 1 <= sent.size <= most
+        assert sum(node.state is not None for node in session.tree.root.walk()) <= most
+        session.commit(base, [7, 7, 5])
+        base += 3
 
 
 def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:

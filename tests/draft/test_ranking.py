@@ -1,0 +1,66 @@
+"""What a ranking finds after any growth and any commits is what a look over the whole tree finds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draft_service.ranking import Ranking
+from specdec.decoding.tree import Node, TokenTree
+
+TOKENS = 4
+SCORES = st.floats(-3.0, 0.0).map(lambda score: round(score, 6))
+ADD = st.tuples(st.integers(0, 30), st.integers(0, TOKENS - 1), SCORES)
+COMMIT = st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=3)
+TAKE = st.none()
+
+
+@given(st.lists(ADD | COMMIT | TAKE, max_size=60))
+def test_the_best_is_the_one_of_highest_reach(moves: list[tuple[int, int, float] | list[int] | None]) -> None:
+    tree = TokenTree([0], vocabulary=TOKENS, last_position=1000)
+    ranking, taken = Ranking(), set[Node]()
+    for move in moves:
+        match move:
+            case (place, token, score):
+                nodes = [tree.root, *tree.root.walk()]
+                parent = nodes[place % len(nodes)]
+                if token not in parent.children:
+                    child = tree.add(parent, token, score)
+                    assert child is not None
+                    ranking.add(child.reach(), child)
+            case None if len(ranking):
+                taken.add(ranking.take()[1])
+            case [*tokens]:
+                node, passed = tree.root, 0.0
+                for each in tokens:
+                    if each not in node.children:
+                        break
+                    node = node.children[each]
+                    passed += node.score
+                tree.commit(tokens)
+                ranking.follow(passed, set(tree.root.walk()))
+        left = [(reach, node) for reach, node in tree.by_reach() if node not in taken]
+        assert set(ranking) == {node for _, node in left}
+        if left:
+            reach, node = ranking.best()
+            assert reach == pytest.approx(left[0][0])
+            assert node.reach() == pytest.approx(reach)
+        else:
+            assert not len(ranking)
+
+
+def test_equals_come_out_in_the_order_in_which_they_came() -> None:
+    tree = TokenTree([0], vocabulary=TOKENS, last_position=10)
+    nodes = [node for token in range(TOKENS) if (node := tree.add(tree.root, token, -1.0)) is not None]
+    ranking = Ranking()
+    for node in nodes:
+        ranking.add(-1.0, node)
+    assert not ranking.remove(Node(0, 1, None, 0.0, 0))
+    assert ranking.remove(nodes[1])
+    assert [ranking.take()[1] for _ in range(len(ranking))] == [nodes[0], nodes[2], nodes[3]]
+    ranking.add(-math.inf, nodes[0])
+    ranking.clear()
+    assert not len(ranking)
