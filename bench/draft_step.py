@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from draft_service.breadth import siblings
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
 from specdec.engine.load import Dtype, Kind, load_engine
@@ -31,12 +32,7 @@ def batch(engine: Engine, rows: int, rows_per_session: int, text: int) -> Packed
     slot = 1
     for first in range(0, rows, rows_per_session):
         count = min(rows_per_session, rows - first)
-        keys = np.arange(slot, slot + text + count)
-        nodes = [packer.add_row(1 + first + i, text, int(keys[text + i])) for i in range(count)]
-        visible = np.concatenate([np.ones((count, text), bool), np.eye(count, dtype=bool)], axis=1)
-        packer.add_tree(keys, np.asarray([*range(text), *[text] * count]), nodes, visible)
-        for node in nodes:
-            packer.want(node)
+        siblings(packer, count, np.arange(slot, slot + text + count))
         slot += text + count
     return packer.pack()
 

@@ -10,6 +10,7 @@ K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the 
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import replace
 
@@ -46,12 +47,14 @@ class DraftSession(draft_service.session.Session):
         self._kept.clear()
 
     def best_reach(self) -> float:
-        """Nothing once it has answered."""
-        return -math.inf if self._answered == self.tree.base else super().best_reach()
+        """Nothing once it has answered, nor once the K best are known: what is unread leads to none that is better."""
+        best = -math.inf if self._answered == self.tree.base else super().best_reach()
+        known = heapq.nlargest(self.policy.max_nodes, (node.reach() for node in self._kept))
+        return -math.inf if len(known) == self.policy.max_nodes and known[-1] >= best else best
 
     def _worth_sending(self, reach: float, node: Node) -> bool:
-        """All of it is the answer, K nodes at most."""
-        return self._offered <= self.policy.max_nodes
+        """Not before all that might be better is known."""
+        return False
 
     def due(self, step: float) -> float:
         """When there is nothing left to grow; no candidate at all is an answer too."""
@@ -59,7 +62,16 @@ class DraftSession(draft_service.session.Session):
 
     def spell_unsent(self, now: float) -> Extension:
         self._answered = self.tree.base
+        while self._kept and len(self.unsent) < self.policy.max_nodes:
+            reach, node = self._kept.take()
+            if self.unsent and reach < self.policy.least_reach:
+                break
+            self._offer(node)
         return super().spell_unsent(now)
+
+    def resend(self) -> None:
+        super().resend()
+        self._answered = 0
 
 
 class DraftServicer(draft_service.servicer.DraftServicer):

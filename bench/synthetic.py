@@ -27,7 +27,7 @@ from verifier_service.cost import StepCost
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
-MOST_NODES = 192
+MOST_NODES = 256
 
 
 @dataclass

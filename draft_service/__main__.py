@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+import structlog
 import typer
 
 from draft_service import breadth
@@ -14,6 +15,8 @@ from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
+
+log = structlog.get_logger()
 
 
 def main(
@@ -51,7 +54,9 @@ def main(
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
-        loop = GrowthLoop(loaded, rows_per_session=breadth.measured(loaded, limits.defaults.max_branches))
+        nodes = breadth.measured(loaded, limits.defaults.max_branches)
+        log.info("breadth", nodes_of_a_session_in_a_step=nodes)
+        loop = GrowthLoop(loaded, rows_per_session=nodes)
         loop.start()
         return DraftServicer(loop, identity, limits)
 

@@ -10,16 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
+from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
-from specdec.engine.warm_up import WARM_UP_KEYS, warm_up_batch
+from specdec.engine.kv import Slots
 
 BREADTHS = (4, 8, 16)
 """The first is taken however long it takes."""
 
 HARDLY_LONGER = 1.25
 """Times as long as over the least breadth: so much may a step over more take."""
+
+TEXT = 32
+"""Tokens that every row sees."""
 
 REPEATS = 10
 
@@ -31,10 +37,11 @@ def measured(engine: Engine, branches: int) -> int:
     """Run the engine over its first slots, which must be nobody's yet, and pick so many children of every row."""
 
     def seconds(rows: int) -> float:
-        batch = warm_up_batch(engine, rows)
+        packer = engine.packer()
+        siblings(packer, rows, np.arange(1, 1 + TEXT + rows))
         start = time.perf_counter()
-        for row in engine.forward(batch):
-            SAMPLED.preferences(row, WARM_UP_KEYS, None, (), branches)
+        for row in engine.forward(packer.pack()):
+            SAMPLED.preferences(row, TEXT, None, (), branches)
         return time.perf_counter() - start
 
     rounds = [[seconds(rows) for rows in BREADTHS] for _ in range(REPEATS)]  # a slow spell falls on all alike
@@ -45,3 +52,13 @@ def widest(seconds: Callable[[int], float]) -> int:
     """Of the BREADTHS, when a step over so many rows takes so many seconds."""
     limit = HARDLY_LONGER * seconds(BREADTHS[0])
     return max(breadth for breadth in BREADTHS if breadth == BREADTHS[0] or seconds(breadth) <= limit)
+
+
+def siblings(packer: Packer, rows: int, slots: Slots) -> None:
+    """Pack so many nodes below one text, which has the slots that they leave; all of them are wanted."""
+    text = len(slots) - rows
+    nodes = [packer.add_row(1 + row, text, int(slots[text + row])) for row in range(rows)]
+    visible = np.concatenate([np.ones((rows, text), dtype=bool), np.eye(rows, dtype=bool)], axis=1)
+    packer.add_tree(slots, np.asarray([*range(text), *[text] * rows]), nodes, visible)
+    for node in nodes:
+        packer.want(node)

@@ -40,15 +40,6 @@ class Ranking:
         negative, _, node = heapq.heappop(self._heap)
         return -negative - self._passed, node
 
-    def remove(self, node: Node) -> bool:
-        """Take this one out; whether it was there."""
-        kept = [entry for entry in self._heap if entry[2] is not node]
-        if len(kept) == len(self._heap):
-            return False
-        heapq.heapify(kept)
-        self._heap = kept
-        return True
-
     def follow(self, passed: float, alive: Container[Node]) -> None:
         """The root has moved down by a log-reach of `passed`; only nodes that are `alive` stay."""
         self._passed += passed

@@ -80,7 +80,7 @@ class DraftServicer(
                 session.heard(arrived)
                 session.commit(request.committed.base, list(request.committed.tokens))
             case "policy":
-                session.follow(self._policy(request.policy, session.policy.max_nodes))
+                session.follow(self._policy(request.policy, len(session.slots) - session.end))
             case "resend":
                 session.resend()
 

@@ -21,11 +21,17 @@ from specdec.engine.batch import Packer
 from specdec.engine.kv import Slots
 
 ROWS_A_MESSAGE = 4
-"""Distributions in a message, about: one over a vocabulary of 128,000 tokens takes a quarter of a megabyte."""
+"""Whole distributions in a message, about: one over a vocabulary of 128,000 tokens takes a quarter of a megabyte."""
 
 RESTING_UNREAD = 512
 """Tokens that a draft at rest leaves unread: short texts cost its neighbours nothing, and whenever it is wanted again
 it has caught up in a step."""
+
+LEAST_REACH = 0.002
+"""Probability, from which on a node is read at all."""
+
+HOPELESS = math.log(LEAST_REACH)
+"""A child that is less likely than this below its parent will not be read even once the text has come to it."""
 
 SENT_FROM = 3.0
 """In least reaches. What is grown ahead of need lies mostly where the text will not go: it is sent once the text has
@@ -45,10 +51,10 @@ class Extension(NamedTuple):
 class GrowthPolicy:
     """A validated DraftPolicy."""
 
-    max_nodes: int = 256  # offered to the verifier, or read: each number of them
+    max_nodes: int = 256  # so many offered to the verifier at most, and so many read
     max_depth: int = 64
     max_branches: int = 5
-    min_reach: float = 0.002  # probability; at 1 it rests
+    min_reach: float = LEAST_REACH  # probability; at 1 it rests
     extend_interval: float = 0.0  # seconds
     round_trip: float = 0.0  # seconds; 0: unknown
 
@@ -109,7 +115,6 @@ class Session:
         self._unread = Ranking()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # of them, as long as root and policy stay
         self._kept = Ranking()  # not worth a message until the text has come nearer
-        self._kept_rows: list[Node] = []
         self.rhythm = Rhythm()
         self._free: list[int] = []
         self._planned: list[tuple[Node, int]] = []  # (node, index among the results)
@@ -163,7 +168,6 @@ class Session:
         self._kept.follow(passed, alive)
         self.unsent = [n for n in self.unsent if n in alive]
         self.unsent_rows = [n for n in self.unsent_rows if n is tree.root or n in alive]
-        self._kept_rows = [n for n in self._kept_rows if n in alive]
         if self._needed and tree.root.row is not None and tree.root not in self.unsent_rows:
             self.unsent_rows.append(tree.root)  # it may have been dropped where there was no room for its node
         self._release()
@@ -189,13 +193,14 @@ class Session:
         return self.tree.base - len(self.prefix)
 
     def best_reach(self) -> float:
-        """Log-reach of the best node that is worth reading: 0 while there is text to be read, -inf if there is none."""
+        """Log-reach of the best node that is worth reading: 0 while there is text to be read, -inf if there is none.
+        What is too deep for now is put aside."""
         policy, tree = self.policy, self.tree
         if tree.base >= self.end:
             return -math.inf  # the text is over, or past what this model can hold
         if self.unread_text > (RESTING_UNREAD if policy.rests else 0):
             return 0.0
-        if policy.rests or not self._room:
+        if policy.rests or self._full:
             return -math.inf
         while self._unread:
             reach, node = self._unread.best()
@@ -205,10 +210,10 @@ class Session:
         return -math.inf
 
     @property
-    def _room(self) -> int:
-        """For so many nodes there is still memory, and credit for what they bring."""
+    def _full(self) -> bool:
+        """Whether there is no memory for another node, or no credit for what it would bring."""
         read = len(self.slots) - len(self._free) - len(self.prefix)
-        return max(0, self.policy.max_nodes - max(read, self._offered))
+        return max(read, self._offered) >= self.policy.max_nodes
 
     @property
     def _offered(self) -> int:
@@ -240,7 +245,7 @@ class Session:
         return len(text)
 
     def plan_nodes(self, packer: Packer, most: int) -> int:
-        """The nodes most worth reading, one at least, `most` at most; how many.
+        """The nodes most worth reading, `most` at most; how many.
 
         One lane: the prefix, the nodes' ancestors, the nodes; a mask says who sees whom."""
         chosen: list[Node] = []
@@ -299,12 +304,13 @@ class Session:
         policy, chooser = self.policy, self.request.chooser
         if chooser.rule is Rule.CONTRASTIVE:
             node.row = contrastive.amateur_row(logits, chooser.contrast)
-            self._offer_row(node)
+            if node not in self._kept:
+                self.unsent_rows.append(node)
         tokens, scores = chooser.preferences(logits, ask.position, ask.history, ask.path, policy.max_branches)
         reach = node.reach()
         for token, score in zip(tokens, self._calibration.corrected(self._depth(node), scores), strict=True):
-            if score < policy.least_reach and node.children:
-                break  # it is hopeless even once the text has come to this node
+            if score < HOPELESS and node.children:
+                break
             self._sprout(node, token, score, reach + score)
 
     # --- sending -----------------------------------------------------------------------------------
@@ -322,20 +328,20 @@ class Session:
             self._kept.add(reach, child)
 
     def _offer(self, node: Node) -> None:
-        """Into the next message. A draw goes together with what it was drawn from."""
+        """Into the next message. A draw goes together with what it was drawn from (REJECTION), and a node that has been
+        read with the distribution below it (CONTRASTIVE)."""
         self.unsent.append(node)
         if self.request.chooser.rule is Rule.REJECTION:
             assert node.parent is not None
             self.unsent_rows.append(node.parent)
-
-    def _offer_row(self, node: Node) -> None:
-        """Likewise, the distribution below a node that has been read."""
-        (self.unsent_rows if self._worth_sending(node.reach(), node) else self._kept_rows).append(node)
+        elif node.row is not None:
+            self.unsent_rows.append(node)
 
     def _worth_sending(self, reach: float, node: Node) -> bool:
-        """The likeliest next token is, however unlikely: else a verifier would wait for nothing."""
+        """Whether it is near enough, and there is credit for it, itself included. The likeliest next token always is:
+        else a verifier would wait for nothing."""
         near = reach >= self.policy.least_sent and self._offered <= self.policy.max_nodes
-        return near or node is self.tree.root or node is self._likeliest
+        return near or node is self._likeliest
 
     @property
     def _likeliest(self) -> Node | None:
@@ -345,23 +351,22 @@ class Session:
     def _release(self) -> None:
         """The text has come nearer, or less is worth it now."""
         kept, policy = self._kept, self.policy
-        while kept and self._offered < policy.max_nodes and kept.best()[0] >= policy.least_sent:
+        while kept:
+            reach, node = kept.best()  # the likeliest next token, if that is among them
+            near = reach >= policy.least_sent and self._offered < policy.max_nodes
+            if not near and node is not self._likeliest:
+                break
             self._offer(kept.take()[1])
-        likeliest = self._likeliest
-        if likeliest is not None and kept.remove(likeliest):
-            self._offer(likeliest)
-        rows, self._kept_rows = self._kept_rows, []
-        for node in rows:
-            self._offer_row(node)
 
     def due(self, step: float) -> float:
         """The moment from which on what is new is to be sent, perhaps long past; `step`: seconds of a draft's step.
 
-        Distributions wait for no moment. That of the next token is needed at once: without it nothing can be chosen
-        (CONTRASTIVE), or a draw comes after the choice at its place and is lost (REJECTION)."""
+        The distribution of the next token is needed at once: without it nothing can be chosen (CONTRASTIVE), or a draw
+        comes after the choice at its place and is lost (REJECTION). Nor do whole ones wait (CONTRASTIVE). Draws do,
+        however many there are: an end token is the last of its chain, and when it is sent must not tell of it."""
         if not self.waits:
             return math.inf
-        if self.tree.root in self.unsent_rows or len(self.unsent_rows) >= ROWS_A_MESSAGE:
+        if self.tree.root in self.unsent_rows or (self._needed and len(self.unsent_rows) >= ROWS_A_MESSAGE):
             return -math.inf
         nothing_sent = len(self.unsent) == self._offered
         policy = self.policy
@@ -393,11 +398,11 @@ class Session:
 
     def resend(self) -> None:
         """Everything counts as unsent, and nothing is known of how this verifier steps."""
-        self.unsent, self.unsent_rows, self._kept_rows = [], [], []
+        self.unsent, self.unsent_rows = [], []
         self._kept.clear()
         for reach, node in self.tree.by_reach():
             self._kept.add(reach, node)
-        if self._needed:
-            self._kept_rows = [node for node in (self.tree.root, *self._kept) if node.row is not None]
+        if self._needed and self.tree.root.row is not None:
+            self.unsent_rows.append(self.tree.root)
         self._release()
         self.rhythm = Rhythm()

@@ -139,21 +139,23 @@ def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
     assert len(near[0]) > 3
 
 
+@pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 @pytest.mark.parametrize("most", [1, 4, 10])
-def test_no_more_nodes_are_sent_or_read_than_were_granted(most: int) -> None:
+def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperature: float, most: int) -> None:
     """Nor does it run out of memory for its text."""
-    session = made(context=40, min_reach=1e-6, max_nodes=most)
-    base = 3
-    while base < 30:
+    session = made(rule, temperature, context=40, min_reach=0.01, max_nodes=most)
+    verifier = TokenTree(
+        session.tree.committed, vocabulary=VOCABULARY, last_position=39, sampled=rule is Rule.REJECTION
+    )
+    for tokens in ([7, 7, 5], [7], [3], [7, 7, 7, 7], [7, 6], [7, 7]):
         while session.best_reach() > -math.inf:
             step(session, best=1.5)
-        sent = TokenTree(session.tree.committed, vocabulary=VOCABULARY, last_position=40)
-        session.resend()
-        sent.insert(base, session.spell_unsent(0.0).paths)
-        assert 1 <= sent.size <= most
+        verifier.insert(session.tree.base, session.spell_unsent(0.0).paths)
+        assert 1 <= verifier.size <= most
         assert sum(node.state is not None for node in session.tree.root.walk()) <= most
-        session.commit(base, [7, 7, 5])
-        base += 3
+        session.commit(session.tree.base, tokens)
+        verifier.commit(tokens)
+        session.follow(replace(session.policy, min_reach=0.3 - session.policy.min_reach))
 
 
 def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from specdec.engine.warm_up import WARM_UP_KEYS
 from tests.verifier.fakes import TextEngine
-from verifier_service.cost import MEASURED_ROWS, REPEATS, StepCost
+from verifier_service.cost import MEASURED_ROWS, REPEATS, WARM_UP_KEYS, StepCost
 
 ROWS = (1, 2, 4, 8, 16)
 seconds = st.lists(st.floats(1e-4, 1.0), min_size=len(ROWS), max_size=len(ROWS))
