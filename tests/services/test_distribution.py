@@ -51,7 +51,7 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
 
 @pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
 async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
-    async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services:
+    async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.04)) as services:
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
     assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 15  # a part of what is tested was drafted,
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and a part corrected
