@@ -10,7 +10,6 @@ K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the 
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import replace
 
@@ -49,8 +48,7 @@ class DraftSession(draft_service.session.Session):
     def best_reach(self) -> float:
         """Nothing once it has answered, nor once the K best are known: what is unread leads to none that is better."""
         best = -math.inf if self._answered == self.tree.base else super().best_reach()
-        known = heapq.nlargest(self.policy.max_nodes, (node.reach() for node in self._kept))
-        return -math.inf if len(known) == self.policy.max_nodes and known[-1] >= best else best
+        return best if best > self._kept.reach_of(self.policy.max_nodes) else -math.inf
 
     def _worth_sending(self, reach: float, node: Node) -> bool:
         """Not before all that might be better is known."""

@@ -51,7 +51,7 @@ def measured(engine: Engine, branches: int) -> int:
 def widest(seconds: Callable[[int], float]) -> int:
     """Of the BREADTHS, when a step over so many rows takes so many seconds."""
     limit = HARDLY_LONGER * seconds(BREADTHS[0])
-    return max(breadth for breadth in BREADTHS if breadth == BREADTHS[0] or seconds(breadth) <= limit)
+    return max(breadth for breadth in BREADTHS if seconds(breadth) <= limit)
 
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:

@@ -7,6 +7,7 @@ reaches are kept as they were at one fixed time.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Container, Iterator
 
 from specdec.decoding.tree import Node
@@ -39,6 +40,11 @@ class Ranking:
         """The best, which leaves."""
         negative, _, node = heapq.heappop(self._heap)
         return -negative - self._passed, node
+
+    def reach_of(self, place: int) -> float:
+        """Of the best (1), the second (2), ...; -inf if there are not so many."""
+        entries = heapq.nsmallest(place, self._heap)
+        return -entries[-1][0] - self._passed if len(entries) == place else -math.inf
 
     def follow(self, passed: float, alive: Container[Node]) -> None:
         """The root has moved down by a log-reach of `passed`; only nodes that are `alive` stay."""

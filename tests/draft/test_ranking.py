@@ -48,8 +48,11 @@ def test_the_best_is_the_one_of_highest_reach(moves: list[tuple[int, int, float]
             reach, node = ranking.best()
             assert reach == pytest.approx(left[0][0])
             assert node.reach() == pytest.approx(reach)
+            for place, (expected, _) in enumerate(left, start=1):
+                assert ranking.reach_of(place) == pytest.approx(expected)
         else:
             assert not len(ranking)
+        assert ranking.reach_of(len(left) + 1) == -math.inf
 
 
 def test_equals_come_out_in_the_order_in_which_they_came() -> None:
