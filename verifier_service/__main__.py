@@ -57,7 +57,7 @@ def main(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Sessions that wait for memory at most; more are refused.")
     ] = 128,
-    step_rows: Annotated[int, typer.Option(min=8, help="Tokens of prompts computed in one step at most.")] = 512,
+    step_rows: Annotated[int, typer.Option(min=8, help="Rows of a step that prompts may fill it up to.")] = 512,
     max_candidates: Annotated[
         int, typer.Option(min=1, max=128, help="Candidates a session verifies in a step at most.")
     ] = Limits.max_candidates,

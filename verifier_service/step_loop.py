@@ -61,7 +61,7 @@ NOTHING_PAYS = 1.0
 
 
 class StepLoop(Worker):
-    """`step_rows`: rows of prompts in one step at most; `run_ahead`: tokens a session may be ahead of what its
+    """`step_rows`: up to which prompts fill a step; `run_ahead`: tokens a session may be ahead of what its
     client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from; `cost`: measured unless it
     is known."""
 

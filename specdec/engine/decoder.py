@@ -8,7 +8,6 @@ product here is there a part of it (`linear.Part`). Models of any other kind kee
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from specdec.engine.arithmetic import Array, array_of
 from specdec.engine.decoder_layers import PRODUCTS, Buffers, Rows, Shares, Weights, compiled, interpreted
 from specdec.engine.invariance import TiledLinear
 from specdec.engine.linear import join
-from specdec.engine.packed_products import PackedProducts, References
+from specdec.engine.packed_products import PackedProducts, TiledInputs
 from specdec.engine.path_attention import EVERYTHING, PathAttention
 from specdec.engine.pretrained import LayerAttention
 from specdec.engine.team import evenly
@@ -61,7 +60,7 @@ class _Workspace:
     normal: Tensor  # [t, hidden]
     inputs: list[Tensor]  # of the products, one for each kind
     buffers: Buffers  # the same memory
-    references: References | None  # to the inputs, if compiled code is to read them
+    tiled: TiledInputs | None  # the inputs, if compiled code is to read them
 
 
 class Decoder:
@@ -83,11 +82,8 @@ class Decoder:
         self._inner = gate_proj.outputs.stop - gate_proj.outputs.start
         self._weights = _weights(inside, attends, config.rms_norm_eps)
         self._linears = [linear for layer in inside.layers for linear in _linears(layer)]
-        # Rows that fit into one tile go round the tiling.
-        tiling = next((linear.rows for linear in self._linears if isinstance(linear, TiledLinear)), None)
-        self._rows_of_a_tile = math.inf if tiling is None else tiling.counts[-1]
-        self._untiled = [linear.linear if isinstance(linear, TiledLinear) else linear for linear in self._linears]
-        self._packed = PackedProducts.fitting(self._untiled, PRODUCTS)
+        untiled = [linear.linear if isinstance(linear, TiledLinear) else linear for linear in self._linears]
+        self._packed = PackedProducts.fitting(untiled, PRODUCTS)
         self._workspaces: dict[int, _Workspace] = {}
         self._make_room(1)
 
@@ -100,7 +96,7 @@ class Decoder:
         keys, values = attention.memory.whole
         work = self._workspace(rows)
         work.buffers.residual[:] = 0
-        products, layers = self._products(work, rows)
+        products, layers = self._products(work)
         layers(
             products,
             self._weights,
@@ -119,13 +115,11 @@ class Decoder:
         logits: Tensor = self._head(work.normal[wanted])
         return logits
 
-    def _products(self, work: _Workspace, rows: int) -> tuple[Any, Callable[..., None]]:
+    def _products(self, work: _Workspace) -> tuple[Any, Callable[..., None]]:
         """As the layers take them that come with them."""
-        tiled = rows > self._rows_of_a_tile
-        if self._packed is not None and work.references is not None and not tiled:
-            return self._packed.of(work.references, like=work.buffers.normal), compiled(self._width)
-        linears = self._linears if tiled else self._untiled
-        return list(map(_product, linears, itertools.cycle(work.inputs))), interpreted(self._width)
+        if self._packed is not None and work.tiled is not None:
+            return self._packed.of(work.tiled, like=work.buffers.normal), compiled(self._width)
+        return list(map(_product, self._linears, itertools.cycle(work.inputs))), interpreted(self._width)
 
     def _workspace(self, rows: int) -> _Workspace:
         """The first rows of the largest."""
@@ -142,8 +136,9 @@ class Decoder:
                 array_of(attended).reshape(query.shape),
                 array_of(gated),
             )
-            references = None if self._packed is None else References(inputs)
-            found = self._workspaces[rows] = _Workspace(normal, inputs, buffers, references)
+            tiles = [_tiles(linear, rows) for linear in self._linears[:PRODUCTS]]
+            tiled = None if self._packed is None else TiledInputs(inputs, tiles)
+            found = self._workspaces[rows] = _Workspace(normal, inputs, buffers, tiled)
         return found
 
     def _make_room(self, rows: int) -> None:
@@ -195,6 +190,10 @@ def _embedding(embed: Any) -> Callable[[Tensor], Array]:
         table = array_of(embed.weight.detach())
         return lambda tokens: table[tokens.numpy()]
     return lambda tokens: array_of(embed(tokens))
+
+
+def _tiles(linear: Any, rows: int) -> list[int]:
+    return linear.tiles(rows) if isinstance(linear, TiledLinear) else [rows]
 
 
 def _product(linear: Any, x: Tensor) -> Callable[[], Array]:

@@ -33,7 +33,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.numerics import device_kind
 from specdec.engine.own_forward import OwnForward
 from specdec.engine.pretrained import DTYPES, attention_of, is_quantised, load, window_of
-from specdec.engine.row_class import RowClass
+from specdec.engine.row_class import RowClass, RowClasses
 from specdec.engine.unit_attention import UnitAttention, UnitMemory
 from specdec.engine.unit_tensors import UnitTensors
 from specdec.engine.units import UnitBatch, UnitPacker, places_for
@@ -80,7 +80,8 @@ class GpuEngine:
         values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
         self._memory = UnitMemory(keys, values)
         self._memory.reserve(LEAST_PARTIALS, self._heads)
-        self._rows = RowClass(CANDIDATES)
+        self._rows = RowClass(CANDIDATES)  # numbers of them that batches have
+        self._classes: RowClasses | None = None
         self._assemble()
         own.check(self)
         self.exact = exact and self._make_exact()
@@ -92,7 +93,7 @@ class GpuEngine:
                 dtype,
                 "joined" if self._joined else "layers",
                 f"units-triton-{triton.__version__}",
-                f"exact-{self._rows}" if self.exact else "fast",
+                f"exact-{self._classes or self._rows}" if self.exact else "fast",
             )
         )
 
@@ -158,14 +159,18 @@ class GpuEngine:
         return logits[0]
 
     def _make_exact(self) -> bool:
-        """Run at the members of a row class only, if then rows do not depend on their batch indeed."""
+        """Run at the members of row classes only, if then rows do not depend on their batch indeed."""
         if is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
             return rows_are_independent(self)
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        usual, self._rows = self._rows, find(linears, str(self._device))
-        tile(self.model, self._rows)
+        classes = find(linears, str(self._device))
+        if classes is None:
+            return False
+        usual, self._rows = self._rows, classes.batch
+        tile(self.model, classes)
         self._assemble()
         if rows_are_independent(self):
+            self._classes = classes
             return True
         self._rows = usual
         untile(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from specdec.engine.device_head import DeviceHead
 from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE
 from specdec.engine.linear import PackedLinear
-from specdec.engine.row_class import RowClass
+from specdec.engine.row_class import RowClass, RowClasses, Shape
 
 CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
 PROBED_ROWS = 128
@@ -29,28 +30,45 @@ Linear = torch.nn.Linear | PackedLinear | DeviceHead
 
 
 class TiledLinear(torch.nn.Module):
-    """A linear layer that runs at the members of a class only. Its input has a number of rows the class can
-    be tiled into without padding."""
+    """A linear layer that runs at the members of its class only. Its input has the rows of a batch that is padded."""
 
-    def __init__(self, linear: Linear, rows: RowClass) -> None:
+    def __init__(self, linear: Linear, classes: RowClasses) -> None:
         super().__init__()
         self.linear = linear
-        self.rows = rows
+        self._tiles = functools.cache(functools.partial(classes.tiles, _shape(linear)))
+
+    def tiles(self, rows: int) -> list[int]:
+        """Of a batch of so many."""
+        return self._tiles(rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.shape[-2]
-        if rows <= self.rows.counts[-1]:
+        tiles = self._tiles(x.shape[-2])
+        if len(tiles) == 1:
             return self.linear.forward(x)
-        return torch.cat([self.linear.forward(tile) for tile in torch.split(x, self.rows.tiles(rows), dim=-2)], dim=-2)
+        return torch.cat([self.linear.forward(tile) for tile in torch.split(x, tiles, dim=-2)], dim=-2)
+
+
+def _shape(layer: Linear) -> Shape:
+    return layer.in_features, layer.out_features
 
 
 @torch.inference_mode()
-def find(layers: Iterable[Linear], device: str) -> RowClass:
-    """The largest class that all the layers have in common. One layer of each shape is run."""
-    shapes = {(layer.in_features, layer.out_features, layer.bias is None): layer for layer in layers}
-    bits: dict[int, list[bytes]] = defaultdict(list)
+def find(layers: Iterable[Linear], device: str) -> RowClasses | None:
+    """The largest class of each shape of layer, of which one is run with a bias and one without; None if no number of
+    rows has tiles in all."""
+    shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
+    for layer in layers:
+        shapes[_shape(layer)][layer.bias is None] = layer
     generator = torch.Generator().manual_seed(0)
-    for layer in shapes.values():
+    products = {shape: _largest_class(alike.values(), device, generator) for shape, alike in shapes.items()}
+    batch = [count for count in CANDIDATES if all(rows.exact_tiles(count) for rows in products.values())]
+    return RowClasses(RowClass(tuple(batch)), products) if batch else None
+
+
+def _largest_class(layers: Iterable[Linear], device: str, generator: torch.Generator) -> RowClass:
+    """That all these layers have in common."""
+    bits: dict[int, list[bytes]] = defaultdict(list)
+    for layer in layers:
         dtype = layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
         x = torch.randn(2 * CANDIDATES[-1], layer.in_features, generator=generator).to(device, dtype)
         for count in CANDIDATES:
@@ -60,18 +78,17 @@ def find(layers: Iterable[Linear], device: str) -> RowClass:
     classes: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
     for count in CANDIDATES:
         classes[tuple(bits[count])].append(count)
-    largest = max(len(counts) for counts in classes.values())
-    return RowClass(next(tuple(counts) for counts in classes.values() if len(counts) == largest))
+    return RowClass(max(map(tuple, classes.values()), key=len))  # of equals the first
 
 
-def tile(model: torch.nn.Module, rows: RowClass) -> None:
-    """Let every linear layer of a model run at the members of a class only."""
+def tile(model: torch.nn.Module, classes: RowClasses) -> None:
+    """Let every linear layer of a model run at the members of its class only."""
     for module in list(model.modules()):
         if isinstance(module, TiledLinear):
             continue
         for name, child in list(module.named_children()):
             if isinstance(child, Linear):
-                setattr(module, name, TiledLinear(child, rows))
+                setattr(module, name, TiledLinear(child, classes))
 
 
 def untile(model: torch.nn.Module) -> None:

@@ -69,11 +69,13 @@ class Products(NamedTuple):
 
     weights: Handles  # [layers * kinds]
     biases: Handles  # [layers * kinds] addresses of handles; 0: none
-    inputs: Handles  # [kinds]
+    inputs: Handles  # [tiles of all kinds]
+    rows: NDArray[np.int64]  # [tiles of all kinds]
+    first: NDArray[np.int64]  # [kinds + 1] where a kind's tiles begin
     outputs: NDArray[np.int64]  # [kinds] columns of the results
     results: Handles  # [kinds] the latest; 0: none yet
     address: NDArray[np.int64]  # [1] of the last result's numbers
-    like: Array  # [t, ...] as the inputs are stored
+    together: Array  # as the inputs are stored; at least a result's numbers, if any kind has several tiles
 
 
 class References:
@@ -83,6 +85,18 @@ class References:
         capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
         self.handles: Handles = np.asarray([_pointer(capsule, None) for capsule in capsules], dtype=np.int64)
         _give_back_after(self, self.handles)
+
+
+class TiledInputs:
+    """Of products: for each kind a tensor [t, inputs], which its products take in tiles of so many rows."""
+
+    def __init__(self, inputs: Sequence[Tensor], tiles: Sequence[Sequence[int]]) -> None:
+        parts = [part for each, sizes in zip(inputs, tiles, strict=True) for part in torch.split(each, list(sizes))]
+        self._references = References(parts)
+        self.handles = self._references.handles
+        self.rows = np.asarray([len(part) for part in parts], dtype=np.int64)
+        self.first = np.cumsum([0, *map(len, tiles)])
+        self.whole = all(len(sizes) == 1 for sizes in tiles)
 
 
 class PackedProducts:
@@ -96,6 +110,7 @@ class PackedProducts:
         self._places = np.asarray([0 if bias is None else next(places) for bias in biases], dtype=np.int64)
         self._outputs = np.asarray([linear.out_features for linear in linears[:kinds]], dtype=np.int64)
         self._results, self._address = np.zeros(kinds, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        self._together: Array = np.empty(0, np.float32)
         _give_back_after(self, self._results)
 
     @classmethod
@@ -106,17 +121,22 @@ class PackedProducts:
         alike = all(shape == shapes[number % kinds] for number, shape in enumerate(shapes))
         return cls(packed, kinds) if AVAILABLE and alike and len(packed) == len(linears) else None
 
-    def of(self, inputs: References, like: Array) -> Products:
-        """Of these inputs, one for each kind, with as many rows as `like`, and stored like it. Only good while this and
-        the references are there: compiled code holds no owners."""
+    def of(self, inputs: TiledInputs, like: Array) -> Products:
+        """Of these inputs, with as many rows as `like`, and stored like it. Only good while this and the inputs are
+        there: compiled code holds no owners."""
+        numbers = 0 if inputs.whole else len(like) * int(self._outputs.max())
+        if len(self._together) < numbers or self._together.dtype != like.dtype:
+            self._together = np.empty(numbers, like.dtype)
         return Products(
             self._weights.handles,
             self._places,
             inputs.handles,
+            inputs.rows,
+            inputs.first,
             self._outputs,
             self._results,
             self._address,
-            like,
+            self._together,
         )
 
 
@@ -144,19 +164,34 @@ def _pointer_to(_context: Any, address: Any) -> Any:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def product(products: Any, number: Any) -> Any:
-    """[t, outputs], as stored: the product of this number. It holds until the next of its kind."""
-    kinds = len(products.inputs)
-    kind = number % kinds
+    """[t, outputs], as stored: the product of this number. It holds until the next one."""
+    kind = number % len(products.outputs)
+    begin, end, columns = products.first[kind], products.first[kind + 1], products.outputs[kind]
+    if end - begin == 1:
+        return _tile(products, number, kind, begin)
+    rows = products.rows[begin:end].sum()
+    together = products.together[: rows * columns].reshape(rows, columns)
+    done = 0
+    for tile in range(begin, end):
+        part = _tile(products, number, kind, tile)
+        together[done : done + len(part)] = part
+        done += len(part)
+    return together
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _tile(products: Any, number: Any, kind: Any, tile: Any) -> Any:
+    """Of a product. It holds until the next of its kind."""
     result = products.results[kind : kind + 1]
     if result[0]:
         _give_back(np.uintp(result[0]))
         result[0] = 0
-    x, weight, bias = products.inputs[kind], products.weights[number], products.biases[number]
+    x, weight, bias = products.inputs[tile], products.weights[number], products.biases[number]
     failed = _linear(
         np.uintp(x), np.uintp(weight), np.uintp(bias), _ATTRIBUTE, 0, 0, _ALGORITHM, np.uintp(result.ctypes.data)
     )
     if failed or _data(np.uintp(result[0]), np.uintp(products.address.ctypes.data)):
         raise RuntimeError("a matrix product has failed: its input does not fit, or memory is short")
     return numba.carray(
-        _pointer_to(products.address[0]), (len(products.like), products.outputs[kind]), products.like.dtype
+        _pointer_to(products.address[0]), (products.rows[tile], products.outputs[kind]), products.together.dtype
     )

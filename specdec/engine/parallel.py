@@ -18,7 +18,7 @@ from specdec.engine.kv import Slots
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.own_forward import OwnForward
 from specdec.engine.ranks import Ranks
-from specdec.engine.row_class import RowClass
+from specdec.engine.row_class import RowClasses
 from specdec.engine.shards import sum_in_order
 from specdec.engine.torch_engine import TorchEngine
 
@@ -32,9 +32,9 @@ class PartEngine(TorchEngine):
         self._ranks = ranks
         super().__init__(directory, ranks=ranks, **options)
 
-    def tile(self, rows: RowClass | None) -> None:
-        super().tile(rows)
-        sum_in_order(self.model, rows is not None)
+    def tile(self, classes: RowClasses | None) -> None:
+        super().tile(classes)
+        sum_in_order(self.model, classes is not None)
 
 
 class LeadingEngine(PartEngine):
@@ -50,8 +50,8 @@ class LeadingEngine(PartEngine):
     def use_threads(self, count: int) -> None:
         self._with_all("use_threads", count)
 
-    def tile(self, rows: RowClass | None) -> None:
-        self._with_all("tile", rows)
+    def tile(self, classes: RowClasses | None) -> None:
+        self._with_all("tile", classes)
 
     def _with_all(self, name: str, *arguments: Any) -> Any:
         self._ranks.tell(name, *arguments)

@@ -2,13 +2,18 @@
 
 A kernel may split its sums otherwise for one row than for eight, or for sixty-four; then a token's logits would
 depend on how many others share its step. At a fixed number of rows they never do. So the numbers of rows are
-sorted into classes of equal bits when a model is loaded (`invariance.py`), and every product runs at the
-members of one class only: a batch is padded up to one, or cut into several tiles.
+sorted into classes of equal bits when a model is loaded (`invariance.py`), for each shape of product, and each runs
+at the members of one class only: a batch is padded to a number that all of them can make up, and a product of which
+that is no member runs as several tiles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+Shape = tuple[int, int]
+"""Of a product: columns of its input and of its result."""
 
 
 @dataclass(frozen=True)
@@ -27,5 +32,35 @@ class RowClass:
     def padded(self, rows: int) -> int:
         return sum(self.tiles(rows))
 
+    def exact_tiles(self, rows: int) -> list[int] | None:
+        """Members that add up to `rows`, always the largest that fits; None if that leaves a rest."""
+        tiles: list[int] = []
+        for count in reversed(self.counts):
+            whole, rows = divmod(rows, count)
+            tiles += [count] * whole
+        return None if rows else tiles
+
     def __str__(self) -> str:
         return f"{self.counts[0]}..{self.counts[-1]}of{len(self.counts)}"
+
+
+@dataclass(frozen=True)
+class RowClasses:
+    """One for each shape of product, and the numbers of rows of a `batch`, which have tiles in all of them."""
+
+    batch: RowClass
+    products: Mapping[Shape, RowClass]
+
+    def tiles(self, shape: Shape, rows: int) -> list[int]:
+        """Of a product in a batch of so many rows, which must be padded. A shape that another rank of a model in parts
+        may have, and nobody knows, has those of the batch: the check of the whole says whether that will do."""
+        own, tiles = self.products.get(shape, self.batch), []
+        for tile in self.batch.tiles(rows):
+            parts = own.exact_tiles(tile)
+            assert parts is not None  # else it were no number of rows of a batch
+            tiles += parts
+        return tiles
+
+    def __str__(self) -> str:
+        """The classes: what is made of which tiles follows from them."""
+        return "+".join(sorted(set(map(str, self.products.values()))))

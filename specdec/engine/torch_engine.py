@@ -32,7 +32,7 @@ from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.pretrained import DTYPES, attention_of, is_quantised, load, window_of
 from specdec.engine.ranks import Ranks
-from specdec.engine.row_class import RowClass
+from specdec.engine.row_class import RowClass, RowClasses
 
 Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """A forward pass: tokens [t], positions [t], wanted rows [n] and the batch's attention to logits [n, vocabulary]."""
@@ -103,7 +103,8 @@ class TorchEngine:
         keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
         self._pools = EagerPools(keys, values)
         self._memory = PathMemory(keys, values, self.threads[0]) if self._by_path else None
-        self._rows: RowClass | None = None
+        self._rows: RowClass | None = None  # numbers of them that batches have
+        self._classes: RowClasses | None = None
         # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
         self._usual_rows = RowClass(CANDIDATES) if packed else None
         self._run = self._assembled()
@@ -120,7 +121,7 @@ class TorchEngine:
                 "compiled" if compiled else "packed" if packed else "plain",
                 "joined" if self._joined else "layers",
                 f"paths-numba-{NUMBA}" if self._by_path else "lanes",
-                f"exact-{self._rows or 'any'}" if self.exact else "fast",
+                f"exact-{self._classes or self._rows or 'any'}" if self.exact else "fast",
                 *([] if ranks is None else [f"parallel-{ranks.degree}"]),
             )
         )
@@ -151,13 +152,15 @@ class TorchEngine:
         if self._memory is not None:
             self._memory.threads = count
 
-    def tile(self, rows: RowClass | None) -> None:
-        """Run products at the members of a class only; None: at any number of rows."""
-        self._rows = rows
-        if rows is None:
+    def tile(self, classes: RowClasses | None) -> None:
+        """Run products at the members of their classes only; None: at any number of rows."""
+        self._classes = classes
+        if classes is None:
+            self._rows = None
             untile(self.model)
         else:
-            tile(self.model, rows)
+            self._rows = classes.batch
+            tile(self.model, classes)
         self._run = self._assembled()
 
     @staticmethod
@@ -202,12 +205,15 @@ class TorchEngine:
             raise UnsupportedModelError(f"{name} cannot be compiled: {type(error).__name__}: {reason}") from error
 
     def _make_exact(self) -> None:
-        """Run at the members of a row class only, if then rows do not depend on their batch indeed."""
+        """Run at the members of row classes only, if then rows do not depend on their batch indeed."""
         if self._compiled or is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
             self.exact = rows_are_independent(self)
             return
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        self.tile(find(linears, str(self._device)))
+        classes = find(linears, str(self._device))
+        if classes is None:
+            return
+        self.tile(classes)
         self.exact = rows_are_independent(self)
         if not self.exact:
             self.tile(None)

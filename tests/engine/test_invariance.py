@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.engine.batch import PackedBatch
 from specdec.engine.invariance import CANDIDATES, TiledLinear, find, rows_are_independent, tile, untile
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.row_class import RowClass
+from specdec.engine.row_class import RowClass, RowClasses
 from specdec.engine.torch_engine import TorchEngine
 from tests.engine import odd_models
 from tests.models import make
@@ -40,38 +40,71 @@ def members(condition: Callable[[int], bool]) -> tuple[int, ...]:
     return tuple(count for count in CANDIDATES if condition(count))
 
 
+def found(*layers: Fickle) -> RowClasses:
+    classes = find(layers, "cpu")
+    assert classes is not None
+    return classes
+
+
+def own(classes: RowClasses) -> tuple[int, ...]:
+    """The class of the only shape."""
+    (rows,) = classes.products.values()
+    return rows.counts
+
+
 class TestFind:
     def test_a_steady_layer_has_one_class(self) -> None:
-        assert find([Fickle(lambda rows: 0)], "cpu").counts == CANDIDATES
+        classes = found(Fickle(lambda rows: 0))
+        assert own(classes) == classes.batch.counts == CANDIDATES
 
     @pytest.mark.parametrize("limit", [8, 24, 100])
     def test_the_largest_of_two_classes(self, limit: int) -> None:
         low, high = members(lambda rows: rows <= limit), members(lambda rows: rows > limit)
-        assert find([Fickle(lambda rows: int(rows > limit))], "cpu").counts == max(low, high, key=len)
+        assert own(found(Fickle(lambda rows: int(rows > limit)))) == max(low, high, key=len)
 
     def test_a_class_may_have_gaps(self) -> None:
-        found = find([Fickle(lambda rows: int(rows in (1, 7, 9)))], "cpu")
-        assert found.counts == members(lambda rows: rows not in (1, 7, 9))
+        classes = found(Fickle(lambda rows: int(rows in (1, 7, 9))))
+        assert own(classes) == members(lambda rows: rows not in (1, 7, 9))
+        assert classes.batch == classes.products[8, 4]  # 7 is 6 and a rest
 
-    def test_layers_must_agree(self) -> None:
-        """One leaves out few rows, the other many."""
-        layers = [Fickle(lambda rows: int(rows < 3)), Fickle(lambda rows: int(rows > 100), outputs=5)]
-        assert find(layers, "cpu").counts == members(lambda rows: 3 <= rows <= 100)
+    def test_every_shape_has_its_own(self) -> None:
+        """One leaves out few rows, the other many: those it makes up of several."""
+        few, many = Fickle(lambda rows: int(rows < 3)), Fickle(lambda rows: int(rows > 100), outputs=5)
+        classes = found(few, many)
+        assert classes.batch.counts == members(lambda rows: rows >= 3)
+        assert classes.tiles((8, 4), 512) == [512]
+        assert classes.tiles((8, 5), 512) == [96, 96, 96, 96, 96, 32]
+        assert str(classes) == f"1..96of{len(members(lambda rows: rows <= 100))}+3..512of{len(CANDIDATES) - 2}"
+
+    def test_layers_of_a_shape_agree_with_and_without_a_bias(self) -> None:
+        without = Fickle(lambda rows: int(rows < 3))
+        without.register_parameter("bias", None)
+        classes = found(Fickle(lambda rows: int(rows > 100)), without)
+        assert own(classes) == members(lambda rows: 3 <= rows <= 100)
 
     def test_one_layer_of_a_shape_is_enough(self) -> None:
         layers = [Fickle(lambda rows: 0), Fickle(lambda rows: 0), Fickle(lambda rows: 0, inputs=9)]
-        find(layers, "cpu")
+        found(*layers)
         assert [bool(layer.seen) for layer in layers] == [False, True, True]
 
-    def test_nothing_in_common_leaves_one_number(self) -> None:
-        found = find([Fickle(lambda rows: rows)], "cpu")
-        assert len(found.counts) == 1
+    def test_where_no_two_numbers_agree_each_row_is_a_tile(self) -> None:
+        classes = found(Fickle(lambda rows: rows))
+        assert own(classes) == (1,)
+        assert classes.tiles((8, 4), 5) == [1] * 5
+
+    def test_shapes_that_share_no_number_of_rows(self) -> None:
+        """Of threes and nines neither can be made up."""
+        large = Fickle(lambda rows: 0 if rows in (256, 512) else rows)
+        small = Fickle(lambda rows: 0 if rows in (3, 9) else rows, outputs=5)
+        assert find([large, small], "cpu") is None
 
     def test_real_layers(self) -> None:
         """Whatever this machine's class is: at its members all rows have equal bits."""
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 96)
-        rows = find([layer], "cpu")
+        classes = find([layer], "cpu")
+        assert classes is not None
+        (rows,) = classes.products.values()
         x = torch.randn(600, 64)
         with torch.inference_mode():
             whole = layer(x[: rows.counts[-1]])
@@ -79,28 +112,35 @@ class TestFind:
                 assert torch.equal(layer(x[:count]), whole[:count])
 
 
+def of(layer: torch.nn.Linear, counts: tuple[int, ...]) -> RowClasses:
+    """Of a model with such layers alone."""
+    rows = RowClass(counts)
+    return RowClasses(rows, {(layer.in_features, layer.out_features): rows})
+
+
 class TestTiles:
     @pytest.mark.parametrize("counts", [(4, 16), (3,), (1, 2, 40)])
     def test_tiles_run_at_members_and_give_the_same(self, counts: tuple[int, ...]) -> None:
-        rows = RowClass(counts)
+        classes = of(Fickle(lambda _: 0), counts)
         layer = Fickle(lambda _: 0)
-        tiled = TiledLinear(layer, rows)
+        tiled = TiledLinear(layer, classes)
         for count in (1, 3, 4, 15, 16, 17, 64, 90):
-            x = torch.randn(1, rows.padded(count), 8)
+            x = torch.randn(1, classes.batch.padded(count), 8)
             layer.seen.clear()
             assert torch.equal(tiled(x), x[..., :4])
             assert set(layer.seen) <= set(counts)
+            assert layer.seen == tiled.tiles(x.shape[1])
 
     def test_real_layers_differ_by_rounding_at_most(self) -> None:
         layer = torch.nn.Linear(64, 32)
         x = torch.randn(1, 100, 64)
         with torch.inference_mode():
-            torch.testing.assert_close(TiledLinear(layer, RowClass((5,)))(x), layer(x))
+            torch.testing.assert_close(TiledLinear(layer, of(layer, (5,)))(x), layer(x))
 
     def test_tiling_a_model_and_back(self) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
         before = [id(module) for module in model.modules()]
-        tile(model, RowClass((4,)))
+        tile(model, of(torch.nn.Linear(4, 4), (4,)))
         tiled = [module for module in model.modules() if isinstance(module, TiledLinear)]
         assert len(tiled) == 2
         untile(model)

@@ -13,7 +13,7 @@ import torch
 from specdec.engine import packed_products
 from specdec.engine.arithmetic import array_of
 from specdec.engine.linear import PackedLinear, can_pack
-from specdec.engine.packed_products import PackedProducts, References, product
+from specdec.engine.packed_products import PackedProducts, References, TiledInputs, product
 
 pytestmark = pytest.mark.skipif(not packed_products.AVAILABLE, reason="this torch has not the function")
 
@@ -28,6 +28,10 @@ def linears(dtype: torch.dtype) -> list[PackedLinear]:
     return [PackedLinear(torch.nn.Linear(i, o, bias).to(dtype).requires_grad_(False)) for i, o, bias in SHAPES]
 
 
+def whole(inputs: list[torch.Tensor]) -> TiledInputs:
+    return TiledInputs(inputs, [[len(each)] for each in inputs])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_the_bits_are_torchs(dtype: torch.dtype) -> None:
@@ -35,29 +39,34 @@ def test_the_bits_are_torchs(dtype: torch.dtype) -> None:
     products = PackedProducts(layers, 2)
     for rows in (1, 3, 40, 2):
         inputs = [torch.randn(rows, width).to(dtype) for width in (32, 48)]
-        references = References(inputs)
-        asked = products.of(references, like=array_of(inputs[0]))
+        given = whole(inputs)
+        asked = products.of(given, like=array_of(inputs[0]))
         for number in (0, 1, 2, 3, 3, 0):
             want = array_of(layers[number](inputs[number % 2]))
             np.testing.assert_array_equal(product(asked, number), want)
 
 
-def test_a_result_holds_until_the_next_of_its_kind() -> None:
-    layers = linears(torch.float32)
-    inputs = [torch.randn(2, width) for width in (32, 48)]
-    products, references = PackedProducts(layers, 2), References(inputs)
-    asked = products.of(references, like=inputs[0].numpy())
-    first = product(asked, 0)
-    for number in (1, 3):
-        product(asked, number)
-    np.testing.assert_array_equal(first, layers[0](inputs[0]).numpy())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_tiles_have_the_bits_of_tiles(dtype: torch.dtype) -> None:
+    """Each kind in its own, one of them in one."""
+    layers = linears(dtype)
+    products = PackedProducts(layers, 2)
+    for tiles in ([[3, 2, 2], [7]], [[40], [32, 8]], [[1], [1]], [[4, 4], [1] * 8]):
+        inputs = [torch.randn(sum(tiles[0]), width).to(dtype) for width in (32, 48)]
+        given = TiledInputs(inputs, tiles)
+        asked = products.of(given, like=array_of(inputs[0]))
+        for number in (0, 1, 2, 3):
+            parts = torch.split(inputs[number % 2], tiles[number % 2])
+            want = np.concatenate([array_of(layers[number](part)) for part in parts])
+            np.testing.assert_array_equal(product(asked, number), want)
 
 
 def test_what_does_not_fit_is_an_error_and_the_next_product_is_not() -> None:
     layers = linears(torch.float32)
     products = PackedProducts(layers, 2)
     wrong, right = ([torch.randn(2, width) for width in widths] for widths in ((31, 48), (32, 48)))
-    kept = References(wrong), References(right)
+    kept = whole(wrong), whole(right)
     with pytest.raises(RuntimeError, match="product has failed"):
         product(products.of(kept[0], like=wrong[0].numpy()), 0)
     got = product(products.of(kept[1], like=right[0].numpy()), 0)
@@ -75,13 +84,13 @@ def test_results_are_given_back() -> None:
     """Of a gigabyte of them, with owners that stay and with owners that go, less than a tenth is there at once."""
     wide = PackedLinear(torch.nn.Linear(8, 4096).requires_grad_(False))
     x = torch.randn(256, 8)
-    references, lasting = References([x]), PackedProducts([wide], 1)
-    product(lasting.of(references, like=x.numpy()), 0)
+    given, lasting = whole([x]), PackedProducts([wide], 1)
+    product(lasting.of(given, like=x.numpy()), 0)
     before = getrusage(RUSAGE_SELF).ru_maxrss
     for _ in range(128):
-        product(lasting.of(references, like=x.numpy()), 0)
+        product(lasting.of(given, like=x.numpy()), 0)
         leaving = PackedProducts([wide], 1)
-        product(leaving.of(references, like=x.numpy()), 0)
+        product(leaving.of(given, like=x.numpy()), 0)
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
 
 

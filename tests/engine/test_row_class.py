@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from specdec.engine.row_class import RowClass
+from specdec.engine.row_class import RowClass, RowClasses
 
 classes = st.sets(st.integers(1, 100), min_size=1).map(lambda counts: RowClass(tuple(sorted(counts))))
 
@@ -39,3 +39,27 @@ def test_no_smaller_member_would_hold_the_rest(rows: RowClass, count: int) -> No
 )
 def test_examples(count: int, tiles: list[int]) -> None:
     assert RowClass((4, 16)).tiles(count) == tiles
+
+
+@given(classes, st.integers(0, 1000))
+def test_exact_tiles_are_members_that_add_up(rows: RowClass, count: int) -> None:
+    tiles = rows.exact_tiles(count)
+    if tiles is None:
+        assert rows.counts[0] > 1
+        assert count not in rows.counts
+    else:
+        assert sum(tiles) == count
+        assert set(tiles) <= set(rows.counts)
+
+
+@given(classes, st.sets(st.integers(1, 40), min_size=1), st.integers(1, 300))
+def test_a_padded_batch_has_tiles_in_every_class(batch: RowClass, own: set[int], count: int) -> None:
+    product = RowClass(tuple(sorted(own)))
+    possible = tuple(each for each in batch.counts if product.exact_tiles(each))
+    assume(possible)
+    rows = RowClasses(RowClass(possible), {(8, 4): product})
+    padded = rows.batch.padded(count)
+    tiles = rows.tiles((8, 4), padded)
+    assert sum(tiles) == padded
+    assert set(tiles) <= own
+    assert rows.tiles((9, 9), padded) == rows.batch.tiles(padded)

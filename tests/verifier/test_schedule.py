@@ -143,12 +143,13 @@ class TestPromptRows:
     def test_the_budget_is_used_up_and_kept(
         self, prompts: list[int], decoding: int, cost: StepCost, candidates: int, most: int
     ) -> None:
-        """`most`; and with decoders about, what does not stretch their step, of which some is always granted."""
+        """Up to `most` rows; and with decoders about, what does not stretch their step, of which some is always
+        granted."""
         rows, budget = decoding + candidates, most
         if decoding:
             readers = max(1.0, len(prompts) / decoding)
             stretched = max((1.0 + STRETCH * readers) * cost.of(rows), BLINK * readers)
-            budget = min(most, max(LEAST_PROMPT_ROWS, cost.rows_within(stretched) - rows))
+            budget = max(LEAST_PROMPT_ROWS, min(most, cost.rows_within(stretched)) - rows)
         total = sum(prompt_rows(prompts, decoding, cost, rows, most))
         assert total == min(sum(prompts), max(budget, len(prompts)))
         if decoding and total > max(LEAST_PROMPT_ROWS, len(prompts)):
@@ -183,7 +184,8 @@ class TestPromptRows:
         ],
     )
     def test_examples(self, prompts: list[int], most: int, shares: list[int]) -> None:
-        assert prompt_rows(prompts, 3, FREE, 3, most) == shares
+        assert prompt_rows(prompts, 0, FREE, 0, most) == shares
+        assert prompt_rows(prompts, 20, FREE, 40, 40 + max(most, 8)) == prompt_rows(prompts, 0, FREE, 0, max(most, 8))
 
     def test_steps_that_are_over_in_a_blink_may_take_one(self) -> None:
         """A row takes a millisecond."""
