@@ -100,7 +100,7 @@ class Decoder:
         layers(
             products,
             self._weights,
-            Rows(batch.positions, batch.slots, batch.keys, batch.first),
+            Rows(batch.positions, batch.slots, batch.keys, batch.first, attention.pieces),
             keys,
             values,
             work.buffers,
@@ -108,7 +108,7 @@ class Decoder:
                 norms=evenly(rows, attention.threads, SHARED_FROM // self._hidden),
                 heads=evenly(rows, attention.threads, SHARED_FROM // self._projected),
                 gates=evenly(rows, attention.threads, SHARED_FROM // self._inner),
-                attention=attention.shares_of(keys.shape[2], self._width),
+                attention=attention.shares_of(keys.shape[1], self._width),
             ),
             self._embed(tokens),
         )

@@ -46,6 +46,7 @@ class Rows(NamedTuple):
     slots: Array  # [t]
     path: Array  # slots of all paths
     first: Array  # [t] where a row's path begins
+    pieces: Array  # [p + 1] at which rows pieces of paths begin
 
 
 class Buffers(NamedTuple):
@@ -75,7 +76,7 @@ def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array])
         products: Any,
         weights: Any,
         rows: Any,
-        keys: Any,  # [layers, slots, kv_heads, width]
+        keys: Any,  # [layers, kv_heads, slots, width]
         values: Any,
         buffers: Any,
         shares: Any,
@@ -107,6 +108,7 @@ def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array])
                 rows.path,
                 rows.first,
                 rows.positions,
+                rows.pieces,
                 weights.windows[layer],
                 weights.scales[layer],
                 NO_SOFTCAP,

@@ -50,14 +50,14 @@ def rotate(
     positions: Any,  # [t]
     slots: Any,  # [t] where keys and values go
     query: Any,  # float32 [t, heads, width], written
-    keys: Any,  # [slots, kv_heads, width], written
+    keys: Any,  # [kv_heads, slots, width], written
     values: Any,
     cuts: Any,  # from which row to which
 ) -> None:
     """Split a row into heads, turn queries and keys by their position (Su et al. 2021, "RoFormer", eq. 34, halves
     instead of neighbours), and store keys and values."""
     heads, width = query.shape[1:]
-    kv_heads = keys.shape[1]
+    kv_heads = len(keys)
     turned = np.empty(width, np.float32)
     for r in range(cuts[0], cuts[1]):
         row, c, s = projected[r], cos[positions[r]], sin[positions[r]]
@@ -80,14 +80,14 @@ def rotate(
                     q[d] = turned[d] * c[d] - turned[d + half] * s[d]
                     q[d + half] = turned[d + half] * c[d] + turned[d] * s[d]
             else:
-                k = keys[slots[r], head - heads]
+                k = keys[head - heads, slots[r]]
                 for d in range(half):
                     k[d] = narrowed(turned[d] * c[d] - turned[d + half] * s[d], k[d])
                     k[d + half] = narrowed(turned[d + half] * c[d] + turned[d] * s[d], k[d])
         v = row[(heads + kv_heads) * width :]
         for kv_head in range(kv_heads):
             for d in range(width):
-                values[slots[r], kv_head, d] = v[kv_head * width + d]
+                values[kv_head, slots[r], d] = v[kv_head * width + d]
 
 
 @team.shared

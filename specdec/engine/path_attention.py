@@ -1,9 +1,10 @@
-"""Attention over paths on the CPU: one loop for every row, compiled by Numba.
+"""Attention over paths on the CPU: one loop, compiled by Numba.
 
-For a row: the dot products with its keys in order of position, their softmax, the sum of its values. Nothing
-is gathered, padded or masked, keys and values are read where they lie, all heads of a key together as memory
-has them, and no row's arithmetic depends on another's: the same token at the same place of the same text has
-the same bits in every batch. Memory and queries may be bfloat16; all arithmetic is float32.
+For a row: the dot products with its keys in order of position, their softmax, the sum of its values. Nothing is
+gathered, padded or masked, and keys and values are read where they lie. Queries that read the same keys, of rows of one
+path and of heads that share theirs, are taken a few at a time, and read them once; but no row's arithmetic depends on
+another's (`vectors.py`): the same token at the same place of the same text has the same bits in every batch. Memory and
+queries may be bfloat16; all arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine import team
-from specdec.engine.arithmetic import REORDERED, Array, array_of, exp, narrowed, widened
+from specdec.engine.arithmetic import REORDERED, Array, array_of, exp, narrowed
 from specdec.engine.paths import PathBatch
+from specdec.engine.vectors import dots, weighted_sums
+
+GROUP = 4
+"""Queries that are taken at a time."""
+
+PIECE = 32
+"""Rows of a path that are computed by one thread, head by head."""
 
 SHARED_FROM = 1 << 16
 """Numbers in the keys of all rows from which it pays to share them among threads: some ten microseconds' work."""
@@ -31,8 +39,8 @@ EVERYTHING = np.iinfo(np.int64).max
 
 @dataclass
 class PathMemory:
-    """Keys and values of all layers, [slots, kv_heads, width] each, and how many threads read them. Where all layers'
-    have the same shape they may be one tensor."""
+    """Keys and values of all layers, [kv_heads, slots, width] each, and how many threads read them. Where all layers'
+    have the same shape they may be one tensor. (All keys of a head are together: that is how a text reads them.)"""
 
     keys: Sequence[Tensor] | Tensor
     values: Sequence[Tensor] | Tensor
@@ -40,7 +48,7 @@ class PathMemory:
 
     def __post_init__(self) -> None:
         self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
-        self.whole: tuple[Array, Array] | None = None  # [layers, slots, kv_heads, width] each
+        self.whole: tuple[Array, Array] | None = None  # [layers, kv_heads, slots, width] each
         if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
             self.whole = array_of(self.keys), array_of(self.values)
 
@@ -49,9 +57,10 @@ class PathAttention:
     """What the model's layers ask in one forward pass."""
 
     def __init__(self, memory: PathMemory, batch: PathBatch) -> None:
-        batch.check(len(memory.keys[0]))
+        batch.check(memory.keys[0].shape[1])
         self.batch = batch
         self.memory = memory
+        self.pieces = pieces(batch.first)
         self._cuts: dict[tuple[int, int], team.Cuts] = {}  # by the shape of a key
 
     def attend(
@@ -76,6 +85,7 @@ class PathAttention:
             batch.keys,
             batch.first,
             batch.positions,
+            self.pieces,
             window or EVERYTHING,
             np.float32(scale),
             np.float32(softcap or 0.0),
@@ -93,17 +103,29 @@ class PathAttention:
         """Of the batch, for keys of this shape."""
         cuts = self._cuts.get((kv_heads, width))
         if cuts is None:
-            cuts = self._cuts[kv_heads, width] = shares(self.batch.positions, kv_heads, width, self.threads)
+            cuts = shares(self.batch.positions, self.pieces, kv_heads, width, self.threads)
+            self._cuts[kv_heads, width] = cuts
         return cuts
 
 
-def shares(positions: NDArray[np.int64], kv_heads: int, width: int, threads: int) -> team.Cuts:
-    """The batch's kv heads, row by row, cut so that each thread reads about as many keys; a single share where there is
-    little to read."""
-    ends = np.cumsum(np.repeat(positions + 1, kv_heads))
+def pieces(first: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[p + 1] Where rows are cut, whose paths begin there, into pieces: neighbours on one path."""
+    rows = np.arange(len(first))
+    begins = np.concatenate([[True], first[1:] != first[:-1]])  # a path
+    behind = rows - np.maximum.accumulate(np.where(begins, rows, 0))
+    return np.append(rows[behind % PIECE == 0], len(first))
+
+
+def shares(
+    positions: NDArray[np.int64], pieces: NDArray[np.int64], kv_heads: int, width: int, threads: int
+) -> team.Cuts:
+    """The batch's kv heads, piece by piece, cut so that each thread computes with about as many keys; a single share
+    where there are few."""
+    keys = np.repeat(np.add.reduceat(positions + 1, pieces[:-1]), kv_heads)
+    ends = np.cumsum(keys)
     if not team.AVAILABLE or ends[-1] * width < SHARED_FROM:
         return np.asarray([0, len(ends)])
-    middles = ends - np.repeat(positions + 1, kv_heads) / 2
+    middles = ends - keys / 2
     cuts = np.searchsorted(middles, ends[-1] * np.arange(1, threads) / threads)
     return np.concatenate([[0], cuts, [len(ends)]])
 
@@ -112,81 +134,104 @@ def shares(positions: NDArray[np.int64], kv_heads: int, width: int, threads: int
 def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -> None:
     """Write the new rows [t, kv_heads, width] to their slots."""
     for r in range(len(slots)):
-        keys[slots[r]] = new_keys[r]
-        values[slots[r]] = new_values[r]
+        for kv_head in range(len(keys)):
+            keys[kv_head, slots[r]] = new_keys[r, kv_head]
+            values[kv_head, slots[r]] = new_values[r, kv_head]
 
 
 @functools.cache
 def kernel(width: int, value_width: int) -> Callable[..., None]:
-    """The loop for heads of these widths, which are constants in it so that its inner loops unroll."""
+    """The loop for heads of these widths, which are constants in it."""
+    dots_of_one, dots_of_all = dots(1, width, fetched=value_width), dots(GROUP, width)
+    sums_of_one, sums_of_all = weighted_sums(1, value_width), weighted_sums(GROUP, value_width)
 
-    @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
+    @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def attend(
         query: Any,  # float32 [t, heads, width]
-        keys: Any,  # as stored [slots, kv_heads, width]
+        keys: Any,  # as stored [kv_heads, slots, width]
         values: Any,
         path: Any,  # slots of all paths
         first: Any,  # [t] where a row's path begins
         positions: Any,  # [t]
+        pieces: Any,  # [p + 1] at which rows pieces begin
         window: Any,  # how many tokens back a row sees, itself included
         scale: Any,
         softcap: Any,  # 0: none
         out: Any,  # as stored [t, heads, value_width]
-        cuts: Any,  # [2] from which kv head to which, counted row by row
+        cuts: Any,  # [2] from which kv head to which, counted piece by piece
     ) -> None:
-        heads, kv_heads = query.shape[1], keys.shape[1]
-        shared = heads // kv_heads  # query heads of one key head
-        from_row, to_row = cuts[0] // kv_heads, -(-cuts[1] // kv_heads)
-        if from_row == to_row:
-            return
+        kv_heads, slots = keys.shape[:2]
+        shared = query.shape[1] // kv_heads  # query heads of one key head
+        flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
         longest = 0
-        for r in range(from_row, to_row):  # not `max`, which takes a second to compile
+        for r in range(pieces[cuts[0] // kv_heads], pieces[-(-cuts[1] // kv_heads)]):
             longest = max(longest, positions[r] + 1)
-        scores = np.empty((heads, longest), np.float32)
-        sums = np.empty((heads, value_width), np.float32)
-        for r in range(from_row, to_row):
-            end = positions[r] + 1
-            begin = max(0, end - window)
-            own = path[first[r] + begin : first[r] + end]
-            from_head, to_head = max(0, cuts[0] - r * kv_heads), min(kv_heads, cuts[1] - r * kv_heads)
-            for j in range(len(own)):
-                slot = np.uintp(own[j])
-                for kv_head in range(from_head, to_head):
-                    k = keys[slot, kv_head]
-                    for head in range(kv_head * shared, (kv_head + 1) * shared):
-                        q = query[r, head]
-                        score = np.float32(0.0)
-                        for d in range(width):
-                            score += q[d] * widened(k[d])
-                        scores[head, j] = score * scale
-            for head in range(from_head * shared, to_head * shared):
-                weights = scores[head, : len(own)]
-                if softcap > 0:
-                    for j in range(len(weights)):
-                        weights[j] = np.tanh(weights[j] / softcap) * softcap
-                best = np.float32(-np.inf)
-                for j in range(len(weights)):  # what is no number is never the best, and stays what it is
-                    best = weights[j] if weights[j] > best else best
-                total = np.float32(0.0)
-                for j in range(len(weights)):
-                    weight = exp(weights[j] - best)
-                    weights[j] = weight
-                    total += weight
-                share = np.float32(1.0) / total
-                for j in range(len(weights)):
-                    weights[j] *= share
-                for d in range(value_width):
-                    sums[head, d] = np.float32(0.0)
-            for j in range(len(own)):
-                slot = np.uintp(own[j])
-                for kv_head in range(from_head, to_head):
-                    v = values[slot, kv_head]
-                    for head in range(kv_head * shared, (kv_head + 1) * shared):
-                        weight, o = scores[head, j], sums[head]
-                        for d in range(value_width):
-                            o[d] += weight * widened(v[d])
-            for head in range(from_head * shared, to_head * shared):
-                for d in range(value_width):
-                    out[r, head, d] = narrowed(sums[head, d], out[r, head, d])
+        # Of a group: a query is a row and one of its heads.
+        queries = np.empty((GROUP, width), np.float32)
+        begins, ends = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)  # of what each sees
+        weights = np.empty((GROUP, longest), np.float32)
+        sums = np.empty((GROUP, value_width), np.float32)
+        key_at, value_at = np.empty(longest, np.int64), np.empty(longest, np.int64)
+        for unit in range(cuts[0], cuts[1]):
+            piece, kv_head = unit // kv_heads, unit % kv_heads
+            row = pieces[piece]
+            count = (pieces[piece + 1] - row) * shared
+            length = 0
+            for r in range(row, pieces[piece + 1]):
+                length = max(length, positions[r] + 1)
+            own = path[first[row] : first[row] + length]
+            for j in range(length):
+                place = kv_head * slots + own[j]
+                key_at[j], value_at[j] = place * width, place * value_width
+            for start in range(0, count, GROUP):
+                members = min(GROUP, count - start)
+                for i in range(GROUP):
+                    number = start + min(i, members - 1)  # one query is there as often as it takes to fill the group
+                    r, head = row + number // shared, kv_head * shared + number % shared
+                    ends[i] = positions[r] + 1
+                    begins[i] = max(0, ends[i] - window)
+                    for d in range(width):
+                        queries[i, d] = query[r, head, d] * scale
+                begin, end = begins.min(), ends.max()
+                if members == 1:
+                    dots_of_one(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                else:
+                    dots_of_all(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                for i in range(members):
+                    _soften(weights[i, begins[i] : ends[i]], softcap)
+                sums[:] = 0
+                if members == 1:
+                    sums_of_one(sums, weights, flat_values, value_at, begin, end)
+                else:
+                    # What all of them see at once; what only some see, by itself: it may be no number.
+                    begin, end = begins.max(), max(begins.max(), ends.min())
+                    for i in range(members):
+                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(begin, ends[i]))
+                    sums_of_all(sums, weights, flat_values, value_at, begin, end)
+                    for i in range(members):
+                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, end, ends[i])
+                for i in range(members):
+                    r, head = row + (start + i) // shared, kv_head * shared + (start + i) % shared
+                    for d in range(value_width):
+                        out[r, head, d] = narrowed(sums[i, d], out[r, head, d])
 
     return team.shared(attend)
+
+
+@numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
+def _soften(weights: Any, softcap: Any) -> None:
+    """The softmax of scores, in their place."""
+    if softcap > 0:
+        for j in range(len(weights)):
+            weights[j] = np.tanh(weights[j] / softcap) * softcap
+    best = np.float32(-np.inf)
+    for j in range(len(weights)):  # what is no number is never the best, and stays what it is
+        best = weights[j] if weights[j] > best else best
+    total = np.float32(0.0)
+    for j in range(len(weights)):
+        weight = exp(weights[j] - best)
+        weights[j] = weight
+        total += weight
+    share = np.float32(1.0) / total
+    for j in range(len(weights)):
+        weights[j] *= share

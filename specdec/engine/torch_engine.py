@@ -98,8 +98,10 @@ class TorchEngine:
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
         self.capacity = capacity = capacity or self._room(slot_bytes, directory.context, device, ranks)
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
-        keys = _pool([(capacity, each.kv_heads, each.width) for each in layers], **place)
-        values = _pool([(capacity, each.kv_heads, each.value_width) for each in layers], **place)
+        order = -1 if self._by_path else 1  # slots after heads, or before them
+        sizes = [(capacity, each.kv_heads)[::order] for each in layers]
+        keys = _pool([(*size, each.width) for size, each in zip(sizes, layers, strict=True)], **place)
+        values = _pool([(*size, each.value_width) for size, each in zip(sizes, layers, strict=True)], **place)
         keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
         self._pools = EagerPools(keys, values)
         self._memory = PathMemory(keys, values, self.threads[0]) if self._by_path else None
@@ -144,8 +146,9 @@ class TorchEngine:
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
         source_rows, target_rows = self._tensor(source), self._tensor(target)
+        slots = 1 if self._by_path else 0  # which dimension they are
         for pool in (*self._pools.keys, *self._pools.values):
-            pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
+            pool.index_copy_(slots, target_rows, pool.index_select(slots, source_rows))
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

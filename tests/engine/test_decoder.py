@@ -192,7 +192,7 @@ class TestLoops:
         angles = random(50, width // 2, seed=2)
         positions, slots = np.array([7, 0, 49]), np.array([3, 9, 4])
         query = np.empty((rows, heads, width), np.float32)
-        keys, values = torch.zeros(10, kv_heads, width, dtype=dtype), torch.zeros(10, kv_heads, width, dtype=dtype)
+        keys, values = (torch.zeros(kv_heads, 10, width, dtype=dtype) for _ in range(2))
         rotate(
             array_of(projected), array_of(norms), EPSILON, angles.cos().numpy(), angles.sin().numpy(),
             positions, slots, query, array_of(keys), array_of(values), shares(rows),
@@ -210,11 +210,11 @@ class TestLoops:
             return x * angle.cos() + torch.cat([-high, low], dim=-1) * angle.sin()
 
         torch.testing.assert_close(torch.from_numpy(query), turned(q), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(keys[slots].float(), turned(k), rtol=ROUNDING[dtype], atol=1e-5)
-        assert torch.equal(values[slots].float(), v)
+        torch.testing.assert_close(keys[:, slots].transpose(0, 1).float(), turned(k), rtol=ROUNDING[dtype], atol=1e-5)
+        assert torch.equal(values[:, slots].transpose(0, 1).float(), v)
         untouched = np.setdiff1d(np.arange(10), slots)
-        assert not keys[untouched].any()
-        assert not values[untouched].any()
+        assert not keys[:, untouched].any()
+        assert not values[:, untouched].any()
 
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
     @pytest.mark.parametrize("column", [5, 50], ids=["gate", "up"])

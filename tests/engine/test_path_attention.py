@@ -9,10 +9,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.path_attention import SHARED_FROM, PathAttention, PathMemory, shares
+from specdec.engine.path_attention import PIECE, SHARED_FROM, PathAttention, PathMemory, pieces, shares
 from specdec.engine.paths import PathBatch, PathPacker
 from tests.engine.written_out import attention
 
@@ -41,8 +43,8 @@ class Pass:
         def random(*sizes: int) -> Tensor:
             return spread * torch.randn(*sizes, generator=generator)
 
-        self.keys = random(SLOTS, shape.kv_heads, shape.width).to(dtype)
-        self.values = random(SLOTS, shape.kv_heads, shape.value_width).to(dtype)
+        self.keys = random(shape.kv_heads, SLOTS, shape.width).to(dtype)
+        self.values = random(shape.kv_heads, SLOTS, shape.value_width).to(dtype)
         self.memory = PathMemory([self.keys], [self.values])
         slots = np.random.default_rng(0).permutation(np.arange(1, SLOTS))
         long, short, branch = np.split(slots[: LONG + SHORT + 2], (LONG, LONG + SHORT))
@@ -64,7 +66,7 @@ class Pass:
 
     def reference(self, window: int | None = None, softcap: float | None = None) -> NDArray[np.float64]:
         """In float64, from the memory as it shall be."""
-        keys, values = self.keys.double().numpy().copy(), self.values.double().numpy().copy()
+        keys, values = (kept.double().numpy().swapaxes(0, 1).copy() for kept in (self.keys, self.values))
         keys[self.batch.slots], values[self.batch.slots] = self.new_keys.double(), self.new_values.double()
         query = self.query.double().numpy()
         return attention(query, keys, values, paths(self.batch), scale=self.scale, window=window, softcap=softcap)
@@ -97,9 +99,10 @@ def test_windows_and_caps_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_large_scores(dtype: torch.dtype) -> None:
-    """One key takes all, and nothing overflows."""
+    """One key takes nearly all, and nothing overflows. A score of 10,000 is known to 10,000 times 2^-24 for each of its
+    16 terms, and a weight as well as its score: to 0.01."""
     step = Pass(SHAPES[1], dtype, spread=30.0)
-    np.testing.assert_allclose(step.run().numpy(), step.reference(), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(step.run().numpy(), step.reference(), rtol=1e-2, atol=1e-2)
 
 
 def test_a_bfloat16_query_gives_a_bfloat16_output() -> None:
@@ -114,7 +117,8 @@ def test_a_bfloat16_query_gives_a_bfloat16_output() -> None:
 def test_it_writes_the_new_rows_and_nothing_else(dtype: torch.dtype) -> None:
     step = Pass(SHAPES[2], dtype)
     keys, values = step.keys.clone(), step.values.clone()
-    keys[step.batch.slots], values[step.batch.slots] = step.new_keys, step.new_values
+    keys[:, step.batch.slots] = step.new_keys.transpose(0, 1)
+    values[:, step.batch.slots] = step.new_values.transpose(0, 1)
     step.run()
     assert torch.equal(step.keys, keys)
     assert torch.equal(step.values, values)
@@ -170,7 +174,7 @@ def test_slots_beyond_the_memory_are_refused() -> None:
 def test_threads_that_share_the_heads_change_no_bit(threads: int, rows: int) -> None:
     kv_heads, width, length = 2, 16, 9100 // rows
     generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(rows * length + 1, kv_heads, width, generator=generator) for _ in range(2))
+    keys, values = (torch.randn(kv_heads, rows * length + 1, width, generator=generator) for _ in range(2))
     query = torch.randn(rows, 2 * kv_heads, width, generator=generator)
     new = torch.randn(rows, kv_heads, width, generator=generator)
     packer = PathPacker()
@@ -178,7 +182,7 @@ def test_threads_that_share_the_heads_change_no_bit(threads: int, rows: int) -> 
         slots = np.arange(1 + row * length, 1 + (row + 1) * length)
         packer.add_path(slots, packer.add_rows([0], length - 1, slots[-1:]))
     batch = packer.pack()
-    assert len(shares(batch.positions, kv_heads, width, threads)) == threads + 1
+    assert len(shares(batch.positions, pieces(batch.first), kv_heads, width, threads)) == threads + 1
 
     def run(threads: int) -> Tensor:
         attention = PathAttention(PathMemory([keys.clone()], [values.clone()], threads), batch)
@@ -192,7 +196,7 @@ def test_threads_that_share_the_heads_change_no_bit(threads: int, rows: int) -> 
 def test_shares_are_about_equal(lengths: list[int], threads: int) -> None:
     """Nothing is left out or done twice, and no share exceeds the mean by more than one head's keys."""
     kv_heads = 3
-    cuts = shares(np.asarray(lengths) - 1, kv_heads, 64, threads).tolist()
+    cuts = shares(np.asarray(lengths) - 1, np.arange(len(lengths) + 1), kv_heads, 64, threads).tolist()
     assert (cuts[0], cuts[-1], len(cuts)) == (0, kv_heads * len(lengths), threads + 1)
     assert cuts == sorted(cuts)
     keys = np.repeat(lengths, kv_heads)
@@ -200,5 +204,16 @@ def test_shares_are_about_equal(lengths: list[int], threads: int) -> None:
     assert most <= keys.sum() / threads + max(lengths)
 
 
+@given(st.lists(st.integers(1, 3 * PIECE), min_size=1, max_size=20))
+def test_pieces_are_of_one_path_and_no_longer_than_they_may_be(lengths: list[int]) -> None:
+    first = np.repeat(np.arange(len(lengths)), lengths)
+    cuts = pieces(first)
+    assert (cuts[0], cuts[-1]) == (0, sum(lengths))
+    for begin, end in pairwise(cuts.tolist()):
+        assert 0 < end - begin <= PIECE
+        assert len(set(first[begin:end])) == 1
+    assert len(cuts) == 1 + sum(-(-length // PIECE) for length in lengths)
+
+
 def test_few_keys_are_not_shared() -> None:
-    assert shares(np.asarray([10, 20]), 3, 64, 16).tolist() == [0, 6]
+    assert shares(np.asarray([10, 20]), np.asarray([0, 1, 2]), 3, 64, 16).tolist() == [0, 6]
