@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,6 +25,11 @@ SHAPE_LEARNS = 0.01
 """How fast. Machines get slower and faster as a whole, by the second; what a row more costs in proportion stays
 the same. If only what was just measured moved, a slow spell would leave behind it a slope that is too steep,
 and with it candidates that are not verified though they would pay."""
+
+PROMPT_ROWS = (128, 256, 512)
+PROMPT_REPEATS = 3
+LONG = 0.2
+"""Seconds of a step of prompts that is never worth exceeding."""
 
 GREEDY = Ask(Chooser(Sampling()), WARM_UP_KEYS)
 """What every row is asked at warm-up."""
@@ -95,15 +101,36 @@ class StepCost:
         self._slope = float((monotone[-1] - monotone[-2]) / (self._rows[-1] - self._rows[-2]))
 
 
-def _timed(engine: Engine, rows: int) -> float:
+def cheapest_rows(seconds: Callable[[int], float], most: int) -> int:
+    """How many rows of prompts a step had best have, up to `most`, if one takes seconds(rows): those at which a row
+    takes the least time. Results that fit no cache make a row dearer again."""
+    cheapest, least = most, math.inf
+    for rows in (*(n for n in PROMPT_ROWS if n < most), most):
+        taken = min(seconds(rows) for _ in range(PROMPT_REPEATS))
+        if taken / rows <= least:
+            cheapest, least = rows, taken / rows
+        if taken > LONG:
+            break
+    return cheapest
+
+
+def cheapest_rows_of(engine: Engine, slots: int, most: int) -> int:
+    """By running the engine over its first `slots` slots, which must be nobody's yet; `most` where they are too few."""
+    return cheapest_rows(lambda rows: _timed(engine, rows, wanted=1), most) if most + WARM_UP_KEYS < slots else most
+
+
+def _timed(engine: Engine, rows: int, wanted: int | None = None) -> float:
+    """Seconds of a step that wants so many of its rows, or all."""
+    wanted = rows if wanted is None else wanted
     packer = engine.packer()
     context = np.arange(1, 1 + WARM_UP_KEYS)
     for row in range(rows):
         slot = 1 + WARM_UP_KEYS + row
         index = packer.add_row(0, WARM_UP_KEYS, slot)
         packer.add_path(np.append(context, slot), [index])
-        packer.want(index)
+        if row < wanted:
+            packer.want(index)
     step = step_of(engine)
     start = time.perf_counter()
-    step(packer.pack(), lambda: dict.fromkeys(range(rows), GREEDY))
+    step(packer.pack(), lambda: dict.fromkeys(range(wanted), GREEDY))
     return time.perf_counter() - start

@@ -24,7 +24,7 @@ from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
 from verifier_service.attached import Attached, StepTimes
 from verifier_service.cores import Cores
-from verifier_service.cost import StepCost
+from verifier_service.cost import StepCost, cheapest_rows_of
 from verifier_service.descent import Descent
 from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.guesses import Foresight
@@ -61,9 +61,9 @@ NOTHING_PAYS = 1.0
 
 
 class StepLoop(Worker):
-    """`step_rows`: up to which prompts fill a step; `run_ahead`: tokens a session may be ahead of what its
-    client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from; `cost`: measured unless it
-    is known."""
+    """`step_rows`: up to which prompts fill a step, or fewer if a row costs less then; `run_ahead`: tokens a session
+    may be ahead of what its client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from;
+    `cost`: measured unless it is known."""
 
     def __init__(
         self,
@@ -82,9 +82,10 @@ class StepLoop(Worker):
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
         self._scratch = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
-        self._step_rows = step_rows
         self._residence = Residence(engine, self.pool, self.load, run_ahead, self._tell)
-        self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, blocks * BLOCK))
+        slots = blocks * BLOCK
+        self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, slots))
+        self._step_rows = step_rows if cost else cheapest_rows_of(engine, slots, step_rows)
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
         self._shared = SharedTexts(shared_tokens)
