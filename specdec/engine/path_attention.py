@@ -185,21 +185,22 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
                 key_at[j], value_at[j] = place * width, place * value_width
             for start in range(0, count, GROUP):
                 members = min(GROUP, count - start)
-                for i in range(GROUP):
+                for i in range(1 if members == 1 else GROUP):
                     number = start + min(i, members - 1)  # one query is there as often as it takes to fill the group
                     r, head = row + number // shared, kv_head * shared + number % shared
                     ends[i] = positions[r] + 1
                     begins[i] = max(0, ends[i] - window)
                     for d in range(width):
                         queries[i, d] = query[r, head, d] * scale
-                begin, end = begins.min(), ends.max()
                 if members == 1:
+                    begin, end = begins[0], ends[0]
                     dots_of_one(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
                 else:
+                    begin, end = begins.min(), ends.max()
                     dots_of_all(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
                 for i in range(members):
                     _soften(weights[i, begins[i] : ends[i]], softcap)
-                sums[:] = 0
+                sums[:members] = 0
                 if members == 1:
                     sums_of_one(sums, weights, flat_values, value_at, begin, end)
                 else:

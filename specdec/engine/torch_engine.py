@@ -122,7 +122,7 @@ class TorchEngine:
                 f"threads-{'-'.join(map(str, self.threads))}",
                 "compiled" if compiled else "packed" if packed else "plain",
                 "joined" if self._joined else "layers",
-                f"paths-numba-{NUMBA}" if self._by_path else "lanes",
+                f"vectors-numba-{NUMBA}" if self._by_path else "lanes",
                 f"exact-{self._classes or self._rows or 'any'}" if self.exact else "fast",
                 *([] if ranks is None else [f"parallel-{ranks.degree}"]),
             )
