@@ -7,10 +7,11 @@ Both links of the orchestrator, to the verifier and to the draft, are made longe
 both systems): a round trip on each takes 0 to 1 target steps, so that from verifier to draft and back it takes twice
 as long. The client is as near as ever. The target step is the median of this run's, without delay.
 
-The synchronous system (`bench.synchronous`) is asked at its best: its K and shape are searched for every delay. Then
-both take turns, text by text and delay by delay. Tokens a second count from the first piece of a text to its last;
-the first comes later by what the links are longer. "Of no delay" and "ahead by" are medians of the ratios within one
-round, in brackets the least and the most.
+This system has its verifier's own guesses as well, unless it is asked for those of its draft alone (`--speculation
+always`; `draft`: where they pay). The synchronous system (`bench.synchronous`), which has none, is asked at its best:
+its K and shape are searched for every delay. Then both take turns, text by text and delay by delay. Tokens a second
+count from the first piece of a text to its last; the first comes later by what the links are longer. "Of no delay" and
+"ahead by" are medians of the ratios within one round, in brackets the least and the most.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ class Run:
 class System:
     """A running stack, asked."""
 
-    def __init__(self, name: str, client: AsyncClient, temperature: float) -> None:
+    def __init__(self, name: str, client: AsyncClient, options: GenerateOptions) -> None:
         self.name = name
         self._client = client
-        self._temperature = temperature
+        self._options = options
 
     async def run(self, prompts: Sequence[list[int]], tokens: int, shape: Shape | None = None) -> Run:
         """All prompts at once; `shape` is the synchronous system's."""
-        common: GenerateOptions = {"max_tokens": tokens, "temperature": self._temperature, "ignore_end_token": True}
+        common: GenerateOptions = {**self._options, "max_tokens": tokens, "ignore_end_token": True}
         if shape is not None:
             common |= shape.options
         begin = time.perf_counter()
@@ -146,9 +147,10 @@ async def echoing() -> AsyncIterator[str]:
 
 
 async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict[str, str]) -> None:
+    options: GenerateOptions = {"temperature": args.temperature, "speculation": args.speculation}
     async with contextlib.AsyncExitStack() as exits:
         systems = {
-            name: System(name, await exits.enter_async_context(AsyncClient(address)), args.temperature)
+            name: System(name, await exits.enter_async_context(AsyncClient(address)), options)
             for name, address in addresses.items()
         }
         ordinary, synchronous = systems["ordinary"], systems["synchronous"]
@@ -272,6 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--speculation", choices=["auto", "draft", "always"], default="auto")
     parser.add_argument("--rounds", type=int, default=6, help="each with a prompt of its own for every stream")
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=128, help="for each stream")
