@@ -12,6 +12,7 @@ from draft_service import breadth
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer, Limits
 from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
+from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
@@ -46,6 +47,7 @@ def main(
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
 ) -> None:
     """Serve a draft model: guess ahead of the target."""
+    share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
     def start() -> DraftServicer:

@@ -12,6 +12,7 @@ import typer
 
 from specdec.engine.engine import Engine
 from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
+from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving import logs
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
@@ -57,7 +58,9 @@ def main(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Sessions that wait for memory at most; more are refused.")
     ] = 128,
-    step_rows: Annotated[int, typer.Option(min=8, help="Rows of a step that prompts may fill it up to.")] = 512,
+    step_rows: Annotated[
+        int, typer.Option(min=8, help="Rows up to which prompts fill a step; fewer if a row costs less then.")
+    ] = 512,
     max_candidates: Annotated[
         int, typer.Option(min=1, max=128, help="Candidates a session verifies in a step at most.")
     ] = Limits.max_candidates,
@@ -80,6 +83,7 @@ def main(
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
 ) -> None:
     """Serve a target model: verify candidates, decide every token."""
+    share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
     def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:

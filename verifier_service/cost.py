@@ -8,10 +8,14 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
+import structlog
 
 from specdec.decoding.choice import Ask, Chooser
 from specdec.decoding.sampling import Sampling
+from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, step_of
+
+log = structlog.get_logger()
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
@@ -28,6 +32,9 @@ and with it candidates that are not verified though they would pay."""
 
 PROMPT_ROWS = (128, 256, 512)
 PROMPT_REPEATS = 3
+CHEAPER = 0.93
+"""Part of the time for a row of larger steps that it must come down to: what is less may be chance."""
+
 LONG = 0.2
 """Seconds of a step of prompts that is never worth exceeding."""
 
@@ -104,32 +111,52 @@ class StepCost:
 def cheapest_rows(seconds: Callable[[int], float], most: int) -> int:
     """How many rows of prompts a step had best have, up to `most`, if one takes seconds(rows): those at which a row
     takes the least time. Results that fit no cache make a row dearer again."""
-    cheapest, least = most, math.inf
-    for rows in (*(n for n in PROMPT_ROWS if n < most), most):
-        taken = min(seconds(rows) for _ in range(PROMPT_REPEATS))
-        if taken / rows <= least:
-            cheapest, least = rows, taken / rows
-        if taken > LONG:
-            break
-    return cheapest
+    sizes = [*(n for n in PROMPT_ROWS if n < most), most]
+    if len(sizes) == 1:
+        return most
+    least = dict.fromkeys(sizes, math.inf)
+    for _ in range(PROMPT_REPEATS):  # in turns: a slow spell of the machine falls on all alike
+        for rows in sizes:
+            least[rows] = min(least[rows], seconds(rows))
+            if least[rows] > LONG:
+                sizes = [n for n in sizes if n <= rows]
+                break
+    best = sizes.pop()
+    for rows in reversed(sizes):
+        if least[rows] / rows < CHEAPER * least[best] / best:
+            best = rows
+    log.info("prompt_rows", best=best, milliseconds={n: round(1e3 * t, 1) for n, t in least.items() if t < math.inf})
+    return best
 
 
 def cheapest_rows_of(engine: Engine, slots: int, most: int) -> int:
     """By running the engine over its first `slots` slots, which must be nobody's yet; `most` where they are too few."""
-    return cheapest_rows(lambda rows: _timed(engine, rows, wanted=1), most) if most + WARM_UP_KEYS < slots else most
+    return cheapest_rows(lambda rows: _timed_prompts(engine, rows), most) if most < slots else most
 
 
-def _timed(engine: Engine, rows: int, wanted: int | None = None) -> float:
-    """Seconds of a step that wants so many of its rows, or all."""
-    wanted = rows if wanted is None else wanted
+def _timed_prompts(engine: Engine, rows: int) -> float:
+    """Seconds of a step over so many rows of short prompts."""
+    packer = engine.packer()
+    for begin in range(0, rows, WARM_UP_KEYS):
+        own = np.arange(1 + begin, 1 + min(rows, begin + WARM_UP_KEYS))
+        packer.add_path(own, packer.add_rows([0] * len(own), 0, own))
+    packer.want(0)
+    return _seconds(engine, packer, 1)
+
+
+def _timed(engine: Engine, rows: int) -> float:
     packer = engine.packer()
     context = np.arange(1, 1 + WARM_UP_KEYS)
     for row in range(rows):
         slot = 1 + WARM_UP_KEYS + row
         index = packer.add_row(0, WARM_UP_KEYS, slot)
         packer.add_path(np.append(context, slot), [index])
-        if row < wanted:
-            packer.want(index)
+        packer.want(index)
+    return _seconds(engine, packer, rows)
+
+
+def _seconds(engine: Engine, packer: Packer, wanted: int) -> float:
+    """Of a step."""
     step = step_of(engine)
     start = time.perf_counter()
     step(packer.pack(), lambda: dict.fromkeys(range(wanted), GREEDY))

@@ -92,14 +92,15 @@ class WindowPrices:
 def prompt_rows(remaining: Sequence[int], decoding: int, cost: StepCost, rows: int, most: int) -> list[int]:
     """How many tokens of each prompt to compute: equal shares, and what the short ones leave goes to the long.
 
-    `rows` of `decoding` sessions are in the step already; without any, nobody is held up and `most` is the limit, of
-    all rows together.
+    `rows` of `decoding` sessions are in the step already; without any, nobody is held up and `most` is the limit. With
+    some, all rows together are as many, or a multiple of it.
     """
     budget = most
     if decoding:
         readers = max(1.0, len(remaining) / decoding)  # of prompts, for each who is held up
         seconds = max((1.0 + STRETCH * readers) * cost.of(rows), BLINK * readers)
-        budget = max(LEAST_PROMPT_ROWS, min(most, cost.rows_within(seconds)) - rows)
+        full = most * math.ceil((rows + LEAST_PROMPT_ROWS) / most)
+        budget = max(LEAST_PROMPT_ROWS, min(full, cost.rows_within(seconds)) - rows)
     shares = [0] * len(remaining)
     waiting = len(remaining)
     for index in sorted(range(len(remaining)), key=remaining.__getitem__):

@@ -78,13 +78,20 @@ def keep_freed_memory() -> None:
     """Have this process's allocator keep what is freed, up to MOST_KEPT bytes, for the next who asks.
 
     glibc gives large pieces back to the system at once, and the kernel hands out cleared ones again: for a wide
-    model's intermediate results that was a third of a step of 64 rows. So it does in all threads but the main one,
-    whatever is said, if they have memory of their own, of 64 MiB pieces: all take from the same (60M parameters, 512
-    rows: products that took 49 ms in the main thread took 65 to 69 in another, and 50 to 52 so; by hand). Without
-    glibc nothing is changed.
+    model's intermediate results that was a third of a step of 64 rows. Without glibc nothing is changed.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
         mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
-        mallopt(M_ARENA_MAX, 1)
+
+
+def share_memory_among_threads() -> None:
+    """Have all threads of this process, none of which may have begun, take memory from the same arena.
+
+    glibc gives each thread one of its own, made of pieces of 64 MiB, and what does not fit is fetched from the system
+    and given back each time, whatever it was told to keep: products over 512 rows of 60M parameters that took 49 ms in
+    the main thread took 65 to 69 in another, and 50 to 52 so (by hand). Without glibc nothing is changed.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)

@@ -28,7 +28,7 @@ GROUP = 4
 """Queries that are taken at a time."""
 
 PIECE = 32
-"""Rows of a path that are computed by one thread, head by head."""
+"""Rows of a path that are computed by one thread, head by head, at most."""
 
 SHARED_FROM = 1 << 16
 """Numbers in the keys of all rows from which it pays to share them among threads: some ten microseconds' work."""
@@ -60,7 +60,7 @@ class PathAttention:
         batch.check(memory.keys[0].shape[1])
         self.batch = batch
         self.memory = memory
-        self.pieces = pieces(batch.first)
+        self.pieces = pieces(batch.first, memory.threads)
         self._cuts: dict[tuple[int, int], team.Cuts] = {}  # by the shape of a key
 
     def attend(
@@ -108,12 +108,14 @@ class PathAttention:
         return cuts
 
 
-def pieces(first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[p + 1] Where rows are cut, whose paths begin there, into pieces: neighbours on one path."""
+def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
+    """[p + 1] Where rows are cut, whose paths begin there, into pieces: neighbours on one path, a few for each
+    thread."""
     rows = np.arange(len(first))
+    size = min(PIECE, max(GROUP, len(first) // (4 * threads)))
     begins = np.concatenate([[True], first[1:] != first[:-1]])  # a path
     behind = rows - np.maximum.accumulate(np.where(begins, rows, 0))
-    return np.append(rows[behind % PIECE == 0], len(first))
+    return np.append(rows[behind % size == 0], len(first))
 
 
 def shares(
@@ -142,7 +144,11 @@ def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -
 @functools.cache
 def kernel(width: int, value_width: int) -> Callable[..., None]:
     """The loop for heads of these widths, which are constants in it."""
-    dots_of_one, dots_of_all = dots(1, width, fetched=value_width), dots(GROUP, width)
+    dots_of_one, dots_of_row, dots_of_rows = (
+        dots(1, width, fetched=value_width),
+        dots(GROUP, width, fetched=value_width),
+        dots(GROUP, width),
+    )
     sums_of_one, sums_of_all = weighted_sums(1, value_width), weighted_sums(GROUP, value_width)
 
     @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -195,9 +201,12 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
                 if members == 1:
                     begin, end = begins[0], ends[0]
                     dots_of_one(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                elif count == shared:  # all of one row, which has its keys for itself
+                    begin, end = begins[0], ends[0]
+                    dots_of_row(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
                 else:
                     begin, end = begins.min(), ends.max()
-                    dots_of_all(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                    dots_of_rows(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
                 for i in range(members):
                     _soften(weights[i, begins[i] : ends[i]], softcap)
                 sums[:members] = 0

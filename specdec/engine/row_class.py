@@ -9,6 +9,7 @@ that is no member runs as several tiles.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,5 +63,6 @@ class RowClasses:
         return tiles
 
     def __str__(self) -> str:
-        """The classes: what is made of which tiles follows from them."""
-        return "+".join(sorted(set(map(str, self.products.values()))))
+        """Tells other classes, from which other bits may follow, apart."""
+        whole = sorted((shape, rows.counts) for shape, rows in self.products.items())
+        return f"{self.batch}-{zlib.crc32(repr(whole).encode()):08x}"

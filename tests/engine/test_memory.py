@@ -52,3 +52,31 @@ def test_freed_memory_is_kept() -> None:
         return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
 
     assert faults(kept=True) < 0.1 * faults(kept=False)
+
+
+HEAPS_OF_A_SECOND_THREAD = """
+import threading
+from specdec.engine.memory import share_memory_among_threads
+if {shared}:
+    share_memory_among_threads()
+kept = []
+def use():
+    kept.extend(b"x" * 100_000 for _ in range(20))
+thread = threading.Thread(target=use)
+thread.start()
+thread.join()
+heap = next(line.split()[0].split("-") for line in open("/proc/self/maps") if line.rstrip().endswith("[heap]"))
+print(sum(int(heap[0], 16) <= id(each) < int(heap[1], 16) for each in kept))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+def test_threads_take_memory_from_where_the_main_one_does() -> None:
+    """Which is the process's heap; without the setting, not a single piece."""
+
+    def on_the_heap(shared: bool) -> int:
+        code = HEAPS_OF_A_SECOND_THREAD.format(shared=shared)
+        return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+
+    assert on_the_heap(shared=True) == 20
+    assert on_the_heap(shared=False) == 0

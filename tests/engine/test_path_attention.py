@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.path_attention import PIECE, SHARED_FROM, PathAttention, PathMemory, pieces, shares
+from specdec.engine.path_attention import GROUP, PIECE, SHARED_FROM, PathAttention, PathMemory, pieces, shares
 from specdec.engine.paths import PathBatch, PathPacker
 from tests.engine.written_out import attention
 
@@ -182,7 +182,7 @@ def test_threads_that_share_the_heads_change_no_bit(threads: int, rows: int) -> 
         slots = np.arange(1 + row * length, 1 + (row + 1) * length)
         packer.add_path(slots, packer.add_rows([0], length - 1, slots[-1:]))
     batch = packer.pack()
-    assert len(shares(batch.positions, pieces(batch.first), kv_heads, width, threads)) == threads + 1
+    assert len(shares(batch.positions, pieces(batch.first, threads), kv_heads, width, threads)) == threads + 1
 
     def run(threads: int) -> Tensor:
         attention = PathAttention(PathMemory([keys.clone()], [values.clone()], threads), batch)
@@ -204,15 +204,47 @@ def test_shares_are_about_equal(lengths: list[int], threads: int) -> None:
     assert most <= keys.sum() / threads + max(lengths)
 
 
-@given(st.lists(st.integers(1, 3 * PIECE), min_size=1, max_size=20))
-def test_pieces_are_of_one_path_and_no_longer_than_they_may_be(lengths: list[int]) -> None:
+@given(st.lists(st.integers(1, 3 * PIECE), min_size=1, max_size=20), st.integers(1, 16))
+def test_pieces_are_of_one_path_and_no_longer_than_they_may_be(lengths: list[int], threads: int) -> None:
     first = np.repeat(np.arange(len(lengths)), lengths)
-    cuts = pieces(first)
+    cuts = pieces(first, threads)
     assert (cuts[0], cuts[-1]) == (0, sum(lengths))
+    most = max(GROUP, min(PIECE, sum(lengths) // (4 * threads)))
     for begin, end in pairwise(cuts.tolist()):
-        assert 0 < end - begin <= PIECE
+        assert 0 < end - begin <= most
         assert len(set(first[begin:end])) == 1
-    assert len(cuts) == 1 + sum(-(-length // PIECE) for length in lengths)
+    assert len(cuts) == 1 + sum(-(-length // most) for length in lengths)
+
+
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 2, 64, 64)], ids=lambda s: f"{s.heads}-{s.kv_heads}-{s.width}")
+def test_threads_that_share_the_rows_of_a_prompt_change_no_bit(shape: Shape, window: int | None) -> None:
+    """Nor does it matter which rows are taken together: each alone, behind the same text, has the same bits."""
+    rows, length = 150, 400
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(shape.kv_heads, length + 1, shape.width, generator=generator)
+    values = torch.randn(shape.kv_heads, length + 1, shape.value_width, generator=generator)
+    query = torch.randn(rows, shape.heads, shape.width, generator=generator)
+    slots = np.random.default_rng(0).permutation(np.arange(1, length + 1))
+    own = torch.from_numpy(slots[-rows:])
+
+    def run(some: list[int], threads: int) -> Tensor:
+        packer = PathPacker()
+        if len(some) == rows:
+            packer.add_path(slots, packer.add_rows([0] * rows, length - rows, slots[-rows:]))
+        else:
+            for row in some:
+                at = length - rows + row
+                packer.add_path(slots[: at + 1], packer.add_rows([0], at, slots[at : at + 1]))
+        attention = PathAttention(PathMemory([keys.clone()], [values.clone()], threads), packer.pack())
+        new_keys, new_values = (kept[:, own[some]].transpose(0, 1) for kept in (keys, values))
+        return attention.attend(0, query[some], new_keys, new_values, scale=0.25, softcap=None, window=window)
+
+    whole = run(list(range(rows)), 1)
+    for threads in (2, 3, 16):
+        assert torch.equal(run(list(range(rows)), threads), whole)
+    alone = [0, 1, 77, 149]
+    assert torch.equal(run(alone, 1), whole[alone])
 
 
 def test_few_keys_are_not_shared() -> None:

@@ -143,13 +143,14 @@ class TestPromptRows:
     def test_the_budget_is_used_up_and_kept(
         self, prompts: list[int], decoding: int, cost: StepCost, candidates: int, most: int
     ) -> None:
-        """Up to `most` rows; and with decoders about, what does not stretch their step, of which some is always
-        granted."""
+        """Up to `most` rows, or a multiple; and with decoders about, what does not stretch their step, of which some
+        is always granted."""
         rows, budget = decoding + candidates, most
         if decoding:
             readers = max(1.0, len(prompts) / decoding)
             stretched = max((1.0 + STRETCH * readers) * cost.of(rows), BLINK * readers)
-            budget = max(LEAST_PROMPT_ROWS, min(most, cost.rows_within(stretched)) - rows)
+            full = next(n for n in range(most, 10_000, most) if n >= rows + LEAST_PROMPT_ROWS)
+            budget = max(LEAST_PROMPT_ROWS, min(full, cost.rows_within(stretched)) - rows)
         total = sum(prompt_rows(prompts, decoding, cost, rows, most))
         assert total == min(sum(prompts), max(budget, len(prompts)))
         if decoding and total > max(LEAST_PROMPT_ROWS, len(prompts)):
@@ -186,6 +187,11 @@ class TestPromptRows:
     def test_examples(self, prompts: list[int], most: int, shares: list[int]) -> None:
         assert prompt_rows(prompts, 0, FREE, 0, most) == shares
         assert prompt_rows(prompts, 20, FREE, 40, 40 + max(most, 8)) == prompt_rows(prompts, 0, FREE, 0, max(most, 8))
+
+    @pytest.mark.parametrize(("rows", "total"), [(1, 255), (248, 8), (249, 263), (256, 256), (300, 212)])
+    def test_many_candidates_leave_room(self, rows: int, total: int) -> None:
+        """A step is filled up, with the decoding rows that it has anyway; where these fill one, another."""
+        assert sum(prompt_rows([1000] * 3, 16, FREE, rows, 256)) == total
 
     def test_steps_that_are_over_in_a_blink_may_take_one(self) -> None:
         """A row takes a millisecond."""
