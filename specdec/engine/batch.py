@@ -1,7 +1,7 @@
 """A packed batch: the tokens of many sessions as one forward pass.
 
 What a row may see is said in one of two layouts, each with a packer of its own: *paths* (`paths.py`), a list
-of key slots in order of position for every row, read by the CPU's row-by-row attention; and *lanes*
+of key slots in order of position for every row, read by the CPU's attention; and *lanes*
 (`lanes.py`), rectangles of keys and rows with a mask, for engines that attend with tensor operations. A
 packer knows nothing about sessions or trees.
 """

@@ -163,7 +163,7 @@ class GpuEngine:
         if is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
             return rows_are_independent(self)
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        classes = find(linears, str(self._device))
+        classes = find(linears, str(self._device), self.threads)
         if classes is None:
             return False
         usual, self._rows = self._rows, classes.batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -53,31 +53,35 @@ def _shape(layer: Linear) -> Shape:
 
 
 @torch.inference_mode()
-def find(layers: Iterable[Linear], device: str) -> RowClasses | None:
-    """The largest class of each shape of layer, of which one is run with a bias and one without; None if no number of
-    rows has tiles in all."""
+def find(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> RowClasses | None:
+    """The largest class of each shape of layer, of which one is run with a bias and one without, whichever of these
+    numbers of threads compute; None if no number of rows has tiles in all. Leaves torch with the first of them."""
     shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
     for layer in layers:
         shapes[_shape(layer)][layer.bias is None] = layer
-    generator = torch.Generator().manual_seed(0)
-    products = {shape: _largest_class(alike.values(), device, generator) for shape, alike in shapes.items()}
+    products = {shape: _largest_class(alike.values(), device, threads) for shape, alike in shapes.items()}
     batch = [count for count in CANDIDATES if all(rows.exact_tiles(count) for rows in products.values())]
     return RowClasses(RowClass(tuple(batch)), products) if batch else None
 
 
-def _largest_class(layers: Iterable[Linear], device: str, generator: torch.Generator) -> RowClass:
-    """That all these layers have in common."""
+def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> RowClass:
+    """That all these layers have in common. A number of rows at which threads differ is by itself."""
     bits: dict[int, list[bytes]] = defaultdict(list)
+    generator = torch.Generator().manual_seed(0)
     for layer in layers:
         dtype = layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
         x = torch.randn(2 * CANDIDATES[-1], layer.in_features, generator=generator).to(device, dtype)
-        for count in CANDIDATES:
-            outputs = [layer(x[None, start : start + count]) for start in range(0, PROBED_ROWS, count)]
-            rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS].cpu().contiguous()
-            bits[count].append(hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).digest())
-    classes: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
-    for count in CANDIDATES:
-        classes[tuple(bits[count])].append(count)
+        for number in reversed(threads):
+            torch.set_num_threads(number)
+            for count in CANDIDATES:
+                outputs = [layer(x[None, start : start + count]) for start in range(0, PROBED_ROWS, count)]
+                rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS].cpu().contiguous()
+                bits[count].append(hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).digest())
+    classes: dict[object, list[int]] = defaultdict(list)
+    for count, found in bits.items():
+        of_layers = [found[first : first + len(threads)] for first in range(0, len(found), len(threads))]
+        agree = all(len(set(each)) == 1 for each in of_layers)
+        classes[tuple(each[0] for each in of_layers) if agree else count].append(count)
     return RowClass(max(map(tuple, classes.values()), key=len))  # of equals the first
 
 

@@ -213,7 +213,7 @@ class TorchEngine:
             self.exact = rows_are_independent(self)
             return
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        classes = find(linears, str(self._device))
+        classes = find(linears, str(self._device), self.threads)
         if classes is None:
             return
         self.tile(classes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.invariance import CANDIDATES, TiledLinear, find, rows_are_independent, tile, untile
+from specdec.engine.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.row_class import RowClass, RowClasses
 from specdec.engine.torch_engine import TorchEngine
@@ -40,8 +41,8 @@ def members(condition: Callable[[int], bool]) -> tuple[int, ...]:
     return tuple(count for count in CANDIDATES if condition(count))
 
 
-def found(*layers: Fickle) -> RowClasses:
-    classes = find(layers, "cpu")
+def found(*layers: Fickle, threads: Sequence[int] = (1,)) -> RowClasses:
+    classes = find(layers, "cpu", threads)
     assert classes is not None
     return classes
 
@@ -98,13 +99,13 @@ class TestFind:
         """Of threes and nines neither can be made up."""
         large = Fickle(lambda rows: 0 if rows in (256, 512) else rows)
         small = Fickle(lambda rows: 0 if rows in (3, 9) else rows, outputs=5)
-        assert find([large, small], "cpu") is None
+        assert find([large, small], "cpu", [1]) is None
 
     def test_real_layers(self) -> None:
         """Whatever this machine's class is: at its members all rows have equal bits."""
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 96)
-        classes = find([layer], "cpu")
+        classes = find([layer], "cpu", [1])
         assert classes is not None
         (rows,) = classes.products.values()
         x = torch.randn(600, 64)
@@ -112,6 +113,42 @@ class TestFind:
             whole = layer(x[: rows.counts[-1]])
             for count in rows.counts:
                 assert torch.equal(layer(x[:count]), whole[:count])
+
+    def test_threads_must_agree(self) -> None:
+        """On a processor with matrix units a wide layer splits its sums otherwise with one thread, for some rows."""
+        before = torch.get_num_threads()
+        try:
+            steady = Fickle(lambda rows: int(32 < rows < 256) * rows * (torch.get_num_threads() == 1))
+            other = Fickle(lambda rows: torch.get_num_threads() * (rows > 100), outputs=5)
+            classes = found(steady, other, threads=(2, 1))
+            assert torch.get_num_threads() == 2
+            assert classes.products[8, 4].counts == members(lambda rows: not 32 < rows < 256)
+            assert classes.products[8, 5].counts == members(lambda rows: rows <= 100)
+        finally:
+            torch.set_num_threads(before)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_real_layers_with_any_number_of_threads(self, dtype: torch.dtype) -> None:
+        """Tall and wide, as they are packed here: in every batch a row has the same bits."""
+        if not can_pack(dtype):
+            pytest.skip(f"no packed products of {dtype} here")
+        torch.manual_seed(0)
+        before = torch.get_num_threads()
+        try:
+            for inputs, outputs in ((1024, 384), (7936, 384), (384, 2048)):
+                layer = PackedLinear(torch.nn.Linear(inputs, outputs, False).to(dtype).requires_grad_(False))
+                classes = find([layer], "cpu", (2, 1))
+                assert classes is not None
+                tiled = TiledLinear(layer, classes)
+                x = torch.randn(512, inputs).to(dtype)
+                with torch.inference_mode():
+                    whole = tiled(x)
+                    for threads in (2, 1):
+                        torch.set_num_threads(threads)
+                        for count in classes.batch.counts:
+                            assert torch.equal(tiled(x[:count]), whole[:count]), (inputs, outputs, threads, count)
+        finally:
+            torch.set_num_threads(before)
 
 
 def of(layer: torch.nn.Linear, counts: tuple[int, ...]) -> RowClasses:
