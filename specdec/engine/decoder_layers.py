@@ -1,7 +1,7 @@
 """The layers of a decoder of the Llama kind, one after the other: written once, run as compiled code or as Python.
 
 Compiled, all layers of a step are one call, without the interpreter's lock between. As Python they take any kind of
-product: of ranks that sum theirs, or in tiles.
+product: of ranks that sum theirs, or of weights that are not packed.
 """
 
 from __future__ import annotations
