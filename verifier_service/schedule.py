@@ -26,6 +26,8 @@ BLINK = 0.025
 """Seconds that hardly anybody notices: commits of undrafted sessions are joined for as long, and steps with prompts may
 take as long, since a prompt costs the more the smaller its pieces are."""
 
+DEARNESS_LEARNS = 0.5
+
 LEAST_PROMPT_ROWS = 8
 """A prompt goes on by so many tokens a step at least, however dear they are."""
 
@@ -89,7 +91,20 @@ class WindowPrices:
         return price
 
 
-def prompt_rows(remaining: Sequence[int], decoding: int, cost: StepCost, rows: int, most: int) -> list[int]:
+class Dearness:
+    """How many times as long steps with prompts take, of late, as so many rows behind short texts, which T_v(n) is
+    known for: each row of a long prompt reads all that is before it."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def observe(self, expected: float, seconds: float) -> None:
+        self.factor += DEARNESS_LEARNS * (max(1.0, seconds / expected) - self.factor)
+
+
+def prompt_rows(
+    remaining: Sequence[int], decoding: int, cost: StepCost, rows: int, most: int, dearness: float = 1.0
+) -> list[int]:
     """How many tokens of each prompt to compute: equal shares, and what the short ones leave goes to the long.
 
     `rows` of `decoding` sessions are in the step already; without any, nobody is held up and `most` is the limit. With
@@ -100,7 +115,7 @@ def prompt_rows(remaining: Sequence[int], decoding: int, cost: StepCost, rows: i
         readers = max(1.0, len(remaining) / decoding)  # of prompts, for each who is held up
         seconds = max((1.0 + STRETCH * readers) * cost.of(rows), BLINK * readers)
         full = most * math.ceil((rows + LEAST_PROMPT_ROWS) / most)
-        budget = max(LEAST_PROMPT_ROWS, min(full, cost.rows_within(seconds)) - rows)
+        budget = max(LEAST_PROMPT_ROWS, min(full, cost.rows_within(seconds / dearness)) - rows)
     shares = [0] * len(remaining)
     waiting = len(remaining)
     for index in sorted(range(len(remaining)), key=remaining.__getitem__):

@@ -32,7 +32,7 @@ from verifier_service.load import Load
 from verifier_service.pace import Prospect, wait_until
 from verifier_service.planned import Planned
 from verifier_service.residence import Residence
-from verifier_service.schedule import BLINK, WindowPrices, candidates, prompt_rows
+from verifier_service.schedule import BLINK, Dearness, WindowPrices, candidates, prompt_rows
 from verifier_service.session import Session
 from verifier_service.shared_texts import SharedTexts
 from verifier_service.verdict import Verdict
@@ -89,6 +89,7 @@ class StepLoop(Worker):
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
         self._shared = SharedTexts(shared_tokens)
+        self._dearness = Dearness()
         self._price = 0.0  # of a candidate, moving average
         self._drafted = 0  # sessions that have a draft
         self._last_step = 0.0  # when it ended
@@ -199,6 +200,8 @@ class StepLoop(Worker):
         for attached, descent in descents:
             if descent.error is not None:
                 self._quarantine(attached, descent.error)
+        if any(piece.tip is None for _, piece in planned):
+            self._dearness.observe(self._cost.of(rows), end - start)
         self._observe(rows, end - start, verdicts)
         # A step with prompts in it, or the ends of some, tells nothing of speculation.
         if crowd is not None and all(piece.tip is not None and piece.count == 1 for _, piece in planned):
@@ -229,7 +232,8 @@ class StepLoop(Worker):
             attached.session.guesser.look_away()
         planned += [(attached, attached.session.plan(packer, 1, [], scratch)) for attached in plain]
         remaining = [a.session.computable for a in prompts]
-        shares = prompt_rows(remaining, decoding, self._cost, len(packer.tokens), self._step_rows)
+        rows, dearness = len(packer.tokens), self._dearness.factor
+        shares = prompt_rows(remaining, decoding, self._cost, rows, self._step_rows, dearness)
         for attached, share in zip(prompts, shares, strict=True):
             planned.append((attached, attached.session.plan(packer, share, [], scratch)))
         return planned

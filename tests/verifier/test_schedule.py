@@ -13,7 +13,15 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node, Paths, TokenTree
 from tests.verifier.fakes import FREE, FixedCost
 from verifier_service.cost import StepCost
-from verifier_service.schedule import BLINK, LEAST_PROMPT_ROWS, STRETCH, WindowPrices, candidates, prompt_rows
+from verifier_service.schedule import (
+    BLINK,
+    LEAST_PROMPT_ROWS,
+    STRETCH,
+    Dearness,
+    WindowPrices,
+    candidates,
+    prompt_rows,
+)
 
 
 @st.composite
@@ -187,6 +195,28 @@ class TestPromptRows:
     def test_examples(self, prompts: list[int], most: int, shares: list[int]) -> None:
         assert prompt_rows(prompts, 0, FREE, 0, most) == shares
         assert prompt_rows(prompts, 20, FREE, 40, 40 + max(most, 8)) == prompt_rows(prompts, 0, FREE, 0, max(most, 8))
+
+    @given(remaining, st.integers(1, 20), any_cost, st.floats(1.0, 20.0), budgets)
+    def test_rows_that_read_much_are_fewer(
+        self, prompts: list[int], decoding: int, cost: StepCost, dearness: float, most: int
+    ) -> None:
+        """What they make of the step is as long as ever."""
+        usual = sum(prompt_rows(prompts, decoding, cost, decoding, most))
+        total = sum(prompt_rows(prompts, decoding, cost, decoding, most, dearness))
+        assert total <= usual
+        if total > max(LEAST_PROMPT_ROWS, len(prompts)):
+            readers = max(1.0, len(prompts) / decoding)
+            stretched = max((1.0 + STRETCH * readers) * cost.of(decoding), BLINK * readers)
+            assert dearness * cost.of(decoding + total) <= stretched * (1 + 1e-9)
+
+    def test_dearness_is_learned_and_forgotten(self) -> None:
+        dearness = Dearness()
+        for _ in range(10):
+            dearness.observe(0.01, 0.04)
+        assert dearness.factor == pytest.approx(4.0, rel=0.01)
+        for _ in range(10):
+            dearness.observe(0.01, 0.005)  # nor is a row ever cheaper than it is known to be
+        assert dearness.factor == pytest.approx(1.0, rel=0.01)
 
     @pytest.mark.parametrize(("rows", "total"), [(1, 255), (248, 8), (249, 263), (256, 256), (300, 212)])
     def test_many_candidates_leave_room(self, rows: int, total: int) -> None:
