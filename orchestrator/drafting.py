@@ -60,6 +60,9 @@ class Drafting:
         self._needed = sample.rule is Rule.CONTRASTIVE
         self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
         self._working: asyncio.Task[None] | None = None
+        self._insisted = self._needed or sample.speculation.always  # on, whatever its candidates cost
+        self._price = 1.0  # of a candidate, as last heard from the verifier
+        self._worthwhile = asyncio.Event()  # once its candidates may pay
         self._verifier: VerifierLink | None = None  # who candidates go to
         self._draft: DraftLink | None = None  # who makes them
         self._pacing: Pacing | None = None  # of its session
@@ -95,6 +98,7 @@ class Drafting:
     async def serve(self, verifier: VerifierLink) -> None:
         """Candidates go to this verifier from now on. It knows none of those that another one had."""
         self._verifier = verifier
+        self._hear(verifier.price)
         await verifier.speculate(self.policy)  # it may have changed since the session was opened
         if self._given_up is not None:
             verifier.give_up(self._given_up)
@@ -106,6 +110,7 @@ class Drafting:
 
     def tell(self, commit: verifier_pb2.Commit) -> None:
         """What the target decided."""
+        self._hear(commit.price)
         draft, pacing = self._draft, self._pacing
         if draft is None or pacing is None:
             return
@@ -115,6 +120,11 @@ class Drafting:
         if draft.at_work and pacing.resting is not rested:
             self._switches.note("draft_works" if rested else "draft_rests", draft.pod)
         self._judge(draft, commit)
+
+    def _hear(self, price: float) -> None:
+        self._price = price
+        if price < 1 or self._insisted:
+            self._worthwhile.set()
 
     def _judge(self, draft: DraftLink, commit: verifier_pb2.Commit) -> None:
         """Whether candidates that were wanted are any good."""
@@ -132,8 +142,10 @@ class Drafting:
     # --- the work -----------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """One draft after another. Whatever goes wrong here ends no request, but one that cannot do without."""
+        """One draft after another, from when one may pay: a session that rests costs its opening, and has the draft
+        read the prompt. Whatever goes wrong here ends no request, but one that cannot do without."""
         assert self._pods is not None
+        await self._worthwhile.wait()
         tried: set[Pod] = set()  # since a draft was at work, or the last pause
         while True:
             pod = self._pods.choose(but=tried)
@@ -171,12 +183,11 @@ class Drafting:
     async def _relay(self, link: DraftLink) -> None:
         """Open a session, and push what is guessed there to the verifier."""
         assert self._verifier is not None
-        needed = self._needed or self._sample.speculation.always  # whatever its candidates cost
         policy = draft_pb2.DraftPolicy(
             max_nodes=self._verifier.max_nodes,
             max_depth=self._sample.speculation.max_depth,
             max_branches=self._sample.speculation.max_branches,
-            min_reach=0.0 if needed else first_reach(self._verifier.price),
+            min_reach=0.0 if self._insisted else first_reach(self._price),
         )
         # It opens with the text as it is now: from here on, commits are queued for it.
         self._draft, self._pacing, self._fruitless = link, Pacing(policy, needed=self._needed), 0

@@ -34,6 +34,7 @@ from specdec.serving.server import Service
 from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.cost import StepCost
+from verifier_service.guard import Guard
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import StepLoop
@@ -230,6 +231,7 @@ async def stack(
     verifier_kind: type[VerifierServicer] = VerifierServicer,
     draft_kind: type[DraftServicer] = DraftServicer,
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
+    guard: Guard | None = None,
 ) -> AsyncIterator[Stack]:
     """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
     the target's. Other kinds of servicers may stand in for the ordinary ones; `disguise` changes what the verifier of
@@ -240,7 +242,7 @@ async def stack(
             engine: Engine = exits.enter_context(torch_engine(target, capacity=capacity, dtype=dtype, exact=exact))
             if target_delay is not None:
                 engine = SlowEngine(engine, target_delay)
-            loop = StepLoop(engine, cost=cost_of(engine, target, capacity, dtype, exact, target_delay))
+            loop = StepLoop(engine, cost=cost_of(engine, target, capacity, dtype, exact, target_delay), guard=guard)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

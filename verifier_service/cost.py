@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable
 
 import numpy as np
 import structlog
@@ -14,6 +13,7 @@ from specdec.decoding.choice import Ask, Chooser
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, step_of
+from specdec.engine.tile_size import cheapest
 
 log = structlog.get_logger()
 
@@ -29,14 +29,6 @@ SHAPE_LEARNS = 0.01
 """How fast. Machines get slower and faster as a whole, by the second; what a row more costs in proportion stays
 the same. If only what was just measured moved, a slow spell would leave behind it a slope that is too steep,
 and with it candidates that are not verified though they would pay."""
-
-PROMPT_ROWS = (128, 256, 512)
-PROMPT_REPEATS = 3
-CHEAPER = 0.93
-"""Part of the time for a row of larger steps that it must come down to: what is less may be chance."""
-
-LONG = 0.2
-"""Seconds of a step of prompts that is never worth exceeding."""
 
 GREEDY = Ask(Chooser(Sampling()), WARM_UP_KEYS)
 """What every row is asked at warm-up."""
@@ -108,30 +100,12 @@ class StepCost:
         self._slope = float((monotone[-1] - monotone[-2]) / (self._rows[-1] - self._rows[-2]))
 
 
-def cheapest_rows(seconds: Callable[[int], float], most: int) -> int:
-    """How many rows of prompts a step had best have, up to `most`, if one takes seconds(rows): those at which a row
-    takes the least time. Results that fit no cache make a row dearer again."""
-    sizes = [*(n for n in PROMPT_ROWS if n < most), most]
-    if len(sizes) == 1:
-        return most
-    least = dict.fromkeys(sizes, math.inf)
-    for _ in range(PROMPT_REPEATS):  # in turns: a slow spell of the machine falls on all alike
-        for rows in sizes:
-            least[rows] = min(least[rows], seconds(rows))
-            if least[rows] > LONG:
-                sizes = [n for n in sizes if n <= rows]
-                break
-    best = sizes.pop()
-    for rows in reversed(sizes):
-        if least[rows] / rows < CHEAPER * least[best] / best:
-            best = rows
-    log.info("prompt_rows", best=best, milliseconds={n: round(1e3 * t, 1) for n, t in least.items() if t < math.inf})
+def cheapest_rows(engine: Engine, slots: int, most: int) -> int:
+    """How many rows of prompts a step had best have, up to `most`: found by running the engine over its first `slots`
+    slots, which must be nobody's yet; `most` where they are too few."""
+    best = cheapest(lambda rows: _timed_prompts(engine, rows), most) if most < slots else most
+    log.info("prompt_rows", best=best)
     return best
-
-
-def cheapest_rows_of(engine: Engine, slots: int, most: int) -> int:
-    """By running the engine over its first `slots` slots, which must be nobody's yet; `most` where they are too few."""
-    return cheapest_rows(lambda rows: _timed_prompts(engine, rows), most) if most < slots else most
 
 
 def _timed_prompts(engine: Engine, rows: int) -> float:

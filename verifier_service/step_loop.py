@@ -24,7 +24,7 @@ from specdec.serving.outbox import Outbox
 from specdec.serving.worker import Worker
 from verifier_service.attached import Attached, StepTimes
 from verifier_service.cores import Cores
-from verifier_service.cost import StepCost, cheapest_rows_of
+from verifier_service.cost import StepCost, cheapest_rows
 from verifier_service.descent import Descent
 from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.guesses import Foresight
@@ -85,7 +85,7 @@ class StepLoop(Worker):
         self._residence = Residence(engine, self.pool, self.load, run_ahead, self._tell)
         slots = blocks * BLOCK
         self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, slots))
-        self._step_rows = step_rows if cost is not None else cheapest_rows_of(engine, slots, step_rows)
+        self._step_rows = step_rows if cost is not None else cheapest_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
         self._shared = SharedTexts(shared_tokens)

@@ -43,7 +43,7 @@ class TiledLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tiles = self._tiles(x.shape[-2])
-        if len(tiles) == 1:
+        if len(tiles) <= 1:
             return self.linear.forward(x)
         return torch.cat([self.linear.forward(tile) for tile in torch.split(x, tiles, dim=-2)], dim=-2)
 
@@ -85,13 +85,13 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
     return RowClass(max(map(tuple, classes.values()), key=len))  # of equals the first
 
 
-def tile(model: torch.nn.Module, classes: RowClasses) -> None:
-    """Let every linear layer of a model run at the members of its class only."""
+def tile(model: torch.nn.Module, classes: RowClasses, *, packed_only: bool = False) -> None:
+    """Let every linear layer of a model, or those that are packed, run at the members of its class only."""
     for module in list(model.modules()):
         if isinstance(module, TiledLinear):
             continue
         for name, child in list(module.named_children()):
-            if isinstance(child, Linear):
+            if isinstance(child, Linear) and (isinstance(child, PackedLinear) or not packed_only):
                 setattr(module, name, TiledLinear(child, classes))
 
 

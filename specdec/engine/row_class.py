@@ -10,7 +10,7 @@ that is no member runs as several tiles.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Shape = tuple[int, int]
@@ -52,6 +52,12 @@ class RowClasses:
     batch: RowClass
     products: Mapping[Shape, RowClass]
 
+    @classmethod
+    def alike(cls, counts: tuple[int, ...], shapes: Iterable[Shape]) -> RowClasses:
+        """One class for everything."""
+        rows = RowClass(counts)
+        return cls(rows, dict.fromkeys(shapes, rows))
+
     def tiles(self, shape: Shape, rows: int) -> list[int]:
         """Of a product in a batch of so many rows, which must be padded. A shape that another rank of a model in parts
         may have, and nobody knows, has those of the batch: the check of the whole says whether that will do."""
@@ -61,6 +67,16 @@ class RowClasses:
             assert parts is not None  # else it were no number of rows of a batch
             tiles += parts
         return tiles
+
+    def cut(self, largest: Mapping[Shape, int]) -> RowClasses:
+        """With no tiles larger than these, except where the batch's numbers of rows cannot be made up without."""
+        products = dict(self.products)
+        for shape, most in largest.items():
+            own = self.products.get(shape, self.batch)
+            smaller = RowClass(tuple(count for count in own.counts if count <= most))
+            if all(smaller.exact_tiles(rows) for rows in self.batch.counts):
+                products[shape] = smaller
+        return RowClasses(self.batch, products)
 
     def __str__(self) -> str:
         """Tells other classes, from which other bits may follow, apart."""

@@ -23,7 +23,7 @@ from specdec.engine.invariance import CANDIDATES, Linear, find, rows_are_indepen
 from specdec.engine.kv import Slots
 from specdec.engine.lane_attention import Group, LaneAttention
 from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
-from specdec.engine.linear import Float32Head, can_pack, lay_out
+from specdec.engine.linear import Float32Head, PackedLinear, can_pack, lay_out
 from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.numerics import device_kind
@@ -31,6 +31,7 @@ from specdec.engine.own_forward import OwnForward
 from specdec.engine.path_attention import PathAttention, PathMemory
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.pretrained import DTYPES, attention_of, is_quantised, load, window_of
+from specdec.engine.product_tiles import largest_tiles
 from specdec.engine.ranks import Ranks
 from specdec.engine.row_class import RowClass, RowClasses
 
@@ -107,10 +108,12 @@ class TorchEngine:
         self._memory = PathMemory(keys, values, self.threads[0]) if self._by_path else None
         self._rows: RowClass | None = None  # numbers of them that batches have
         self._classes: RowClasses | None = None
-        # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
-        self._usual_rows = RowClass(CANDIDATES) if packed else None
-        self._run = self._assembled()
         self._compiled = False
+        products = [each for each in self.model.modules() if isinstance(each, PackedLinear)]
+        self._largest_tiles = largest = largest_tiles(products)
+        # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
+        self._usual = RowClasses.alike(CANDIDATES, largest).cut(largest) if packed else None
+        self.tile(None)
         self.exact = False
         self._settle(own, exact=exact, compiled=compiled)
         self.numerics = "/".join(
@@ -130,7 +133,8 @@ class TorchEngine:
 
     def packer(self) -> Packer:
         if self._by_path:
-            return PathPacker(rows=self._rows or self._usual_rows)
+            usual = None if self._usual is None else self._usual.batch
+            return PathPacker(rows=self._rows or usual)
         return LanePacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
@@ -156,14 +160,15 @@ class TorchEngine:
             self._memory.threads = count
 
     def tile(self, classes: RowClasses | None) -> None:
-        """Run products at the members of their classes only; None: at any number of rows."""
+        """Run products at the members of their classes only; None: at any number of rows. Those that were measured
+        have no larger tiles than are the quickest."""
         self._classes = classes
-        if classes is None:
-            self._rows = None
-            untile(self.model)
-        else:
-            self._rows = classes.batch
-            tile(self.model, classes)
+        self._rows = None if classes is None else classes.batch
+        untile(self.model)
+        if classes is not None:
+            tile(self.model, classes.cut(self._largest_tiles))
+        elif self._usual is not None:
+            tile(self.model, self._usual, packed_only=True)
         self._run = self._assembled()
 
     @staticmethod

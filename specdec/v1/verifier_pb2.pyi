@@ -186,7 +186,7 @@ class VerifyOpened(google.protobuf.message.Message):
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
     price: builtins.float
-    """As in Commit, for a session that joins the others: whether its draft had better rest to begin with."""
+    """As in Commit, for a session that joins the others: whether to ask a draft now, or once a commit has a lower one."""
     @property
     def identity(self) -> specdec.v1.model_pb2.ModelIdentity:
         """What this pod serves."""

@@ -63,3 +63,22 @@ def test_a_padded_batch_has_tiles_in_every_class(batch: RowClass, own: set[int],
     assert sum(tiles) == padded
     assert set(tiles) <= own
     assert rows.tiles((9, 9), padded) == rows.batch.tiles(padded)
+
+
+@given(classes, st.integers(1, 120), st.integers(1, 300))
+def test_classes_are_cut_where_all_batches_can_do_without(own: RowClass, largest: int, count: int) -> None:
+    batch = RowClass(tuple(each for each in range(1, 100) if own.exact_tiles(each)))
+    assume(batch.counts)
+    rows = RowClasses(batch, {(8, 4): own, (4, 8): own})
+    cut = rows.cut({(8, 4): largest})
+    padded = batch.padded(count)
+    tiles = cut.tiles((8, 4), padded)
+    assert sum(tiles) == padded
+    assert set(tiles) <= set(own.counts)
+    smaller = RowClass(tuple(each for each in own.counts if each <= largest))
+    if all(smaller.exact_tiles(each) for each in batch.counts):
+        assert max(tiles) <= largest
+    else:
+        assert tiles == rows.tiles((8, 4), padded)
+    assert cut.tiles((4, 8), padded) == rows.tiles((4, 8), padded)
+    assert cut.batch == rows.batch

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.verifier.fakes import TextEngine
-from verifier_service.cost import LONG, MEASURED_ROWS, REPEATS, WARM_UP_KEYS, StepCost, cheapest_rows, cheapest_rows_of
+from verifier_service.cost import MEASURED_ROWS, REPEATS, WARM_UP_KEYS, StepCost, cheapest_rows
 
 ROWS = (1, 2, 4, 8, 16)
 seconds = st.lists(st.floats(1e-4, 1.0), min_size=len(ROWS), max_size=len(ROWS))
@@ -103,33 +103,11 @@ def test_it_is_measured_within_the_memory(blocks: int) -> None:
     assert 0 < cost.of(1) <= cost.of(64) < math.inf
 
 
-@pytest.mark.parametrize(
-    ("seconds", "most", "rows"),
-    [
-        ({128: 0.01, 256: 0.02, 512: 0.04}, 512, 512),  # as cheap in larger pieces: fewer steps
-        ({128: 0.02, 256: 0.03, 512: 0.07}, 512, 256),
-        ({128: 0.0192, 256: 0.04, 512: 0.08}, 512, 512),  # by so little that it may be chance
-        ({128: 0.02, 256: 0.05, 300: 0.06}, 300, 128),
-        ({}, 100, 100),  # there is no choice
-        ({128: 0.15, 256: 1.01 * LONG}, 512, 256),  # a larger one is not tried
-        ({128: 0.05, 256: 1.01 * LONG}, 512, 128),
-    ],
-)
-def test_prompts_have_steps_in_which_a_row_is_cheapest(seconds: dict[int, float], most: int, rows: int) -> None:
-    assert cheapest_rows(seconds.__getitem__, most) == rows
-
-
-def test_a_slow_spell_falls_on_all_alike() -> None:
-    """Of three rounds two are slow."""
-    taken = iter([0.09, 0.09, 0.09, 0.01, 0.018, 0.035, 0.09, 0.09, 0.09])
-    assert cheapest_rows(lambda rows: next(taken), 512) == 512
-
-
 def test_prompts_are_measured_where_there_is_memory_for_them() -> None:
     engine = TextEngine(10)
-    assert cheapest_rows_of(engine, 10 * 64, 512) in (128, 256, 512)
+    assert cheapest_rows(engine, 10 * 64, 512) in (128, 256, 512)
     assert set(engine.steps) <= {128, 256, 512}
     assert len(engine.steps) <= 9
     engine.steps.clear()
-    assert cheapest_rows_of(engine, 512, 512) == 512
+    assert cheapest_rows(engine, 512, 512) == 512
     assert engine.steps == []

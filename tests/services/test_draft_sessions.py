@@ -1,0 +1,70 @@
+"""A text has a session at a draft from when candidates may pay, unless drafting is insisted on."""
+
+from __future__ import annotations
+
+import pytest
+
+from draft_service.servicer import DraftServicer
+from draft_service.session import Session
+from specdec.v1 import draft_pb2, generation_pb2, model_pb2
+from tests.services.conftest import Directories
+from tests.services.test_equality import slow_target
+from tests.stack import ALWAYS, stack
+from tests.verifier.fakes import Decided
+from verifier_service.guard import Way
+
+DRAFT = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_DRAFT)
+
+
+class Overheard(DraftServicer):
+    """Notes what it is asked to open."""
+
+    asked: list[draft_pb2.DraftOpen]
+
+    def parse(self, request: draft_pb2.DraftRequest) -> Session:
+        self.asked.append(request.open)
+        return super().parse(request)
+
+
+@pytest.mark.parametrize("way", [Way.PLAIN, Way.DRAFTED])
+@pytest.mark.parametrize("policy", [DRAFT, ALWAYS])
+async def test_a_draft_is_asked_where_its_candidates_may_pay(
+    directories: Directories, way: Way, policy: generation_pb2.SpeculationPolicy
+) -> None:
+    Overheard.asked = []
+    async with stack(directories.target, directories.near, draft_kind=Overheard, guard=Decided(way)) as services:
+        completion = await services.generate([5, 6, 7], max_tokens=40, ignore_end_token=True, speculation=policy)
+    assert len(completion.tokens) == 40
+    assert len(Overheard.asked) == (way is Way.DRAFTED or policy is ALWAYS)
+    assert all(opened.policy.min_reach < 1 for opened in Overheard.asked)  # none is opened to rest
+
+
+async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> None:
+    """By the first commit that says so: from there on it has the text as it is then."""
+    Overheard.asked = []
+    guard = Decided(Way.PLAIN)
+    async with stack(
+        directories.target, directories.near, draft_kind=Overheard, target_delay=slow_target, guard=guard
+    ) as services:
+        request = generation_pb2.GenerateRequest(
+            tokens=generation_pb2.TokenPrompt(ids=[5, 6, 7]), max_tokens=100, ignore_end_token=True, speculation=DRAFT
+        )
+        tokens, sources = [], []
+        async for response in services.stub.Generate(request):
+            tokens += response.tokens
+            sources += response.sources
+            guard.decided = Way.DRAFTED
+    (opened,) = Overheard.asked
+    assert list(opened.prompt_tokens) == [5, 6, 7]
+    assert 0 < len(opened.generated_tokens) < 100
+    assert list(opened.generated_tokens) == tokens[: len(opened.generated_tokens)]
+    assert model_pb2.TOKEN_SOURCE_DRAFT in sources
+
+
+async def test_tokens_that_are_contrasted_have_one_in_any_case(directories: Directories) -> None:
+    Overheard.asked = []
+    guard = Decided(Way.PLAIN)
+    async with stack(directories.target, directories.near, draft_kind=Overheard, guard=guard) as services:
+        completion = await services.generate([5, 6, 7], max_tokens=10, rule=model_pb2.ACCEPTANCE_RULE_CONTRASTIVE)
+    assert completion.finish.reason
+    assert len(Overheard.asked) == 1
