@@ -11,6 +11,10 @@ import grpc
 from specdec.serving.errors import ModelFailureError, ServiceError
 
 PROGRESS_SECONDS = 0.25
+"""Of silence, until a sign of life."""
+
+BUSY_PROGRESS_SECONDS = 1.0
+"""Until one is due in any case: it also tells how full a service is."""
 
 Response = TypeVar("Response")
 
@@ -21,9 +25,10 @@ class Outbox(Generic[Response]):
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self._silent = True  # since the last beat
 
     def put(self, item: Response | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        self._loop.call_soon_threadsafe(self._say, item)
 
     @staticmethod
     def put_all(items: Sequence[tuple[Outbox[Any], Callable[[], Any]]]) -> None:
@@ -32,9 +37,9 @@ class Outbox(Generic[Response]):
         def fill() -> None:
             for outbox, make in items:
                 try:
-                    outbox._queue.put_nowait(make())
+                    outbox._say(make())
                 except Exception as error:  # it ends one session, and the others hear what is theirs
-                    outbox._queue.put_nowait(error)
+                    outbox._say(error)
 
         if items:
             items[0][0]._loop.call_soon_threadsafe(fill)
@@ -46,7 +51,7 @@ class Outbox(Generic[Response]):
         progress: Callable[[], Response],
         is_last: Callable[[Response], bool] = lambda _: False,
     ) -> None:
-        """Write items as they come, and a sign of life every PROGRESS_SECONDS, until the last one."""
+        """Write items as they come, and signs of life between them, until the last one."""
         beat = asyncio.create_task(self._beat(progress))
         try:
             while True:
@@ -61,8 +66,18 @@ class Outbox(Generic[Response]):
         finally:
             beat.cancel()
 
+    def _say(self, item: Response | Exception) -> None:
+        """On the event loop."""
+        self._silent = False
+        self._queue.put_nowait(item)
+
     async def _beat(self, progress: Callable[[], Response]) -> None:
+        """A commit is a sign of life too: 64 busy sessions would have 256 of others a second."""
+        last = self._loop.time()
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            if self._queue.empty():  # else what waits there is a sign of life
+            due = self._silent or self._loop.time() - last >= BUSY_PROGRESS_SECONDS
+            self._silent = True
+            if due and self._queue.empty():  # else what waits there is one
+                last = self._loop.time()
                 self._queue.put_nowait(progress())

@@ -72,7 +72,7 @@ class DraftResponse(google.protobuf.message.Message):
 
     @property
     def progress(self) -> specdec.v1.model_pb2.Progress:
-        """Sent every 250 ms."""
+        """Sent after 250 ms of silence, and every second."""
 
     def __init__(
         self,

@@ -195,9 +195,9 @@ def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
     """Sessions come and go: their number crosses a power of two long before an epoch is over."""
     pod = Pod(Guard(), drafted=1000, plain=2000)
     for _ in range(round(7 * EPOCH / stay)):  # each comes to a decision, and does not look again yet
-        pod.run(stay, sessions=7)
         pod.run(stay, sessions=8)
-    for sessions in (7, 8):
+        pod.run(stay, sessions=9)
+    for sessions in (8, 9):
         pod.run(STEP, sessions=sessions)
         assert pod.guard.way is Way.PLAIN
 
@@ -270,4 +270,22 @@ def test_a_crowd_that_some_have_left_goes_on_as_before() -> None:
     Pod(guard, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
     Pod(guard, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
     assert guard.way_for(Crowd(15, True, False, False), 0.0) is Way.PLAIN
-    assert guard.way_for(Crowd(7, True, False, False), 0.0) is Way.DRAFTED  # much smaller: it is hoped to pay
+    assert guard.way_for(Crowd(8, True, False, False), 0.0) is Way.PLAIN
+    assert guard.way_for(Crowd(4, True, False, False), 0.0) is Way.DRAFTED  # much smaller: it is hoped to pay
+
+
+@pytest.mark.parametrize("most", [16, 64])
+def test_what_is_left_of_a_full_crowd_is_of_its_kind(most: int) -> None:
+    """Crowds of as many as somebody has chosen, of whom the first soon leaves: all is learned, and used, for them."""
+    guard = Guard()
+    now = 0.0
+    for burst in range(10):
+        for step in range(100):
+            crowd = Crowd(most if step == 0 else most - most // 4, True, False, False)
+            guard.face(crowd, now)
+            if burst == 9:
+                assert guard.way is Way.PLAIN
+            tokens = 7 if guard.way is Way.DRAFTED else 20
+            guard.observe(crowd, taken=guard.way is Way.DRAFTED, tokens=tokens, seconds=STEP, plain_rate=2000)
+            now += STEP
+        now += 2 * HOLD

@@ -1,0 +1,62 @@
+"""A stream is never silent for long, and says no more than it has to."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from bench.simulation import clock
+from specdec.serving.outbox import BUSY_PROGRESS_SECONDS, PROGRESS_SECONDS, Outbox
+
+SECONDS = 10.0
+
+
+class Heard:
+    """A stream that takes what is written to it: (when, what)."""
+
+    def __init__(self, takes: float = 0.0) -> None:
+        self.messages: list[tuple[float, str]] = []
+        self._takes = takes
+
+    async def write(self, message: str) -> None:
+        await asyncio.sleep(self._takes)
+        self.messages.append((asyncio.get_running_loop().time() - clock.START, message))
+
+
+def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
+    """What comes of an outbox in SECONDS, into which a commit is put so often."""
+
+    async def main() -> list[tuple[float, str]]:
+        outbox: Outbox[str] = Outbox()
+        stream: Any = Heard(takes)
+        writing = asyncio.create_task(outbox.write_to(stream, progress=lambda: "progress"))
+        for number in range(1, round(SECONDS / every)):
+            await asyncio.sleep(max(0.0, clock.START + number * every - asyncio.get_running_loop().time()))
+            outbox.put("commit")
+        writing.cancel()
+        await asyncio.wait([writing])
+        messages: list[tuple[float, str]] = stream.messages
+        return messages
+
+    return clock.run(main())
+
+
+@pytest.mark.parametrize("every", [0.01, 0.16, 0.24])
+def test_commits_are_signs_of_life(every: float) -> None:
+    """But for one a second, which tells the load."""
+    signs = [when for when, what in heard(every) if what == "progress"]
+    assert len(signs) == pytest.approx(SECONDS / BUSY_PROGRESS_SECONDS, abs=1)
+
+
+@pytest.mark.parametrize("every", [0.4, 1.1, 5.0])
+def test_a_pause_is_filled(every: float) -> None:
+    times = [when for when, _ in heard(every)]
+    assert max(after - before for before, after in pairwise([0.0, *times])) < 2 * PROGRESS_SECONDS + 0.01
+
+
+def test_of_a_stream_that_does_not_take_them_they_are_not_asked() -> None:
+    """What waits there is a sign of life."""
+    assert "progress" not in [what for _, what in heard(every=0.1, takes=0.5)]
