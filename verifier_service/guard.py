@@ -218,6 +218,6 @@ class Guard:
 
 
 def _kind(crowd: Crowd) -> Crowd:
-    """Crowds of which one is served like the other: of up to two to the power of their `sessions`. A full one of 64 is of
+    """Crowds of which one is served like the other: of up to two to the power of their `sessions`. A crowd of 64 is of
     one kind with what is left of it when the first have ended."""
     return crowd._replace(sessions=(crowd.sessions - 1).bit_length())

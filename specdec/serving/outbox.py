@@ -25,7 +25,7 @@ class Outbox(Generic[Response]):
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._silent = True  # since the last beat
+        self._said = self._loop.time()  # when something was last put here
 
     def put(self, item: Response | Exception) -> None:
         self._loop.call_soon_threadsafe(self._say, item)
@@ -68,16 +68,17 @@ class Outbox(Generic[Response]):
 
     def _say(self, item: Response | Exception) -> None:
         """On the event loop."""
-        self._silent = False
+        self._said = self._loop.time()
         self._queue.put_nowait(item)
 
     async def _beat(self, progress: Callable[[], Response]) -> None:
         """A commit is a sign of life too: 64 busy sessions would have 256 of others a second."""
-        last = self._loop.time()
+        told = self._loop.time()
         while True:
-            await asyncio.sleep(PROGRESS_SECONDS)
-            due = self._silent or self._loop.time() - last >= BUSY_PROGRESS_SECONDS
-            self._silent = True
-            if due and self._queue.empty():  # else what waits there is one
-                last = self._loop.time()
+            await asyncio.sleep(self._said + PROGRESS_SECONDS - self._loop.time())
+            now = self._loop.time()
+            if now < min(self._said + PROGRESS_SECONDS, told + BUSY_PROGRESS_SECONDS):
+                continue
+            if self._queue.empty():  # else what waits there is one
                 self._queue.put_nowait(progress())
+            told = self._said = now
