@@ -122,8 +122,9 @@ class Drafting:
         self._judge(draft, commit)
 
     def _hear(self, price: float) -> None:
+        """Of a candidate; of a session that the verifier believes to have no draft it says nothing."""
         self._price = price
-        if price < 1 or self._insisted:
+        if price < 1 or self._insisted or not self.policy.speculate:
             self._worthwhile.set()
 
     def _judge(self, draft: DraftLink, commit: verifier_pb2.Commit) -> None:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from specdec.v1 import model_pb2
 
-STALE_SECONDS = 1.5
-"""A pod with sessions tells its load once a second; what it told longer ago says nothing any more."""
+STALE_SECONDS = 2.5
+"""A pod with sessions tells its load every second or so, of each; what it told longer ago says nothing any more."""
 
 
 class Load:

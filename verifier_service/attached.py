@@ -22,7 +22,7 @@ class StepTimes:
     found: int = 0  # on the first commit: tokens that were in memory already
     preemptions: int = 0  # so far
     price: float = 0.0  # of a candidate: the probability from which it pays to verify one
-    drafted: int = 0  # sessions of the pod that have a draft
+    drafted: int = 0  # sessions of the pod for which there is a draft
     round_trip: float = 0.0  # to this session's draft and back; 0: unknown
 
 

@@ -30,6 +30,9 @@ SHAPE_LEARNS = 0.01
 the same. If only what was just measured moved, a slow spell would leave behind it a slope that is too steep,
 and with it candidates that are not verified though they would pay."""
 
+LONG = 0.2
+"""Seconds of a step of prompts that is never worth exceeding."""
+
 GREEDY = Ask(Chooser(Sampling()), WARM_UP_KEYS)
 """What every row is asked at warm-up."""
 
@@ -103,7 +106,7 @@ class StepCost:
 def cheapest_rows(engine: Engine, slots: int, most: int) -> int:
     """How many rows of prompts a step had best have, up to `most`: found by running the engine over its first `slots`
     slots, which must be nobody's yet; `most` where they are too few."""
-    best = cheapest(lambda rows: _timed_prompts(engine, rows), most) if most < slots else most
+    best = cheapest(lambda rows: _timed_prompts(engine, rows), most, LONG) if most < slots else most
     log.info("prompt_rows", best=best)
     return best
 

@@ -17,7 +17,7 @@ class Load:
     committed: int = 0  # tokens
     drafted: int = 0  # candidates verified
     accepted: int = 0
-    outcomes: int = 0  # verdicts on sessions that have a draft and go on
+    outcomes: int = 0  # verdicts on sessions for which there is a draft, and that go on
     foreseen: int = 0  # of these, those whose next candidates had come before the step was over
     refused: int = 0  # messages of candidates that made no sense
     prompt_tokens: int = 0  # that sessions came with

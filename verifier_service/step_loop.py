@@ -91,7 +91,7 @@ class StepLoop(Worker):
         self._shared = SharedTexts(shared_tokens)
         self._dearness = Dearness()
         self._price = 0.0  # of a candidate, moving average
-        self._drafted = 0  # sessions that have a draft
+        self._drafted = 0  # sessions for which there is a draft
         self._last_step = 0.0  # when it ended
         self._idle = True  # whether there has been nothing to do since
         self._put_off: float | None = None  # since when a step is

@@ -1,7 +1,8 @@
 """One engine out of several processes, each with its part of every layer and its own heads' keys and values.
 
 Rank 0 has every call told to the others before it runs its own part of it, and decides alone: what numbers of rows to
-compute with, whether rows are exact, and everything above the engine. The others run the same calls in the same order.
+compute with, whether rows are exact, and everything above the engine. (Which tiles of a class are the quickest is each
+one's own finding, and changes no bit.) The others run the same calls in the same order.
 """
 
 from __future__ import annotations

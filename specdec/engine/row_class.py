@@ -69,10 +69,12 @@ class RowClasses:
         return tiles
 
     def cut(self, largest: Mapping[Shape, int]) -> RowClasses:
-        """With no tiles larger than these, except where the batch's numbers of rows cannot be made up without."""
+        """With no tiles larger than these, where they are members and the batch's numbers of rows can be made up of
+        them and smaller ones."""
         products = dict(self.products)
-        for shape, most in largest.items():
-            own = self.products.get(shape, self.batch)
+        for shape, own in self.products.items():
+            if (most := largest.get(shape)) not in own.counts:
+                continue
             smaller = RowClass(tuple(count for count in own.counts if count <= most))
             if all(smaller.exact_tiles(rows) for rows in self.batch.counts):
                 products[shape] = smaller

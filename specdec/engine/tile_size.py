@@ -14,12 +14,10 @@ REPEATS = 3
 CHEAPER = 0.93
 """Part of the time for a row of larger tiles that it must come down to: what is less may be chance."""
 
-LONG = 0.2
-"""Seconds that are never worth exceeding."""
 
-
-def cheapest(seconds: Callable[[int], float], most: int) -> int:
-    """The number of rows, up to `most`, at which a row is cheapest, if so many take seconds(rows)."""
+def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf) -> int:
+    """The number of rows, up to `most`, at which a row is cheapest, if so many take seconds(rows). Beyond one that
+    takes a `long` time, in seconds, no other is tried."""
     sizes = [*(n for n in SIZES if n < most), most]
     if len(sizes) == 1:
         return most
@@ -27,7 +25,7 @@ def cheapest(seconds: Callable[[int], float], most: int) -> int:
     for _ in range(REPEATS):  # in turns: a slow spell of the machine falls on all alike
         for rows in sizes:
             least[rows] = min(least[rows], seconds(rows))
-            if least[rows] > LONG:
+            if least[rows] > long:
                 sizes = [n for n in sizes if n <= rows]
                 break
     best = sizes.pop()

@@ -109,10 +109,11 @@ class TorchEngine:
         self._rows: RowClass | None = None  # numbers of them that batches have
         self._classes: RowClasses | None = None
         self._compiled = False
-        products = [each for each in self.model.modules() if isinstance(each, PackedLinear)]
+        head = set(self.model.get_output_embeddings().modules())  # has fewer rows
+        products = [each for each in self.model.modules() if isinstance(each, PackedLinear) and each not in head]
         self._largest_tiles = largest = largest_tiles(products)
         # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
-        self._usual = RowClasses.alike(CANDIDATES, largest).cut(largest) if packed else None
+        self._usual = RowClasses.alike(CANDIDATES, largest).cut(largest) if packed and self._by_path else None
         self.tile(None)
         self.exact = False
         self._settle(own, exact=exact, compiled=compiled)
@@ -160,8 +161,8 @@ class TorchEngine:
             self._memory.threads = count
 
     def tile(self, classes: RowClasses | None) -> None:
-        """Run products at the members of their classes only; None: at any number of rows. Those that were measured
-        have no larger tiles than are the quickest."""
+        """Run products at the members of their classes only; None: at any number of rows, or at usual ones. Those
+        that were measured have no larger tiles than are the quickest."""
         self._classes = classes
         self._rows = None if classes is None else classes.batch
         untile(self.model)

@@ -79,6 +79,7 @@ class Outbox(Generic[Response]):
             now = self._loop.time()
             if now < min(self._said + PROGRESS_SECONDS, told + BUSY_PROGRESS_SECONDS):
                 continue
-            if self._queue.empty():  # else what waits there is one
+            self._said = now
+            if self._queue.empty():  # else what waits there is a sign of life
+                told = now
                 self._queue.put_nowait(progress())
-            told = self._said = now

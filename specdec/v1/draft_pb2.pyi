@@ -72,7 +72,7 @@ class DraftResponse(google.protobuf.message.Message):
 
     @property
     def progress(self) -> specdec.v1.model_pb2.Progress:
-        """Sent after 250 ms of silence, and every second."""
+        """Sent after 250 ms of silence, and every second or so."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DraftOpen(google.protobuf.message.Message):
 
     @property
     def generated_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens generated so far, when a text is taken up again."""
+        """Tokens generated so far: a draft is asked when candidates may pay."""
 
     @property
     def sampling(self) -> specdec.v1.model_pb2.Sampling:

@@ -72,7 +72,7 @@ class VerifyResponse(google.protobuf.message.Message):
 
     @property
     def progress(self) -> specdec.v1.model_pb2.Progress:
-        """Sent after 250 ms of silence, and every second."""
+        """Sent after 250 ms of silence, and every second or so."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Commit(google.protobuf.message.Message):
     price: builtins.float
     """Probability from which it pays to verify a candidate, as the pod is loaded now; at 1 none is verified."""
     drafted_sessions: builtins.int
-    """Sessions of this pod that have a draft. The more there are, the fewer messages of candidates it can take of each."""
+    """Sessions of this pod for which there is a draft. The more there are, the fewer messages of candidates it can take of each."""
     checksum: builtins.int
     """The CRC-32 of VerifyOpen continued: over all tokens committed since, each as 4 bytes, little-endian, and the finish
     reason as one token more.
@@ -457,7 +457,7 @@ class GetLoadResponse(google.protobuf.message.Message):
     refused_extends: builtins.int
     """Counter: messages of candidates that made no sense, and were dropped."""
     outcomes: builtins.int
-    """Counter: verdicts on sessions that have a draft, after which the text goes on."""
+    """Counter: verdicts on sessions for which there is a draft, after which the text goes on."""
     foreseen_outcomes: builtins.int
     """Counter: of these, those whose next candidates had come before the step was over."""
     def __init__(

@@ -54,13 +54,25 @@ def test_an_engine_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
         return engine.forward(packer.pack())[:1]
 
     whole, parted = engine(512), engine(64)
-    tiled = [module for module in parted.model.modules() if isinstance(module, TiledLinear)]
+    tiled = [module for module in parted.model.model.modules() if isinstance(module, TiledLinear)]
     assert {max(module.tiles(384)) for module in tiled} == {64}
     assert whole.numerics == parted.numerics  # whatever is quickest, the bits are the same
     if exact:
+        assert parted.exact
         np.testing.assert_array_equal(logits(parted), logits(whole))
     else:
         np.testing.assert_allclose(logits(parted), logits(whole), rtol=1e-4, atol=1e-4)
+
+
+def test_batches_that_are_not_padded_are_not_tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By lanes, in fast numerics, any number of rows comes."""
+    monkeypatch.setattr(torch_engine, "largest_tiles", lambda layers: dict.fromkeys(_shapes(layers), 64))
+    engine = TorchEngine(ModelDirectory(make("llama", tmp_path)), capacity=512, exact=False, lanes=True)
+    packer = engine.packer()
+    slots = np.arange(1, 131)
+    packer.add_path(slots, packer.add_rows([3, 4] * 65, 0, slots))
+    packer.want(129)
+    assert np.isfinite(engine.forward(packer.pack())[:1]).all()
 
 
 def _shapes(layers: list[PackedLinear]) -> set[tuple[int, int]]:

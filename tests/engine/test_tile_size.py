@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.tile_size import LONG, cheapest
+from specdec.engine.tile_size import cheapest
+
+LONG = 0.2
 
 
 @pytest.mark.parametrize(
@@ -20,7 +22,7 @@ from specdec.engine.tile_size import LONG, cheapest
     ],
 )
 def test_as_many_rows_as_make_a_row_the_cheapest(seconds: dict[int, float], most: int, rows: int) -> None:
-    assert cheapest(seconds.__getitem__, most) == rows
+    assert cheapest(seconds.__getitem__, most, LONG) == rows
 
 
 def test_a_slow_spell_falls_on_all_alike() -> None:

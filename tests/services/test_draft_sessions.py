@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import grpc
 import pytest
 
 from draft_service.servicer import DraftServicer
 from draft_service.session import Session
-from specdec.v1 import draft_pb2, generation_pb2, model_pb2
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
+from specdec.v1 import draft_pb2, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
-from tests.stack import ALWAYS, stack
+from tests.stack import ALWAYS, request_of, served, stack
 from tests.verifier.fakes import Decided
 from verifier_service.guard import Way
 
@@ -68,3 +74,19 @@ async def test_tokens_that_are_contrasted_have_one_in_any_case(directories: Dire
         completion = await services.generate([5, 6, 7], max_tokens=10, rule=model_pb2.ACCEPTANCE_RULE_CONTRASTIVE)
     assert completion.finish.reason
     assert len(Overheard.asked) == 1
+
+
+async def test_where_there_is_none_to_ask_a_text_says_so(directories: Directories) -> None:
+    """Its verifier, which has nothing to hope for, tells no price."""
+    async with stack(directories.target, None) as services:
+        peers = replace(services.peers, drafts=Pods([]))
+        async with (
+            served(GenerationServicer(services.model, peers)) as (front, _),
+            grpc.aio.insecure_channel(front) as channel,
+        ):
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+            request = request_of([5, 6, 7], max_tokens=20, ignore_end_token=True, speculation=DRAFT)
+            answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
+    (completion,) = answer.completions
+    assert len(completion.tokens) == 20
+    assert completion.finish.speculation.undrafted_reason == "no_draft"
