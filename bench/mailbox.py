@@ -22,12 +22,11 @@ class Mailbox(Outbox[tuple[Verdict, StepTimes]]):
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]
-        self._queue = self  # type: ignore[assignment]
         self.verdicts: list[Verdict] = []
         self.times: list[StepTimes] = []
         self.error: Exception | None = None
 
-    def put_nowait(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
+    def _say(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
         assert self.error is None
         assert not self.finish
         if isinstance(item, Exception):
