@@ -2,10 +2,11 @@
 
     python -m bench.capacity
 
-A session-step is one commit, relayed to the client and to the draft, and the draft's answer, relayed to the verifier:
-five messages read or written. Verifier and draft compute nothing (`bench.echo`, one process), and the client does not
-even parse what it reads (this process). All of them share the machine's cores: what the orchestrator used is measured,
-and steps are divided by it. Each session has a connection of its own, as far as there are so many.
+A session-step is one commit, relayed to the draft and, joined with others of the same fiftieth of a second, to the
+client, and the draft's answer, relayed to the verifier. Verifier and draft compute nothing (`bench.echo`, one process);
+of what it reads the client looks only for how many steps it tells of (this process). All of them share the machine's
+cores: what the orchestrator used is measured, and steps are divided by it. Each session has a connection of its own, as
+far as there are so many.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Client:
 
     async def _read(self, channel: grpc.aio.Channel, request: bytes) -> None:
         call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]
-        while await call.read():
-            self.steps += 1
+        while message := await call.read():
+            self.steps += generation_pb2.GenerateResponse.FromString(message).steps
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,9 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 sources=[model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS],
                 finish_reason=finish,
                 checksum=said,
+                offered=4,
+                accepted=1,
+                steps=1,
             )
             base += 2
             sent = time.perf_counter()

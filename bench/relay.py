@@ -19,6 +19,7 @@ import grpc
 
 from bench.echo import Echo, before
 from bench.processes import started
+from specdec.serving.server import registered
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 
 
@@ -43,7 +44,7 @@ async def measure(rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of each round: (direct, relayed)."""
     server = grpc.aio.server()
     echo = Echo(rounds)
-    echo.register(server)
+    registered(echo, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import cast
 
 import grpc
 import structlog
@@ -13,6 +14,7 @@ from orchestrator.admission import Admission
 from orchestrator.breaker import Breaker
 from orchestrator.load import Load
 from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS
+from specdec.serving.trunk.channel import TrunkChannel
 
 log = structlog.get_logger()
 
@@ -50,7 +52,9 @@ class Pod:
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
+    """All sessions at a pod share a trunk."""
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
+    return cast("grpc.aio.Channel", TrunkChannel(channel))
 
 
 class Pods:

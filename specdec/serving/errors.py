@@ -25,6 +25,9 @@ from grpc_status import rpc_status
 
 DOMAIN = "specdec"
 
+STATUS_DETAILS = "grpc-status-details-bin"
+"""Key under which gRPC carries a rich status, serialized."""
+
 
 class ServiceError(Exception):
     """An error with a meaning to the caller. `reason` is for machines, UPPER_SNAKE."""
@@ -174,6 +177,6 @@ def _rich(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
     """The rich status, if there is one that can be read."""
     with contextlib.suppress(DecodeError):
         for key, value in error.trailing_metadata() or ():
-            if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            if key == STATUS_DETAILS and isinstance(value, bytes):
                 return status_pb2.Status.FromString(value)
     return None

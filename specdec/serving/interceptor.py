@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -29,6 +29,11 @@ def request_id() -> tuple[tuple[str, str], ...]:
     return ((REQUEST_ID, bound),) if isinstance(bound, str) else ()
 
 
+def bind_request_id(metadata: Mapping[str, Any]) -> None:
+    """That of the call which is served from here on: its caller's, or a new one."""
+    structlog.contextvars.bind_contextvars(request_id=metadata.get(REQUEST_ID) or uuid.uuid4().hex[:16])
+
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -44,21 +49,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:  # no such method: gRPC answers
             return handler
         metadata = dict(handler_call_details.invocation_metadata or ())
-        structlog.contextvars.bind_contextvars(request_id=metadata.get(REQUEST_ID) or uuid.uuid4().hex[:16])
+        bind_request_id(metadata)
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(
-                _guarded(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+                guarded(handler.stream_stream), handler.request_deserializer, handler.response_serializer
             )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _guarded(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+                guarded(handler.unary_stream), handler.request_deserializer, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            _guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
         )
 
 
-def _guarded(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def guarded(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A handler that answers its errors."""
+
     async def call(request: Any, context: Context) -> Any:
         try:
             if inspect.isasyncgenfunction(behaviour):  # as others' servicers are written

@@ -18,6 +18,8 @@ from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 
 PROTOCOL_VERSION = 1
 
+MAX_MESSAGE_BYTES = 16 << 20
+
 SCORE_UNIT = 1.0 / 96.0
 """A score travels as the number of these that are its square root: fine where a child is likely, for long paths to add
 up right, coarse where it is not."""

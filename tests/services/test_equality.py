@@ -163,7 +163,7 @@ async def test_a_draft_equal_to_the_target_is_never_corrected(
     directories: Directories, sampling: dict[str, Any]
 ) -> None:
     """Which holds only if the draft's memory is right after every commit, re-rooting and catching up."""
-    async with stack(directories.target, directories.target, target_delay=slow_target) as services:
+    async with stack(directories.target, directories.target, target_delay=lambda: time.sleep(0.02)) as services:
         completion = await services.generate(
             PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True, speculation=ALWAYS
         )

@@ -253,6 +253,7 @@ async def test_a_deadline_holds_while_a_verifier_is_looked_for(directories: Dire
 
 async def test_a_cancel_ends_the_search_for_a_verifier(directories: Directories) -> None:
     async with stack(directories.target, directories.near) as services:
+        await services.generate(PROMPT, max_tokens=20, speculation=ALWAYS)  # connected, to all pods
         before = len(asyncio.all_tasks())
         reader = Reader(services, max_tokens=250, ignore_end_token=True)
         await reader.read(1)

@@ -163,6 +163,7 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
 
 async def test_a_cancelled_request_for_several_samples_leaves_nothing(directories: Directories) -> None:
     async with stack(directories.target, directories.near) as services:
+        await services.generate(PROMPT, max_tokens=50, ignore_end_token=True)  # connected, to all pods
         before = len(asyncio.all_tasks())
         call = services.stub.Generate(request_of(PROMPT, max_tokens=200, n=4, ignore_end_token=True))
         assert await call.read()

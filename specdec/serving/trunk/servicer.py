@@ -1,0 +1,191 @@
+"""The callee's end: serves what a trunk carries by the methods of the services behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from specdec.serving.errors import STATUS_DETAILS, ProtocolError
+from specdec.serving.interceptor import bind_request_id, guarded
+from specdec.serving.trunk.outgoing import Outgoing
+from specdec.serving.trunk.stream import Stream
+from specdec.v1 import trunk_pb2, trunk_pb2_grpc
+
+log = structlog.get_logger()
+
+
+class TrunkServicer(trunk_pb2_grpc.TrunkServiceServicer):
+    """Services register their methods with it as with a server."""
+
+    def __init__(self) -> None:
+        self._methods: dict[str, Any] = {}
+        self._trunks: set[Trunk] = set()
+        self._draining = False
+
+    def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
+        self._methods |= {f"/{service}/{name}": method for name, method in methods.items() if _streams(method)}
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """The same once more, as gRPC knew them before."""
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether there is anything to carry."""
+        return bool(self._methods)
+
+    async def Carry(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[trunk_pb2.CarryRequest],
+        context: grpc.aio.ServicerContext[trunk_pb2.CarryRequest, trunk_pb2.CarryResponse],
+    ) -> None:
+        trunk = Trunk(self._methods, context)
+        self._trunks.add(trunk)
+        if self._draining:
+            trunk.drain()
+        try:
+            await context.send_initial_metadata(())  # for which the caller's first bundle waits
+            await trunk.serve(request_iterator)
+        finally:
+            self._trunks.remove(trunk)
+
+    def drain(self) -> None:
+        """Take no streams any more; every trunk ends with its last one."""
+        self._draining = True
+        for trunk in self._trunks:
+            trunk.drain()
+
+
+def _streams(method: Any) -> bool:
+    return bool(method.request_streaming and method.response_streaming)
+
+
+class Trunk:
+    """One stream of gRPC's, and the streams that it carries."""
+
+    def __init__(self, methods: dict[str, Any], context: Any) -> None:
+        self._methods = methods
+        self._context = context
+        self._outgoing = Outgoing()
+        self._served: dict[int, tuple[Served, asyncio.Task[None]]] = {}
+        self._draining = False
+
+    def drain(self) -> None:
+        """Have the caller begin other trunks for other streams, and end with the last of these."""
+        self._draining = True
+        self._outgoing.put(trunk_pb2.Frame(end=trunk_pb2.End()))
+        if not self._served:
+            self._outgoing.finish()
+
+    async def serve(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
+        """Until it is drained, or its caller ends it, and with it all that it carries."""
+        reading = asyncio.create_task(self._read(requests))
+        writing = asyncio.create_task(
+            self._outgoing.write(lambda frames: self._context.write(trunk_pb2.CarryResponse(frames=frames)))
+        )
+        try:
+            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            tasks = [reading, writing]
+            for served, running in self._served.values():
+                served.over(trunk_pb2.End())
+                tasks.append(running)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in done:
+            task.result()
+
+    async def _read(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
+        async for request in requests:
+            for frame in request.frames:
+                if frame.HasField("begin"):
+                    self._begin(frame.stream, frame.begin)
+                elif frame.stream in self._served:
+                    served, running = self._served[frame.stream]
+                    served.hear(frame)
+                    if served.closed:
+                        running.cancel()
+
+    def _begin(self, number: int, begin: trunk_pb2.Begin) -> None:
+        if number in self._served:
+            raise ProtocolError(f"stream {number} begins twice")
+        method = self._methods.get(begin.method)
+        served = Served(number, self._outgoing, begin, method, self._context.peer())
+        if self._draining:
+            served.say_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+        elif method is None:
+            served.say_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no stream {begin.method!r} here")
+        else:
+            running = asyncio.create_task(self._run(served))
+            self._served[number] = served, running
+            running.add_done_callback(partial(self._left, number))  # it may be cancelled before it has begun
+
+    async def _run(self, served: Served) -> None:
+        """One stream, by its method, as an interceptor would have it run."""
+        bind_request_id(served.begin.metadata)
+        try:
+            async with asyncio.timeout(served.time_remaining()):
+                await guarded(served.method.stream_stream)(served.requests(), served)
+            served.say_end(grpc.StatusCode.OK)
+        except grpc.aio.AbortError:
+            pass  # it has said why
+        except TimeoutError:
+            served.say_end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+
+    def _left(self, number: int, run: asyncio.Task[None]) -> None:
+        served, _ = self._served.pop(number)
+        error = None if run.cancelled() else run.exception()
+        if not served.closed and not served.ended:
+            log.error("stream_failed", method=served.begin.method, exc_info=error)
+            served.say_end(grpc.StatusCode.UNKNOWN, "its method has ended without a word")
+        if self._draining and not self._served:
+            self._outgoing.finish()
+
+
+class Served(Stream):
+    """A stream as its method has it; as far as methods use one, a `grpc.aio.ServicerContext`."""
+
+    def __init__(self, number: int, outgoing: Outgoing, begin: trunk_pb2.Begin, method: Any, peer: str) -> None:
+        super().__init__(number, outgoing, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
+        self.begin = begin
+        self.method = method
+        self.ended = False  # its caller has been told
+        self._peer = peer
+
+    async def requests(self) -> AsyncIterator[Any]:
+        """What the caller says, for as long as the stream lasts."""
+        while not isinstance(message := await self.receive(), trunk_pb2.End):
+            yield self.method.request_deserializer(message)
+
+    async def write(self, response: Any) -> None:
+        await self.send(self.method.response_serializer(response))
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
+        rich = [value for key, value in status.trailing_metadata or () if key == STATUS_DETAILS]
+        self.say_end(status.code, status.details, *(value for value in rich if isinstance(value, bytes)))
+        raise grpc.aio.AbortError
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        self.say_end(code, details)
+        raise grpc.aio.AbortError
+
+    def cancelled(self) -> bool:
+        """Whether its caller has ended it."""
+        return self.closed
+
+    def peer(self) -> str:
+        """Address of its caller."""
+        return self._peer
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self.begin.metadata.items())
+
+    def say_end(self, code: grpc.StatusCode, details: str = "", status: bytes = b"") -> None:
+        self.ended = True
+        end = trunk_pb2.End(code=code.value[0], message=details, status=status)
+        self.say(trunk_pb2.Frame(end=end))

@@ -1,0 +1,507 @@
+"""Streams on a trunk are as they are alone: order, statuses, deadlines, cancellation, flow control; real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
+from specdec.serving.interceptor import REQUEST_ID
+from specdec.serving.server import CHANNEL_OPTIONS
+from specdec.serving.trunk.channel import TrunkChannel
+from specdec.serving.trunk.outgoing import Outgoing
+from specdec.serving.trunk.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream
+from specdec.v1 import trunk_pb2, trunk_pb2_grpc
+from tests.stack import Pod, running
+
+SERVICE = "tests.Methods"
+
+
+class Methods:
+    """A service whose messages are bytes."""
+
+    name = SERVICE
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+        self.written = 0  # messages of `flood`
+        self.request_ids: list[Any] = []
+
+    def register(self, server: Any) -> None:
+        methods = {name: self._method(name) for name in ("echo", "refuse", "wait", "flood", "fail", "vanish")}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        server.add_registered_method_handlers(SERVICE, methods)
+
+    async def close(self) -> None:
+        pass
+
+    def _method(self, name: str) -> Any:
+        return grpc.stream_stream_rpc_method_handler(getattr(self, name), _readable, bytes)
+
+    async def echo(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Until it is told to end."""
+        async for request in requests:
+            if request == b"end":
+                return
+            await context.write(request)
+
+    async def refuse(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        raise OverloadedError("no room", retry_after=2.5)
+
+    async def fail(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        raise KeyError("a mistake")
+
+    async def vanish(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Without a status."""
+        raise grpc.aio.UsageError
+
+    async def wait(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """For ever."""
+        self.request_ids.append(structlog.contextvars.get_contextvars()["request_id"])
+        try:
+            await context.write(b"here")
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def flood(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        while True:
+            await context.write(bytes(WINDOW // 8 - OVERHEAD))
+            self.written += 1
+
+
+def _readable(message: bytes) -> bytes:
+    if message == b"unreadable":
+        raise DecodeError
+    return message
+
+
+class Link:
+    """A channel with a trunk, to methods behind a pod's port."""
+
+    def __init__(self, pod: Pod, methods: Methods) -> None:
+        self.pod = pod
+        self.methods = methods
+        self.channel = TrunkChannel(grpc.aio.insecure_channel(pod.address, options=CHANNEL_OPTIONS))
+
+    def begin(self, method: str, **options: Any) -> Any:
+        return self.channel.stream_stream(f"/{SERVICE}/{method}", bytes, _readable)(**options)
+
+    async def answered(self) -> None:
+        """As soon as a new stream is: gRPC leaves old connections, and tries new ones, in its own time."""
+        async with asyncio.timeout(10):
+            while True:
+                call = self.begin("echo")
+                try:
+                    await call.write(b"new")
+                    assert await call.read() == b"new"
+                    return
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def link() -> AsyncIterator[Link]:
+    methods = Methods()
+    async with running(Pod(methods)) as pod:
+        found = Link(pod, methods)
+        try:
+            yield found
+        finally:
+            await found.channel.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_streams_do_not_mix() -> None:
+    async with link() as to:
+
+        async def one(number: int) -> list[bytes]:
+            call = to.begin("echo")
+            for index in range(50):
+                await call.write(f"{number}:{index}".encode())
+            got = [await call.read() for _ in range(50)]
+            await call.write(b"end")
+            assert await call.read() is grpc.aio.EOF
+            assert await call.read() is grpc.aio.EOF
+            return got
+
+        texts = await asyncio.gather(*map(one, range(20)))
+        assert texts == [[f"{number}:{index}".encode() for index in range(50)] for number in range(20)]
+
+
+async def test_what_is_said_at_the_same_time_goes_together() -> None:
+    """One message for a step of all sessions is what a trunk is for."""
+    bundles = []
+
+    async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
+        bundles.append([frame.stream for frame in frames])
+        await asyncio.sleep(0.01)
+
+    outgoing = Outgoing()
+    streams = [Stream(number, outgoing) for number in range(64)]
+    writing = asyncio.create_task(outgoing.write(write))
+    for _ in range(3):
+        await asyncio.gather(*(stream.send(b"commit") for stream in streams))
+        await until(lambda: not outgoing._frames)
+    outgoing.finish()
+    await writing
+    assert bundles == [list(range(64))] * 3
+
+
+async def test_a_bundle_is_no_larger_than_it_may_be() -> None:
+    sizes = []
+
+    async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
+        sizes.append(sum(len(frame.message) for frame in frames))
+
+    outgoing = Outgoing()
+    for size in (100_000, 100_000, 100_000, 1_000_000, 10):
+        outgoing.put(trunk_pb2.Frame(message=bytes(size)))
+    outgoing.finish()
+    await outgoing.write(write)
+    assert sizes == [200_000, 100_000, 1_000_000, 10]
+
+
+async def test_a_refusal_keeps_what_it_says() -> None:
+    async with link() as to:
+        other = to.begin("echo")
+        call = to.begin("refuse")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        error = from_rpc(refused.value, "methods")
+        assert isinstance(error, OverloadedError)
+        assert error.retry_after == 2.5
+        with pytest.raises(grpc.aio.AioRpcError, match="KeyError") as failed:
+            await to.begin("fail").read()
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no stream '/tests\.Methods/nothing'") as unknown:
+            await to.begin("nothing").read()
+        assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await other.write(b"still here")
+        assert await other.read() == b"still here"
+        with pytest.raises(asyncio.InvalidStateError):
+            await call.write(b"to nobody")
+
+
+async def test_a_cancelled_stream_ends_at_both_sides() -> None:
+    async with link() as to:
+        call = to.begin("wait", metadata=((REQUEST_ID, "abc"),))
+        assert await call.read() == b"here"
+        reading = asyncio.create_task(call.read())
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+        await until(lambda: to.methods.cancelled == 1)
+        assert to.methods.request_ids == ["abc"]
+
+
+async def test_a_deadline_ends_it_at_both_sides() -> None:
+    async with link() as to:
+        call = to.begin("wait", timeout=0.2)
+        assert 0 < call.time_remaining() <= 0.2
+        assert await call.read() == b"here"
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await call.read()
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: to.methods.cancelled == 1)
+
+
+async def test_a_callee_keeps_the_deadline_by_itself() -> None:
+    """Its caller may be gone without a word."""
+    async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
+        carry: Any = trunk_pb2_grpc.TrunkServiceStub(channel).Carry()  # type: ignore[call-arg]
+        begin = trunk_pb2.Begin(method=f"/{SERVICE}/wait", timeout_us=100_000)
+        await carry.write(trunk_pb2.CarryRequest(frames=[trunk_pb2.Frame(stream=1, begin=begin)]))
+        await until(lambda: to.methods.cancelled == 1)
+
+
+async def test_who_does_not_read_holds_up_nobody_else() -> None:
+    async with link() as to:
+        flood, echo = to.begin("flood"), to.begin("echo")
+        await until(lambda: to.methods.written == 8)
+        for index in range(100):
+            await echo.write(b"%d" % index)
+            assert await echo.read() == b"%d" % index
+        assert to.methods.written == 8  # a WINDOW full, and not a message more
+        for _ in range(40):
+            assert len(await flood.read()) == WINDOW // 8 - OVERHEAD
+        await until(lambda: to.methods.written >= 40)
+        flood.cancel()
+
+
+async def test_a_message_that_cannot_be_read_is_none() -> None:
+    async with link() as to:
+        call = to.begin("echo")
+        await call.write(b"fine")
+        assert await call.read() == b"fine"
+        await call.write(b"unreadable")  # by the method, which ends
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be read"):
+            await call.read()
+        strict = to.channel.stream_stream(f"/{SERVICE}/wait", bytes, lambda _: _readable(b"unreadable"))()
+        assert await strict.read() is None
+
+
+async def test_a_message_that_is_too_large_harms_nobody_else() -> None:
+    async with link() as to:
+        call, other, largest = to.begin("echo"), to.begin("echo"), to.begin("echo")
+        await largest.write(bytes(MOST_BYTES))
+        assert len(await largest.read()) == MOST_BYTES
+        with pytest.raises(asyncio.InvalidStateError):
+            await call.write(bytes(MOST_BYTES + 1))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"a message of {MOST_BYTES + 1} bytes") as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await other.write(b"still here")
+        assert await other.read() == b"still here"
+
+
+async def test_with_its_trunk_a_stream_is_lost_and_the_next_one_has_another() -> None:
+    async with link() as to:
+        calls = [to.begin("echo") for _ in range(3)]
+        for call in calls:
+            await call.write(b"here")
+            assert await call.read() == b"here"
+        await to.pod.stop()
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as lost:
+                await call.read()
+            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError) as nobody:
+            await to.begin("echo").read()
+        assert nobody.value.code() is grpc.StatusCode.UNAVAILABLE
+        await to.pod.start()
+        await to.answered()
+
+
+async def test_when_its_caller_is_gone_a_stream_ends() -> None:
+    async with link() as to:
+        waiting = to.begin("wait")
+        assert await waiting.read() == b"here"
+        await to.channel.close()
+        await until(lambda: to.methods.cancelled == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as closed:
+            await waiting.read()
+        assert closed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_service_that_drains_ends_with_its_last_stream() -> None:
+    async with link() as to:
+        last, idle = to.begin("echo"), Link(to.pod, to.methods)
+        ended = idle.begin("echo")
+        await ended.write(b"end")
+        assert await ended.read() is grpc.aio.EOF
+        await last.write(b"here")
+        assert await last.read() == b"here"
+        stopping = asyncio.create_task(to.pod.stop(grace=60))
+        await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await to.begin("echo").read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await last.write(b"still here")
+        assert await last.read() == b"still here"
+        assert not stopping.done()
+        await last.write(b"end")
+        assert await last.read() is grpc.aio.EOF
+        async with asyncio.timeout(10):
+            await stopping
+        await idle.channel.close()
+
+
+async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successor() -> None:
+    """On the same port: a rolling restart in place."""
+    async with link() as to:
+        last = to.begin("echo")
+        await last.write(b"here")
+        assert await last.read() == b"here"
+        stopping = asyncio.create_task(to.pod.stop(grace=60))
+        await until(lambda: to.channel._trunks[-1].leaving)
+        successor = Pod(Methods(), to.pod.address)
+        await successor.start()
+        await to.answered()
+        await last.write(b"still here")
+        assert await last.read() == b"still here"
+        await last.write(b"end")
+        await stopping
+        await successor.stop()
+
+
+async def test_a_service_that_knows_no_trunks_is_asked_without() -> None:
+    """Of an earlier release. However often: what is said to it may be on its way when it says so."""
+    for _ in range(50):
+        server = grpc.aio.server()
+        Methods().register(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        channel = TrunkChannel(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        try:
+            echo = channel.stream_stream(f"/{SERVICE}/echo", bytes, _readable)
+            with pytest.raises(grpc.aio.AioRpcError) as first:
+                await echo().read()
+            assert first.value.code() is grpc.StatusCode.UNAVAILABLE
+            call = echo()
+            await call.write(b"alone")
+            assert await call.read() == b"alone"
+            call.cancel()
+        finally:
+            await channel.close()
+            await server.stop(None)
+
+
+async def test_streams_that_end_before_they_begin_leave_nothing() -> None:
+    async with link() as to:
+        one = to.begin("echo")
+        await one.write(b"here")
+        assert await one.read() == b"here"
+        for _ in range(5):
+            to.begin("wait").cancel()  # nothing of it is ever sent
+            call = to.begin("wait")
+            await asyncio.sleep(0)
+            call.cancel()
+        await one.write(b"end")
+        assert await one.read() is grpc.aio.EOF
+        async with asyncio.timeout(10):
+            await to.pod.stop(grace=60)
+
+
+async def test_begun_and_ended_in_one_bundle() -> None:
+    async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
+        carry: Any = trunk_pb2_grpc.TrunkServiceStub(channel).Carry()  # type: ignore[call-arg]
+        begin = trunk_pb2.Begin(method=f"/{SERVICE}/wait")
+        both = [trunk_pb2.Frame(stream=1, begin=begin), trunk_pb2.Frame(stream=1, end=trunk_pb2.End(code=1))]
+        await carry.write(trunk_pb2.CarryRequest(frames=both))
+        await carry.write(trunk_pb2.CarryRequest(frames=[trunk_pb2.Frame(stream=2, begin=begin)]))
+        assert (await carry.read()).frames[0].stream == 2
+        await carry.write(trunk_pb2.CarryRequest(frames=[trunk_pb2.Frame(stream=2, end=trunk_pb2.End(code=1))]))
+        async with asyncio.timeout(10):
+            await to.pod.stop(grace=60)
+
+
+async def test_a_method_that_says_nothing_of_its_end_is_spoken_for() -> None:
+    async with link() as to:
+        with pytest.raises(grpc.aio.AioRpcError, match="without a word") as ended:
+            await to.begin("vanish").read()
+        assert ended.value.code() is grpc.StatusCode.UNKNOWN
+
+
+async def test_who_waits_to_write_hears_of_the_end() -> None:
+    async with link() as to:
+        call = to.begin("wait")
+        for _ in range(8):
+            await call.write(bytes(WINDOW // 8))
+        writing = asyncio.create_task(call.write(b"too much"))
+        await asyncio.sleep(0)
+        assert not writing.done()
+        call.cancel()
+        with pytest.raises(asyncio.InvalidStateError):
+            await writing
+
+
+async def test_who_cancels_reads_nothing_more() -> None:
+    """Not even what had come before, or the end of it."""
+    async with link() as to:
+        call, other = to.begin("echo"), to.begin("echo")
+        for message in (b"one", b"two", b"end"):
+            await call.write(message)
+        assert await call.read() == b"one"
+        await other.write(b"later")
+        assert await other.read() == b"later"
+        assert call.closed
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call.read()
+
+
+async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
+    """A service that takes nothing is not told of those who have left."""
+    outgoing = Outgoing()
+    for number in (1, 2):
+        outgoing.put(trunk_pb2.Frame(stream=number, begin=trunk_pb2.Begin()))
+        outgoing.put(trunk_pb2.Frame(stream=number, message=b"open"))
+    assert outgoing.drop(1)
+    outgoing.put(trunk_pb2.Frame(stream=3, message=b"more"))
+    assert not outgoing.drop(3)
+    assert [frame.stream for frame in outgoing._frames] == [2, 2]
+
+
+async def test_a_channel_may_be_closed_at_once() -> None:
+    async with link() as to:
+        call = to.begin("echo")
+        await to.channel.close()
+        with pytest.raises(grpc.aio.AioRpcError) as closed:
+            await call.read()
+        assert closed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("breach", ["twice", "nothing", "beyond the window", "read what was not sent"])
+async def test_a_trunk_that_breaks_the_rules_ends(breach: str) -> None:
+    """And no other."""
+    begin = trunk_pb2.Frame(stream=1, begin=trunk_pb2.Begin(method=f"/{SERVICE}/wait"))
+    message = trunk_pb2.Frame(stream=1, message=bytes(WINDOW // 2))
+    more = {
+        "twice": [begin],
+        "nothing": [trunk_pb2.Frame(stream=1)],
+        "beyond the window": [message, message, message],
+        "read what was not sent": [trunk_pb2.Frame(stream=1, taken=2**32 - 1)],
+    }[breach]
+    async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
+        other = to.begin("echo")
+        carry: Any = trunk_pb2_grpc.TrunkServiceStub(channel).Carry()  # type: ignore[call-arg]
+        await carry.write(trunk_pb2.CarryRequest(frames=[begin]))
+        assert (await carry.read()).frames[0].message == b"here"
+        for frame in more:
+            await carry.write(trunk_pb2.CarryRequest(frames=[frame]))
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await carry.read()
+        assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert to.methods.cancelled == 1
+        await other.write(b"still here")
+        assert await other.read() == b"still here"
+
+
+_frames = st.one_of(
+    st.builds(trunk_pb2.Frame, message=st.binary(max_size=8)),
+    st.builds(trunk_pb2.Frame, taken=st.just(0)),
+    st.builds(trunk_pb2.Frame, end=st.builds(trunk_pb2.End, code=st.integers(0, 99))),
+)
+
+
+@given(st.lists(_frames, max_size=20))
+def test_what_arrived_before_the_end_is_read(frames: list[trunk_pb2.Frame]) -> None:
+    async def main() -> None:
+        stream = Stream(1, Outgoing())
+        for frame in frames:
+            stream.hear(frame)
+        ends = [index for index, frame in enumerate(frames) if frame.HasField("end")]
+        said = frames[: ends[0]] if ends else frames
+        for frame in said:
+            if frame.HasField("message"):
+                assert await stream.receive() == frame.message
+        if ends:
+            assert await stream.receive() == await stream.receive() == frames[ends[0]].end
+            assert stream.closed
+
+    asyncio.run(main())
+
+
+def test_a_frame_that_says_nothing_is_a_breach() -> None:
+    async def main() -> None:
+        with pytest.raises(ProtocolError):
+            Stream(1, Outgoing()).hear(trunk_pb2.Frame(stream=1))
+
+    asyncio.run(main())
