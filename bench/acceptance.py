@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.prompts import held_out
-from draft_service.calibration import Calibration
 from draft_service.growth_loop import Attached, GrowthLoop
 from draft_service.session import Extension, GrowthPolicy
 from draft_service.session import Session as DraftSession
 from draft_service.session import SessionRequest as DraftRequest
+from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import Chooser
 from specdec.decoding.rows import HostRows
 from specdec.decoding.sampling import Rule, Sampling

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from draft_service.calibration import Calibration
 from draft_service.growth_loop import Attached, GrowthLoop
 from draft_service.session import Extension, GrowthPolicy, Session, SessionRequest
+from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Rule
 from specdec.serving.errors import InvalidRequestError

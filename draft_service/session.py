@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.calibration import Calibration
 from draft_service.ranking import Ranking
 from draft_service.rhythm import Rhythm
 from specdec.decoding import contrastive, rejection
+from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import ABSURD, Ask, Chooser
 from specdec.decoding.processing import History
 from specdec.decoding.sampling import Rule

@@ -108,6 +108,12 @@ def up(
     draft: Annotated[
         str | None, typer.Option(help="Directory of the draft model, or `none`; the demo's by default.")
     ] = None,
+    own_draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a small model that the verifier guesses with itself, instead of a draft service."
+        ),
+    ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the target computes in.")] = "float32",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the client API; 0 takes a free one.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print the address as a JSON object.")] = False,
@@ -121,7 +127,13 @@ def up(
         signal.signal(number, lambda n, _: stop.append(n))
     try:
         with Stack.start(
-            target, draft, dtype=dtype, port=port, log_level=log_level, stopped=lambda: bool(stop)
+            target,
+            draft,
+            own_draft=own_draft,
+            dtype=dtype,
+            port=port,
+            log_level=log_level,
+            stopped=lambda: bool(stop),
         ) as stack:
             described = {"address": stack.address, "services": stack.addresses}
             print(json.dumps(described) if json_output else stack.address, flush=True)

@@ -54,7 +54,7 @@ class Child:
 
 @dataclass
 class Stack:
-    """Verifier, orchestrator and, unless there is none, a draft."""
+    """Verifier, orchestrator and, unless there is none, a draft service."""
 
     address: str  # of the orchestrator
     children: dict[str, Child]
@@ -67,6 +67,7 @@ class Stack:
         target: Path | None = None,
         draft: str | None = None,
         *,
+        own_draft: Path | None = None,
         dtype: str = "float32",
         port: int = 0,
         log_level: str = "warning",
@@ -77,19 +78,29 @@ class Stack:
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
-        """Start them, wait until they are ready, and end them on leaving. `draft` may be "none".
+        """Start them, wait until they are ready, and end them on leaving. `draft` may be "none"; it is if the verifier
+        has its `own_draft`, unless it is given.
 
         `programs` says what to run in each role, `route` at which address the orchestrator finds a service that
         listens at another: where benchmarks put variants of a service, and something between them.
         """
-        target_path, draft_path = _models(target, draft)
+        target_path, draft_path = _models(target, draft, own_draft)
+        own = () if own_draft is None else ("--own-draft", str(own_draft))
         _check_port(port)
         children: dict[str, Child] = {}
         try:
             verifier = children["verifier"] = _spawn(
                 "verifier",
                 programs["verifier"],
-                ("--model", str(target_path), "--dtype", dtype, *_threads(draft_path is not None), *verifier_options),
+                (
+                    "--model",
+                    str(target_path),
+                    "--dtype",
+                    dtype,
+                    *_threads(draft_path is not None),
+                    *own,
+                    *verifier_options,
+                ),
                 log_level,
             )
             if draft_path is not None:
@@ -121,21 +132,21 @@ class Stack:
                 raise LocalError(f"{name} ended by itself with status {status}")
 
 
-def _models(target: Path | None, draft: str | None) -> tuple[Path, Path | None]:
-    """The directories to serve, checked before anything starts."""
+def _models(target: Path | None, draft: str | None, own_draft: Path | None) -> tuple[Path, Path | None]:
+    """The directories of target and draft to serve, checked before anything starts."""
     from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
     if target is None and not (DEMO / "target" / "config.json").is_file():
         raise LocalError("this installation has no demo pair: give --target and --draft")
     target_path = target or DEMO / "target"
     # With a target of one's own, the demo's draft would never fit.
-    draft_path = None if draft == "none" else Path(draft) if draft else (None if target else DEMO / "draft")
+    usual = None if target or own_draft else DEMO / "draft"
+    draft_path = None if draft == "none" else Path(draft) if draft else usual
     try:
         target_directory = ModelDirectory(target_path)
-        if draft_path is not None:
-            draft_directory = ModelDirectory(draft_path)
-            if draft_directory.tokenizer_fingerprint != target_directory.tokenizer_fingerprint:
-                raise LocalError(f"the tokenizers of {target_path} and {draft_path} differ: they cannot be paired")
+        for small in (draft_path, own_draft):
+            if small is not None:
+                ModelDirectory(small).check_pair(target_directory)
     except ModelDirectoryError as error:
         raise LocalError(str(error)) from error
     return target_path, draft_path

@@ -36,6 +36,7 @@ from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.cost import StepCost
 from verifier_service.guard import Guard
+from verifier_service.own_draft import OwnDraft
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import StepLoop
@@ -235,9 +236,10 @@ async def stack(
     draft_kind: type[DraftServicer] = DraftServicer,
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
     guard: Guard | None = None,
+    own_draft: Path | None = None,
 ) -> AsyncIterator[Stack]:
     """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
-    the target's. Other kinds of servicers may stand in for the ordinary ones; `disguise` changes what the verifier of
+    the target's. Verifiers may have an `own_draft`. Other kinds of servicers may stand in for the ordinary ones; `disguise` changes what the verifier of
     this number says it is."""
     async with AsyncExitStack() as exits:
 
@@ -245,7 +247,12 @@ async def stack(
             engine: Engine = exits.enter_context(torch_engine(target, capacity=capacity, dtype=dtype, exact=exact))
             if target_delay is not None:
                 engine = SlowEngine(engine, target_delay)
-            loop = StepLoop(engine, cost=cost_of(engine, target, capacity, dtype, exact, target_delay), guard=guard)
+            own = None
+            if own_draft is not None:
+                small = exits.enter_context(torch_engine(own_draft, capacity=capacity, exact=False))
+                own = OwnDraft(small, ModelDirectory(own_draft).context)
+            cost = cost_of(engine, target, capacity, dtype, exact, target_delay)
+            loop = StepLoop(engine, cost=cost, guard=guard, own_draft=own)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

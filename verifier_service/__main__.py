@@ -17,6 +17,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.serving import logs
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
+from verifier_service.own_draft import OwnDraft
 from verifier_service.servicer import Limits, VerifierServicer
 from verifier_service.step_loop import StepLoop
 
@@ -78,6 +79,13 @@ def main(
     compile: Annotated[
         bool, typer.Option(help="Fuse the model's layers: faster steps for half a minute at start and a C++ compiler.")
     ] = False,
+    own_draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a small model that guesses here, between steps: where a draft service would take cores "
+            "from the target."
+        ),
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
@@ -99,12 +107,20 @@ def main(
             ranks=ranks,
         )
 
+    def own() -> OwnDraft | None:
+        if own_draft is None:
+            return None
+        directory = ModelDirectory(own_draft)
+        directory.check_pair(ModelDirectory(model))
+        small = load_engine(engine, directory, capacity=None, threads=(threads,), dtype=dtype, device=device)
+        return OwnDraft(small, directory.context)
+
     def start(ranks: Ranks | None = None) -> VerifierServicer:
         directory = ModelDirectory(model) if ranks is None else ranks.together(lambda: ModelDirectory(model))
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
-        loop = StepLoop(loaded, step_rows=step_rows, shared_tokens=shared_tokens)
+        loop = StepLoop(loaded, step_rows=step_rows, shared_tokens=shared_tokens, own_draft=own())
         loop.start()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)

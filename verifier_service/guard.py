@@ -1,10 +1,10 @@
 """Never slower than plain decoding: which candidates to take at all, by what they bring.
 
 What speculation costs is not only what the cost model knows: drafts may share the verifier's cores, messages take
-the event loop's time. So tokens a second are measured as they come out, in each of three ways (plain, with the
-verifier's own guesses, with drafts as well), for each kind of crowd (by its size, in powers of two, since the more
-sessions there are, the less speculation brings; by what they allow, and by how they choose), and the best of them goes
-on. The others are tried again now and then, less often each time that they lose.
+the event loop's time. So tokens a second are measured as they come out, in each way (plain, with the verifier's own
+guesses, with those of its own draft, with drafts from elsewhere), for each kind of crowd (by its size, in powers of
+two, since the more sessions there are, the less speculation brings; by what they allow, and by how they choose), and
+the best of them goes on. The others are tried again now and then, less often each time that they lose.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ class Way(Enum):
     PLAIN = "plain"
     """Nothing: a token a step."""
     LOCAL = "local"
-    """What the verifier guesses by itself."""
+    """What the verifier guesses by itself, without a model."""
+    OWN = "own"
+    """That, and what its own draft guesses."""
     DRAFTED = "drafted"
-    """The drafts' candidates as well."""
+    """What it guesses without a model, and the candidates of drafts elsewhere."""
 
 
 @dataclass
@@ -147,11 +149,13 @@ class Crowd(NamedTuple):
     drafted: bool  # some of them
     guessing: bool  # some of them, by themselves
     drawn: bool  # most of their tokens; the most probable ones are guessed far more easily
+    own: bool = False  # the verifier has a draft of its own
 
     @property
     def ways(self) -> list[Way]:
         """That they allow, the most hopeful first."""
-        return [Way.DRAFTED] * self.drafted + [Way.LOCAL] * self.guessing + [Way.PLAIN]
+        guessing = [Way.OWN] * self.own + [Way.LOCAL] if self.guessing else []
+        return [Way.DRAFTED] * self.drafted + guessing + [Way.PLAIN]
 
 
 class Guard:

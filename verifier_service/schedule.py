@@ -44,19 +44,20 @@ class Choice(NamedTuple):
     price: float
 
 
-def candidates(offers: Sequence[Offers], cost: StepCost, rows: int, most: int) -> Choice:
-    """`rows` are in the step already, and a token is sure to come of each; at most `most` rows are added."""
+def candidates(offers: Sequence[Offers], cost: StepCost, rows: int, most: int, spent: float = 0.0) -> Choice:
+    """`rows` are in the step already, and a token is sure to come of each; at most `most` rows are added. Seconds have
+    been `spent` on guesses for it."""
     chosen: list[list[Node]] = [[] for _ in offers]
     ranked = heapq.merge(*map(_numbered, count(), offers), key=lambda offer: offer[0])
     expected, time = float(rows), cost.of(rows)
-    price = expected * (cost.of(rows + 1) / time - 1.0)
+    price = expected * (cost.of(rows + 1) - time) / (time + spent)
     for negative_reach, index, node in islice(ranked, most):
         gain = math.exp(-negative_reach)
         if gain < price:
             break
         expected, rows = expected + gain, rows + 1
         time = cost.of(rows)
-        price = expected * (cost.of(rows + 1) / time - 1.0)
+        price = expected * (cost.of(rows + 1) - time) / (time + spent)
         chosen[index].append(node)
     return Choice(chosen, price)
 

@@ -22,7 +22,7 @@ from specdec.serving import checksum
 from verifier_service.guesses import MOST_NODES, Foresight, Guesser
 from verifier_service.pace import Pace, Prospect
 from verifier_service.planned import Planned, plan_below
-from verifier_service.verdict import CONTEXT, CORRECTION, DRAFT, LENGTH, STOP, Verdict
+from verifier_service.verdict import CONTEXT, CORRECTION, DRAFT, LENGTH, OWN_DRAFT, STOP, Verdict
 
 if TYPE_CHECKING:
     from verifier_service.descent import Descent
@@ -67,7 +67,7 @@ class Session:
     def __init__(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> None:
         self.request = request
         self.policy = policy
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         text = request.prompt + request.generated
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
@@ -99,6 +99,11 @@ class Session:
     def contrasts(self) -> bool:
         """Whether no token can be chosen without the draft's distribution at its place."""
         return self.request.chooser.rule is Rule.CONTRASTIVE
+
+    @property
+    def draws(self) -> bool:
+        """Whether a place has room for one candidate, which is drawn."""
+        return self.request.chooser.rule is Rule.REJECTION
 
     @property
     def speculates(self) -> bool:
@@ -152,7 +157,7 @@ class Session:
         """Candidates came, from a draft that had known of `base` for so many seconds, if it says so; ValueError if they
         cannot be."""
         rule = self.request.chooser.rule
-        rows = [(parent, row) for parent, row in paths.rows if row.fits(rule, self._vocabulary)]
+        rows = [(parent, row) for parent, row in paths.rows if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(rows=rows), origin=DRAFT)
         self.pace.arrived(base, arrived, held)
         self._outlook = None
@@ -176,13 +181,18 @@ class Session:
 
     def guess(self, price: float, shared: Tokens | None) -> None:
         """Put its own candidates into the tree, once for each length of the text; `shared` are texts of others."""
-        sampled, every = self.request.chooser.rule is Rule.REJECTION, self.policy.lookahead is not None
-        if self.guesser.propose(self.tree, price, shared, every=every, sampled=sampled):
+        every = self.policy.lookahead is not None
+        if self.guesser.propose(self.tree, price, shared, every=every, sampled=self.draws):
             self._outlook = None
+
+    def suggest(self, paths: Paths) -> None:
+        """Candidates of the verifier's own draft, below the text as it is."""
+        self.tree.insert(self.tree.base, paths, origin=OWN_DRAFT)
+        self._outlook = None
 
     def look_ahead(self, size: Lookahead | None) -> Foresight | None:
         """A lookahead window of this size for the coming step, if any."""
-        if size is None or (size.ngram == 2 and self.request.chooser.rule is Rule.REJECTION):
+        if size is None or (size.ngram == 2 and self.draws):
             self.guesser.look_away()  # a trunk that is not drawn cannot be accepted
             return None
         return self.guesser.look_ahead(self.tree, size)
@@ -203,11 +213,15 @@ class Session:
         """The candidates it would like to have in a step, best first, each with its reach."""
         return islice(self.tree.by_reach(self.usable), self.allowance)
 
-    def prospect(self, now: float, price: float) -> Prospect:
-        """What it would bring to a step now, and what it has to hope for, a row more costing `price` tokens."""
+    def outlook(self) -> tuple[float, float]:
+        """As `TokenTree.outlook`, of as many candidates as it may have."""
         if self._outlook is None:
             self._outlook = self.tree.outlook(self.policy.max_candidates, self.usable)
-        expected, leaf = self._outlook
+        return self._outlook
+
+    def prospect(self, now: float, price: float) -> Prospect:
+        """What it would bring to a step now, and what it has to hope for, a row more costing `price` tokens."""
+        expected, leaf = self.outlook()
         if self.policy.patience <= 0:
             return Prospect(expected)
         return self.pace.prospect(

@@ -29,6 +29,7 @@ from verifier_service.descent import Descent
 from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.guesses import Foresight
 from verifier_service.load import Load
+from verifier_service.own_draft import OwnDraft
 from verifier_service.pace import Prospect, wait_until
 from verifier_service.planned import Planned
 from verifier_service.residence import Residence
@@ -63,7 +64,7 @@ NOTHING_PAYS = 1.0
 class StepLoop(Worker):
     """`step_rows`: up to which prompts fill a step, or fewer if a row costs less then; `run_ahead`: tokens a session
     may be ahead of what its client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from;
-    `cost`: measured unless it is known."""
+    `cost`: measured unless it is known; `own_draft`: guesses between steps, where that pays."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class StepLoop(Worker):
         shared_tokens: int = 0,
         cost: StepCost | None = None,
         guard: Guard | None = None,
+        own_draft: OwnDraft | None = None,
     ) -> None:
         super().__init__("step-loop")
         self.load = Load()
@@ -88,6 +90,8 @@ class StepLoop(Worker):
         self._step_rows = step_rows if cost is not None else cheapest_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
+        self._own_draft = own_draft
+        self._guessing = 0.0  # seconds that it took for the coming step
         self._shared = SharedTexts(shared_tokens)
         self._dearness = Dearness()
         self._price = 0.0  # of a candidate, moving average
@@ -107,7 +111,8 @@ class StepLoop(Worker):
         taken a step, and if the others are like it. Changes nothing: any thread may ask."""
         if self._cores.divided:
             return NOTHING_PAYS  # until its prompt is read: with fewer cores that would take longer
-        crowd = Crowd(sessions, session.policy.speculate, session.guesses, not session.request.chooser.sampling.greedy)
+        drawn = not session.request.chooser.sampling.greedy
+        crowd = Crowd(sessions, session.policy.speculate, session.guesses, drawn, self._own_draft is not None)
         if self._guard.way_for(crowd, time.monotonic()) is not Way.DRAFTED:
             return NOTHING_PAYS
         return candidates([], self._cost, sessions, 0).price
@@ -125,6 +130,11 @@ class StepLoop(Worker):
     def detach(self, session: Session) -> None:
         """Forget a session and free its memory, whatever state it is in."""
         self._residence.leave(session)
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        if self._own_draft is not None:
+            self._own_draft.leave(session)
 
     # --- the loop -----------------------------------------------------------------------------------
 
@@ -141,7 +151,8 @@ class StepLoop(Worker):
         if crowd is not None:
             self._guard.face(crowd, time.monotonic())
         for attached in speculating:
-            if self._guesses(attached) and not attached.session.remaining_prompt:
+            drawing = attached.session.draws and self._consults(attached)  # its place is the own draft's
+            if self._guesses(attached) and not attached.session.remaining_prompt and not drawing:
                 attached.session.guess(self._price, self._shared.of(attached.session.request.tenant))
         now = time.monotonic()
         drafted = any(self._drafts(a) for a in speculating)
@@ -152,11 +163,20 @@ class StepLoop(Worker):
             if until is not None:
                 self._put_off = self._put_off or now
                 return until - now
+        self._consult(ready)
         self.load.step_begun, self.load.step_expected = now, 0.0
         self._step([attached for attached in ready if self._residence.hold(attached)], crowd)
         self.load.step_begun = 0.0
         self._put_off = None
         return 0.0
+
+    def _consult(self, ready: list[Attached]) -> None:
+        """Have the own draft guess for the coming step."""
+        self._guessing = 0.0
+        decoding = [attached for attached in ready if not attached.session.remaining_prompt]
+        asked = [attached.session for attached in decoding if self._consults(attached)]
+        if asked and self._own_draft is not None:
+            self._guessing = self._own_draft.guess(asked, len(decoding), self._cost, self._price)
 
     def _step(self, ready: list[Attached], crowd: Crowd | None) -> None:
         if not ready:
@@ -220,7 +240,8 @@ class StepLoop(Worker):
                 plain.append(attached)
         decoding = len(plain) + len(speculating)
         scratch = list(self._scratch)
-        chosen, price = candidates([a.session.offers() for a in speculating], self._cost, decoding, len(scratch))
+        offers = [attached.session.offers() for attached in speculating]
+        chosen, price = candidates(offers, self._cost, decoding, len(scratch), self._guessing)
         if decoding:
             self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
         foresights = self._look_ahead(speculating, chosen, decoding)
@@ -250,7 +271,9 @@ class StepLoop(Worker):
         for attached, nodes in zip(speculating, chosen, strict=True):
             session, size = attached.session, None
             if self._guesses(attached):
-                size = session.policy.lookahead or prices.affordable(session.guesser.sizes, session.guesser.gain)
+                size = session.policy.lookahead
+                if size is None and not self._consults(attached):  # a draft leaves a window little to find
+                    size = prices.affordable(session.guesser.sizes, session.guesser.gain)
             if size is not None and size.most_rows > free:
                 size = None
             foresight = session.look_ahead(size)
@@ -285,6 +308,11 @@ class StepLoop(Worker):
         """Whether it may have candidates of the verifier's own."""
         return attached.session.guesses and (self._guard.way is not Way.PLAIN or self._insists(attached))
 
+    def _consults(self, attached: Attached) -> bool:
+        """Whether the verifier's own draft guesses for it."""
+        wanted = self._guard.way is Way.OWN or self._insists(attached)
+        return self._own_draft is not None and attached.session.guesses and wanted
+
     def _unguarded(self, attached: Attached) -> bool:
         return attached.session.policy.always or attached.session.contrasts
 
@@ -299,6 +327,7 @@ class StepLoop(Worker):
             drafted=any(a.session.policy.speculate for a in attached),
             guessing=any(a.session.guesses for a in attached),
             drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a in attached) > len(attached),
+            own=self._own_draft is not None,
         )
         return None if any(self._insists(a) for a in attached) else crowd
 
@@ -394,7 +423,7 @@ class StepLoop(Worker):
             return
         self._guard.observe(
             crowd,
-            taken=rows > sessions or self._cores.shared,
+            taken=rows > sessions or self._cores.shared or self._guessing > 0,
             tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
             seconds=seconds,
             plain_rate=sessions / self._cores.undrafted_cost.of(sessions),
@@ -415,4 +444,5 @@ class StepLoop(Worker):
         log.error("session_failed", exc_info=error)
         self._tell(attached)
         self._residence.leave(attached.session, wipe=True)
+        self._forget(attached.session)
         attached.outbox.put(error)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from specdec.decoding.logprobs import Logprobs
 
-DRAFT, CORRECTION, BONUS, PLAIN = 1, 2, 3, 4  # specdec.v1.TokenSource
+DRAFT, CORRECTION, BONUS, PLAIN, OWN_DRAFT = 1, 2, 3, 4, 7  # specdec.v1.TokenSource
 STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v1.FinishReason
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdec.v1.model_pb2 import TOKEN_SOURCE_DRAFT, TOKEN_SOURCE_LOOKAHEAD, TOKEN_SOURCE_NGRAM, TokenSource
+from specdec.v1.model_pb2 import (
+    TOKEN_SOURCE_DRAFT,
+    TOKEN_SOURCE_LOOKAHEAD,
+    TOKEN_SOURCE_NGRAM,
+    TOKEN_SOURCE_OWN_DRAFT,
+    TokenSource,
+)
 
-ACCEPTED = (TOKEN_SOURCE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD)
+ACCEPTED = (TOKEN_SOURCE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD, TOKEN_SOURCE_OWN_DRAFT)
 """Of candidates. Any other token is the target's own, and the last of its step."""
 
 

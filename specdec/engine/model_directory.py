@@ -99,6 +99,11 @@ class ModelDirectory:
         meaning = sorted((number, token) for token, number in pieces.items())
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
+    def check_pair(self, other: ModelDirectory) -> None:
+        """ModelDirectoryError unless one can guess for the other."""
+        if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
+            raise ModelDirectoryError(f"the tokenizers of {other.path} and {self.path} differ: they cannot be paired")
+
     @cached_property
     def model_fingerprint(self) -> str:
         """SHA-256, hex, over configuration and weights (see SAMPLED_BYTES)."""

@@ -95,6 +95,8 @@ class _TokenSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Proposed by n-gram lookup, accepted by the target."""
     TOKEN_SOURCE_LOOKAHEAD: _TokenSource.ValueType  # 6
     """Proposed by lookahead decoding, accepted by the target."""
+    TOKEN_SOURCE_OWN_DRAFT: _TokenSource.ValueType  # 7
+    """Proposed by the verifier's own draft model, accepted by the target."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
     """Where a committed token came from."""
@@ -113,6 +115,8 @@ TOKEN_SOURCE_NGRAM: TokenSource.ValueType  # 5
 """Proposed by n-gram lookup, accepted by the target."""
 TOKEN_SOURCE_LOOKAHEAD: TokenSource.ValueType  # 6
 """Proposed by lookahead decoding, accepted by the target."""
+TOKEN_SOURCE_OWN_DRAFT: TokenSource.ValueType  # 7
+"""Proposed by the verifier's own draft model, accepted by the target."""
 global___TokenSource = TokenSource
 
 class _FinishReason:

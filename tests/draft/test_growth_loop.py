@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from bench.simulation import clock
-from draft_service.calibration import Calibration
 from draft_service.growth_loop import Attached, GrowthLoop
 from draft_service.session import Extension, GrowthPolicy, Session, SessionRequest
+from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_service.calibration import Calibration
 from draft_service.session import RESTING_UNREAD, GrowthPolicy, Session, SessionRequest
+from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import TokenTree

@@ -22,6 +22,8 @@ from specdec.v1 import generation_pb2, model_pb2
 from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, stack
+from tests.verifier.fakes import Decided
+from verifier_service.guard import Way
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 TRUNCATIONS: tuple[dict[str, Any], ...] = (
@@ -108,6 +110,13 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
             got, drafted, _ = await run_all(services, requests, tokens, speculation=looking)
             compare(want, got, f"lookahead {size}")
             assert drafted > 0
+    for own in (directories.near, directories.random):
+        guard = Decided(Way.OWN)
+        async with stack(directories.target, None, own_draft=own, guard=guard, target_delay=slow_target) as services:
+            for at_once in (1, 8):
+                got, drafted, accepted = await run_all(services, requests, tokens, at_once=at_once)
+                compare(want, got, f"{own.name} as the verifier's own draft, {at_once} at once")
+                assert 0 < accepted < drafted
 
 
 async def test_tokens_do_not_depend_on_drafting(directories: Directories) -> None:
@@ -170,3 +179,15 @@ async def test_a_draft_equal_to_the_target_is_never_corrected(
     sources = completion.finish.speculation.sources
     assert sources.get("draft", 0) > 20
     assert sources.get("correction", 0) == 0
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[5], SAMPLINGS[8], SAMPLINGS[11]], ids=str)
+async def test_an_own_draft_equal_to_the_target_guesses_nearly_all(
+    directories: Directories, sampling: dict[str, Any]
+) -> None:
+    """Which it does only if its memory is right after every step."""
+    options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "guard": Decided(Way.OWN)}
+    async with stack(directories.target, None, own_draft=directories.target, **options) as services:
+        completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)
+    sources = completion.finish.speculation.sources
+    assert sources.get("own_draft", 0) + sources.get("ngram", 0) > 60

@@ -19,6 +19,7 @@ class Pod:
     drafted: float
     plain: float
     local: float = 0.0
+    own: float | None = None  # of a draft of its own, if it has one
     expected: float | None = None  # of plain decoding; what it brings indeed, if not given
     has_drafts: bool = True
     guesses: bool = True
@@ -29,12 +30,12 @@ class Pod:
     def run(self, seconds: float, sessions: int = 4, *, drawn: bool = False) -> dict[Way, float]:
         """For so long; the part of the time that each way had."""
         spent = dict.fromkeys(Way, 0.0)
-        rates = {Way.DRAFTED: self.drafted, Way.LOCAL: self.local, Way.PLAIN: self.plain}
+        rates = {Way.DRAFTED: self.drafted, Way.OWN: self.own or 0.0, Way.LOCAL: self.local, Way.PLAIN: self.plain}
         for _ in range(max(1, round(seconds / self.step))):
             way = self.guard.way
             spent[way] += self.step / seconds
             self.guard.observe(
-                Crowd(sessions, self.has_drafts, self.guesses, drawn),
+                Crowd(sessions, self.has_drafts, self.guesses, drawn, self.own is not None),
                 taken=way is not Way.PLAIN and (self.speculates or (way is Way.DRAFTED and self.shares_cores)),
                 tokens=round(rates[way] * self.step),
                 seconds=self.step,
@@ -55,11 +56,21 @@ def test_the_verifiers_own_guesses_are_tried_now_and_then() -> None:
 
 @pytest.mark.parametrize("best", list(Way))
 def test_the_best_way_is_found(best: Way) -> None:
-    drafted, local, plain = (2000.0 if way is best else 1000.0 for way in (Way.DRAFTED, Way.LOCAL, Way.PLAIN))
-    pod = Pod(Guard(), drafted, plain, local)
+    drafted, plain, local, own = (
+        2000.0 if way is best else 1000.0 for way in (Way.DRAFTED, Way.PLAIN, Way.LOCAL, Way.OWN)
+    )
+    pod = Pod(Guard(), drafted, plain, local, own)
     pod.run(30)
     assert pod.guard.way is best
     assert pod.run(300)[best] > 0.95
+
+
+def test_a_draft_of_its_own_is_tried_only_where_there_is_one() -> None:
+    assert Pod(Guard(), drafted=0, local=2000, plain=1000, has_drafts=False).run(300)[Way.OWN] == 0
+    found = Pod(Guard(), drafted=0, local=2000, own=3000, plain=1000, has_drafts=False).run(300)
+    assert found[Way.OWN] > 0.95
+    unasked = Pod(Guard(), drafted=2000, own=3000, plain=1000, guesses=False)
+    assert unasked.run(300)[Way.OWN] == 0
 
 
 @pytest.mark.parametrize("step", [0.002, 0.03, 0.1, 0.4])

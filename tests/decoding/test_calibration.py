@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.calibration import MOST, RANKS, Calibration
+from specdec.decoding.calibration import MOST, RANKS, Calibration
 
 log_probabilities = st.lists(st.floats(-30.0, 0.0), min_size=1, max_size=6).map(lambda s: sorted(s, reverse=True))
 

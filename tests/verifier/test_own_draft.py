@@ -1,0 +1,273 @@
+"""The verifier's own draft changes no token, reads nothing twice or from a wrong slot, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.engine.blocks import BLOCK
+from specdec.engine.row_class import RowClass
+from tests.verifier.fakes import (
+    BAD,
+    DEAR,
+    FREE,
+    VOCABULARY,
+    Client,
+    Decided,
+    FixedCost,
+    TextEngine,
+    run,
+    step_loop,
+)
+from verifier_service.guard import Way
+from verifier_service.own_draft import TEXT_ROWS, OwnDraft
+from verifier_service.session import Policy
+from verifier_service.step_loop import StepLoop
+from verifier_service.verdict import CORRECTION, OWN_DRAFT
+
+NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
+WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
+PENALISED = Sampling(temperature=1.0, seed=3, top_k=4, repetition_penalty=1.3, banned_tokens=frozenset({BAD}))
+GUESSING = Policy(False, 8, 0.0, guess=True)
+CONTEXT = 10_000
+
+
+class Quick(FixedCost):
+    """A hundredth of what a step costs."""
+
+    def of(self, rows: int) -> float:
+        return 0.01
+
+
+QUICK, SLOW = Quick(0.0), FixedCost(1000.0)
+
+
+class OftenWrong(TextEngine):
+    """A draft that takes every third row for another."""
+
+    def forward(self, batch: Any) -> Any:
+        logits = super().forward(batch)
+        logits[::3] = logits[::3, ::-1]
+        return logits
+
+
+def loop_with(draft: TextEngine, *, context: int = CONTEXT, target: TextEngine | None = None) -> StepLoop:
+    own = OwnDraft(draft, context, cost=QUICK)
+    return step_loop(target or TextEngine(60), guard=Decided(Way.OWN), own_draft=own)
+
+
+def text(length: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng([seed, length]).integers(2, BAD, length)]
+
+
+def client(loop: StepLoop, length: int = 5, seed: int = 0, max_tokens: int = 60, **fields: Any) -> Client:
+    usual: dict[str, Any] = {"sampling": NO_BAD, "policy": GUESSING}
+    return Client(loop, text(length, seed), max_tokens, **usual | fields)
+
+
+def sources(*clients: Client) -> list[int]:
+    return [source for each in clients for verdict in each.mail.verdicts for source in verdict.sources]
+
+
+def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
+    """All got what they should, nothing was read from a wrong slot, and nothing is held."""
+    for each in clients:
+        assert each.mail.error is None
+        assert each.tokens == each.want
+    assert draft.faults == []
+    assert loop.pool.held == 0
+    assert loop._own_draft is not None
+    assert loop._own_draft.held == 0
+
+
+@pytest.mark.parametrize("rows", [None, RowClass((4, 6, 16, 64, 256))], ids=["any-rows", "row-class"])
+@pytest.mark.parametrize("kind", [TextEngine, OftenWrong])
+@pytest.mark.parametrize("sampling", [NO_BAD, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
+def test_a_crowd_gets_what_each_would_get_alone(sampling: Sampling, kind: Any, rows: RowClass | None) -> None:
+    draft = kind(60, rows=rows)
+    loop = loop_with(draft)
+    crowd = [client(loop, 30 * i + 1, i, sampling=sampling) for i in range(5)]
+    run(loop, *crowd)
+    check_over(loop, draft, *crowd)
+    assert sources(*crowd).count(OWN_DRAFT) > (150 if kind is TextEngine else 60)  # of 300
+
+
+def test_what_was_guessed_right_is_not_read_again() -> None:
+    """Of every token one row, but for the last of each step: what follows it is asked anew."""
+    draft = TextEngine(60)
+    loop = loop_with(draft)
+    one = client(loop, 5, max_tokens=200)
+    run(loop, one)
+    check_over(loop, draft, one)
+    steps = sum(verdict.steps for verdict in one.mail.verdicts)
+    assert steps < 100
+    assert sum(draft.steps) <= 205 + 2 * steps
+
+
+def test_long_texts_are_read_in_pieces() -> None:
+    draft = TextEngine(80)
+    loop = loop_with(draft, target=TextEngine(80))
+    short, long = client(loop, 3, 1, 200), client(loop, 900, 2, 100)
+    run(loop, short, long)
+    check_over(loop, draft, short, long)
+    assert max(draft.steps) <= TEXT_ROWS
+    assert sources(long).count(OWN_DRAFT) > 20
+
+
+def test_guesses_that_do_not_pay_are_not_made() -> None:
+    """A row more costs as much as ten steps: a pass reads the text, and no chain goes on."""
+    draft = TextEngine(60)
+    loop = step_loop(TextEngine(60), DEAR, guard=Decided(Way.OWN), own_draft=OwnDraft(draft, CONTEXT, cost=QUICK))
+    one = client(loop)
+    run(loop, one)
+    check_over(loop, draft, one)
+    assert OWN_DRAFT not in sources(one)
+    slow = OwnDraft(TextEngine(60), CONTEXT, cost=SLOW)
+    loop = step_loop(TextEngine(60), FREE, guard=Decided(Way.OWN), own_draft=slow)
+    one = client(loop)
+    run(loop, one)
+    per_step = sources(one).count(OWN_DRAFT) / sum(verdict.steps for verdict in one.mail.verdicts)
+    assert per_step <= 1
+
+
+@pytest.mark.parametrize("way", [Way.PLAIN, Way.LOCAL, Way.DRAFTED])
+def test_it_is_asked_in_its_own_way_only(way: Way) -> None:
+    draft = TextEngine(60)
+    loop = step_loop(TextEngine(60), guard=Decided(way), own_draft=OwnDraft(draft, CONTEXT, cost=QUICK))
+    one, other = client(loop), client(loop, policy=Policy(True, 8, 0.0))
+    run(loop, one, other)
+    check_over(loop, draft, one, other)
+    assert draft.steps == []
+
+
+def test_who_wants_no_guesses_gets_none() -> None:
+    draft = TextEngine(60)
+    loop = loop_with(draft)
+    one, other = client(loop, policy=Policy(False, 8, 0.0)), client(loop, seed=1)
+    run(loop, one, other)
+    check_over(loop, draft, one, other)
+    assert OWN_DRAFT not in sources(one)
+    assert OWN_DRAFT in sources(other)
+
+
+def test_a_text_beyond_its_context_goes_on_without() -> None:
+    draft = TextEngine(60)
+    loop = loop_with(draft, context=40)
+    one = client(loop, 10, max_tokens=80)
+    run(loop, one)
+    check_over(loop, draft, one)
+    assert 10 < sources(one).count(OWN_DRAFT) <= 30
+
+
+def test_a_token_that_it_does_not_know() -> None:
+    """A smaller vocabulary, padding left out."""
+    draft = TextEngine(60)
+    draft.vocabulary = 5
+    loop = loop_with(draft)
+    one, other = client(loop, 1, max_tokens=30), Client(loop, [2, 3, 4], 1, sampling=NO_BAD, policy=GUESSING)
+    run(loop, one, other)
+    check_over(loop, draft, one, other)
+    assert max(one.session.tree.committed) >= 5
+    assert len(draft.steps) < 5
+
+
+def test_memory_that_is_full_costs_no_token() -> None:
+    draft = TextEngine(12, scratch=0)
+    loop = loop_with(draft)
+    crowd = [client(loop, BLOCK, i) for i in range(6)]
+    run(loop, *crowd)
+    check_over(loop, draft, *crowd)
+    assert OWN_DRAFT in sources(*crowd)
+
+
+def test_one_that_fails_is_not_asked_again() -> None:
+    draft = TextEngine(60)
+    loop = loop_with(draft)
+    one = client(loop, max_tokens=100)
+    for _ in range(3):
+        one.read()
+        loop.turn()
+    draft.failure = RuntimeError("out of memory")
+    passes = len(draft.steps)
+    run(loop, one)
+    check_over(loop, draft, one)
+    assert len(draft.steps) == passes + 1
+
+
+def test_a_broken_draft_harms_nobody() -> None:
+    """Of BAD it makes no numbers, which spread wherever they are read; its memory is wiped."""
+    draft = TextEngine(60)
+    loop = loop_with(draft)
+    for seed in range(4):
+        broken = Client(loop, [3, 4, 5], 12, sampling=Sampling(banned_tokens=frozenset({BAD})), policy=GUESSING)
+        draft.broken[:] = draft.broken | (draft.memory >= 0)  # all that it has read
+        other = client(loop, 5, seed)
+        run(loop, broken, other)
+        check_over(loop, draft, broken, other)
+    one = client(loop, 7, 99)
+    run(loop, one)
+    assert OWN_DRAFT in sources(one)
+
+
+def test_those_who_leave_take_their_memory_with_them() -> None:
+    draft = TextEngine(60)
+    loop = loop_with(draft)
+    crowd = [client(loop, 10, i, 100) for i in range(4)]
+    for _ in range(3):
+        for each in crowd:
+            each.read()
+        loop.turn()
+    assert loop._own_draft is not None
+    assert loop._own_draft.held > 0
+    for each in crowd:
+        each.cancel()
+    assert loop._own_draft.held == 0
+    assert loop.turn() is None
+
+
+def test_a_common_beginning_is_read_once() -> None:
+    draft = TextEngine(60)
+    loop = loop_with(draft)
+    first = Client(loop, [*text(10 * BLOCK, 1), 2], 50, sampling=NO_BAD, policy=GUESSING)
+    run(loop, first)
+    before = sum(draft.steps)
+    second = Client(loop, [*text(10 * BLOCK, 1), 3], 50, sampling=NO_BAD, policy=GUESSING)
+    run(loop, second)
+    check_over(loop, draft, first, second)
+    assert before > 10 * BLOCK
+    assert sum(draft.steps) - before < before - 9 * BLOCK
+
+
+def test_draws_keep_their_law() -> None:
+    """REJECTION draws with the draft's noise: whoever draws like the target is always accepted, however it is drawn."""
+    draft = TextEngine(60)
+    loop = loop_with(draft)
+    crowd = [client(loop, 8, i, 60, sampling=WARM, rule=Rule.REJECTION) for i in range(3)]
+    for _ in range(200):
+        for each in crowd:
+            each.read()
+        if all(each.over for each in crowd):
+            break
+        loop.turn()
+    assert all(each.over and each.mail.error is None for each in crowd)
+    assert draft.faults == []
+    came = sources(*crowd)
+    assert came.count(OWN_DRAFT) > 100
+    assert CORRECTION not in came
+
+
+def test_vocabularies_may_differ_by_padding() -> None:
+    class Padded(TextEngine):
+        def forward(self, batch: Any) -> Any:
+            return np.pad(super().forward(batch), ((0, 0), (0, 4)), constant_values=50.0)
+
+    draft = Padded(60)
+    draft.vocabulary = VOCABULARY + 4
+    loop = loop_with(draft)
+    one = client(loop)
+    run(loop, one)
+    check_over(loop, draft, one)
+    assert sources(one).count(OWN_DRAFT) > 30

@@ -1,0 +1,162 @@
+"""What the verifier's own draft has read of a session, and the chain of guesses that it makes below the text."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding import rejection
+from specdec.decoding.calibration import Calibration
+from specdec.decoding.choice import ABSURD, Ask
+from specdec.decoding.proposal import DraftRow
+from specdec.decoding.tree import Paths
+from specdec.engine.blocks import BlockTable
+from specdec.engine.kv import PoolFullError, Slots
+from verifier_service.session import Session
+
+BRANCHES = 3
+"""Candidates for a place: the one by which the chain goes on, and the next likeliest."""
+
+DEEPEST = 16
+"""Guesses of a chain."""
+
+HOPELESS = math.log(0.02)
+"""What is reached less often is not offered."""
+
+
+class Reading:
+    """Of one session, as far as a draft of this `context` and `vocabulary` can. Guessed tokens are read where they will
+    stand if they are right; then they need not be read again."""
+
+    def __init__(self, session: Session, table: BlockTable, context: int, vocabulary: int) -> None:
+        self.session = session
+        self.table = table
+        self.end = min(session.end, context)
+        self._vocabulary = vocabulary
+        self.read = table.shared  # leading tokens of the text whose keys and values are in place
+        self.chain: Chain | None = None  # at this length of the text
+        self._length = 0  # of the text when it was last looked at
+
+    @property
+    def unread(self) -> int:
+        """Committed tokens."""
+        return self.session.tree.base - self.read
+
+    def follow(self) -> bool:
+        """Whether the text has grown since it was last looked at, and the draft can read it and guess on."""
+        tree, before = self.session.tree, self._length
+        if tree.base == before or tree.base >= self.end:
+            return False
+        self._length = tree.base
+        if max(tree.committed[before:]) >= self._vocabulary:
+            self.end = 0  # for good
+            return False
+        if self.chain is not None:
+            committed = tree.committed[before:]
+            self.chain.learn(committed)
+            self.read += _agreeing(self.chain.read, committed)
+            self.chain = None
+        self.read = min(self.read, tree.base - 1)  # what may follow the last one is asked anew
+        try:
+            self.table.reserve(min(self.end, tree.base + DEEPEST))
+        except PoolFullError:
+            return False
+        self.table.publish(tree.committed, self.read)
+        return True
+
+    def take(self, most: int) -> tuple[list[int], int, Slots]:
+        """So many of the unread tokens at most, which count as read from now on; the position of the first; the slots
+        of all that is read."""
+        begin = self.read
+        self.read = min(begin + most, self.session.tree.base)
+        return self.session.tree.committed[begin : self.read], begin, self.table.slots[: self.read]
+
+
+class Chain:
+    """The likeliest guess for each place, one below the other, and others beside them."""
+
+    def __init__(self, reading: Reading, calibration: Calibration) -> None:
+        self.reading = reading
+        self.tokens: list[int] = []
+        self.read: list[int] = []  # of them, by the draft
+        self.reach = 0.0  # log P(the text goes through its last token)
+        self.promise = 0.0  # tokens of it that are expected to be right
+        self.ended = False
+        self.broken = False  # the draft's logits are not finite
+        self._calibration = calibration
+        self._places: list[tuple[list[int], list[float]]] = []  # tokens and scores of siblings
+        self._rows: list[DraftRow] = []  # from which they were drawn (REJECTION)
+        reading.chain = self
+
+    def take(self) -> tuple[int, int, Slots]:
+        """Its last token, which counts as read from now on; its position; the slots of all up to it."""
+        position = self._end - 1
+        self.read.append(self.tokens[-1])
+        return self.tokens[-1], position, self.reading.table.slots[: position + 1]
+
+    def extend(self, logits: NDArray[np.float32]) -> bool:
+        """By what the draft's logits [V] below its last token say; whether that is a guess."""
+        session, position = self.reading.session, self._end
+        logits = logits[: session.vocabulary]
+        self.broken = not abs(logits.max()) < ABSURD
+        tokens, scores = ([], []) if self.broken else self._likeliest(logits, position)
+        if not tokens:
+            self.ended = True
+            return False
+        scores = self._calibration.corrected(len(self.tokens), scores)
+        self._places.append((tokens, scores))
+        self.tokens.append(tokens[0])
+        self.reach += scores[0]
+        self.promise += math.exp(self.reach)
+        full = len(self.tokens) == DEEPEST or self._end >= self.reading.end
+        self.ended = full or tokens[0] in session.request.end_tokens
+        return True
+
+    def _likeliest(self, logits: NDArray[np.float32], position: int) -> tuple[list[int], list[float]]:
+        """Candidates for a position and their scores, best first; none of a broken row."""
+        session = self.reading.session
+        chooser = session.request.chooser
+        if not session.draws:
+            return chooser.preferences(logits, position, session.history, self.tokens, BRANCHES)
+        drawn, row = rejection.propose(logits, Ask(chooser, position, session.history, self.tokens))
+        assert drawn is not None
+        self._rows.append(row)
+        return [drawn], [math.log(rejection.acceptance(row))]
+
+    def offer(self) -> None:
+        """What is not hopeless, to its session."""
+        nodes: list[tuple[int, int, float]] = []  # token, parent, score
+        parent, reach = 0, 0.0
+        for tokens, scores in self._places:
+            likely = [
+                (token, parent, score) for token, score in zip(tokens, scores, strict=True) if reach + score >= HOPELESS
+            ]
+            if not likely:
+                break
+            parent, reach = len(nodes) + 1, reach + scores[0]
+            nodes += likely
+        if nodes:
+            of_tokens, of_parents, of_scores = zip(*nodes, strict=True)
+            self.reading.session.suggest(Paths(of_tokens, of_parents, of_scores, list(enumerate(self._rows))))
+
+    def learn(self, committed: Sequence[int]) -> None:
+        """What followed in fact."""
+        for depth, (token, (tokens, scores)) in enumerate(zip(committed, self._places, strict=False)):
+            taken = tokens.index(token) if token in tokens else None
+            self._calibration.learn(depth, taken, scores)
+            if taken != 0:
+                return
+
+    @property
+    def _end(self) -> int:
+        """Position behind its last token."""
+        return self.reading.session.tree.base + len(self.tokens)
+
+
+def _agreeing(guessed: Sequence[int], committed: Sequence[int]) -> int:
+    """Leading tokens that are the same."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(guessed, committed, strict=False)))
