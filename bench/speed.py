@@ -7,11 +7,12 @@
 
 One stream at a time for each kind of prompt, then several at once of all kinds mixed, at each temperature. Ours runs as
 its three services and is asked over gRPC by a streaming client, whose work counts: plain at its best (no draft, fast
-numerics, asked for no speculation, all cores), with the verifier's own guesses (lookahead), with the draft alone, and
-with both. The peers are called inside their own processes, which spares them a network protocol: transformers'
-`generate` (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its
-continuous batching, and vLLM's CPU build (plain, n-grams, draft model), which `make bench-peers` installs. llama.cpp's
-`llama-server` (plain, n-grams, draft model) is started where its path is given, and asked over HTTP, as a server.
+numerics, asked for no speculation, all cores), with the verifier's own guesses (lookahead), with the draft alone, with
+both, and with the verifier's guesses and the draft in its own process (own draft). The peers are called inside their
+own processes, which spares them a network protocol: transformers' `generate` (plain, assisted with its own schedule and
+with a fixed length, prompt lookup; one stream only), its continuous batching, and vLLM's CPU build (plain, n-grams,
+draft model), which `make bench-peers` installs. llama.cpp's `llama-server` (plain, n-grams, draft model) is started
+where its path is given, and asked over HTTP, as a server.
 
 All are loaded first and then take turns: in a round each is asked for the same prompts, new in every round; the first
 round warms up. In it those of ours that speculate, which measure what speculation brings while they serve, are asked
@@ -51,6 +52,9 @@ from bench.texts import KINDS, MIXED, prompts
 from specdec.client import SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError
+
+GUESSED = "draft", "own_draft", "ngram", "lookahead"
+"""Where accepted candidates come from."""
 
 Starter = Callable[[], AbstractContextManager[Subject]]
 
@@ -107,6 +111,8 @@ def subjects(args: argparse.Namespace) -> dict[str, Starter]:
     }
     if drafted:
         found["drafted"] = lambda: Ours.start("specdec", args.target, str(args.draft), args.dtype)
+        own = ("--own-draft", str(args.draft.resolve()))
+        found["own draft"] = lambda: Ours.start("specdec", args.target, "none", args.dtype, own)
     if "transformers" in args.peers:
         options = [*common, *drafted]
         found["generate"] = lambda: Peer.start("generate", sys.executable, "transformers_generate", options)
@@ -133,6 +139,7 @@ def arms(running: Sequence[str]) -> dict[str, Arm]:
         "specdec lookahead": Arm("guessing", "lookahead", learns=True),
         "specdec drafted": Arm("drafted", "draft", learns=True),
         "specdec drafted + lookahead": Arm("drafted", "auto", learns=True),
+        "specdec own draft": Arm("own draft", "auto", learns=True),
         "transformers generate": Arm("generate", GENERATE_PLAIN, one_stream=True),
         "transformers assisted": Arm("generate", ASSISTED, one_stream=True),
         "transformers assisted, 5": Arm("generate", assisted(5), one_stream=True),
@@ -229,7 +236,7 @@ class Comparison:
             each = of_answer(answer.tokens, answer.steps, answer.candidates, answer.sources)
             prompt = self._args.prompt_tokens
             ideal = self._step_times.ideal(times, cell.streams, prompt, answer.tokens, **each)
-            guessed = sum(answer.sources.get(source, 0) for source in ("draft", "ngram", "lookahead"))
+            guessed = sum(answer.sources.get(source, 0) for source in GUESSED)
             acceptance = guessed / answer.candidates if answer.candidates else None
         text = None
         if answer.texts is not None:

@@ -29,6 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 STYLES = {
     "draft": "green",
+    "own_draft": "green",
     "ngram": "yellow",
     "lookahead": "magenta",
     "correction": "red",

@@ -239,8 +239,8 @@ async def stack(
     own_draft: Path | None = None,
 ) -> AsyncIterator[Stack]:
     """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
-    the target's. Verifiers may have an `own_draft`. Other kinds of servicers may stand in for the ordinary ones; `disguise` changes what the verifier of
-    this number says it is."""
+    the target's. Verifiers may have an `own_draft`. Other kinds of servicers may stand in for the ordinary ones;
+    `disguise` changes what the verifier of this number says it is."""
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:

@@ -59,7 +59,7 @@ class Chunk:
     text: str  # empty while a character is incomplete
     tokens: list[int]
     token_texts: list[str]  # the part of `text` that each token made readable
-    sources: list[str]  # of each token: "draft", "correction", "bonus", "plain", "ngram", "lookahead"
+    sources: list[str]  # of each token: "draft", "own_draft", "ngram", "lookahead", "correction", "bonus", "plain"
     logprobs: list[Logprobs]  # of each token, if asked for
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass
