@@ -9,9 +9,7 @@ import grpc
 
 from draft_service.growth_loop import Attached, GrowthLoop
 from draft_service.session import Extension, GrowthPolicy, Session, SessionRequest
-from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import Chooser
-from specdec.decoding.sampling import Rule
+from specdec.decoding.calibration import Calibrations
 from specdec.serving.errors import InvalidRequestError
 from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
@@ -24,9 +22,6 @@ from specdec.serving.wire import (
     text_violations,
 )
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2
-
-HOTTEST = 2.0
-"""Temperatures above it are not told apart."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class DraftServicer(
         self._loop = loop
         self._identity = identity
         self._limits = limits
-        self._calibrations: dict[tuple[Rule, float], Calibration] = {}
+        self._calibrations = Calibrations()
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -129,9 +124,4 @@ class DraftServicer(
             context,
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
-        return Session(wanted, policy, nameable, self._calibration(wanted.chooser))
-
-    def _calibration(self, chooser: Chooser) -> Calibration:
-        """Requests of about one temperature learn together."""
-        kind = chooser.rule, round(min(chooser.sampling.temperature, HOTTEST), 1)
-        return self._calibrations.setdefault(kind, Calibration())
+        return Session(wanted, policy, nameable, self._calibrations.of(wanted.chooser))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import structlog
 import typer
@@ -94,33 +94,26 @@ def main(
     share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
-    def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
-        return load_engine(
-            engine,
-            directory,
-            capacity=kv_tokens,
-            threads=(threads, threads if threads_drafted is None else min(threads, threads_drafted)),
-            dtype=dtype,
-            device=device,
-            exact=exact,
-            compiled=compile,
-            ranks=ranks,
-        )
+    common: dict[str, Any] = {
+        "capacity": kv_tokens,
+        "threads": (threads, threads if threads_drafted is None else min(threads, threads_drafted)),
+        "dtype": dtype,
+        "device": device,
+    }
 
-    def own() -> OwnDraft | None:
-        if own_draft is None:
-            return None
-        directory = ModelDirectory(own_draft)
-        directory.check_pair(ModelDirectory(model))
-        small = load_engine(engine, directory, capacity=None, threads=(threads,), dtype=dtype, device=device)
-        return OwnDraft(small, directory.context)
+    def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
+        return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **common)
 
     def start(ranks: Ranks | None = None) -> VerifierServicer:
         directory = ModelDirectory(model) if ranks is None else ranks.together(lambda: ModelDirectory(model))
+        small = None if own_draft is None else ModelDirectory(own_draft)
+        if small is not None:
+            small.check_pair(directory)
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
-        loop = StepLoop(loaded, step_rows=step_rows, shared_tokens=shared_tokens, own_draft=own())
+        own = None if small is None else OwnDraft(load_engine(engine, small, **common), small.context)
+        loop = StepLoop(loaded, step_rows=step_rows, shared_tokens=shared_tokens, own_draft=own)
         loop.start()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)

@@ -35,10 +35,11 @@ class Reading:
     def __init__(self, session: Session, table: BlockTable, context: int, vocabulary: int) -> None:
         self.session = session
         self.table = table
-        self.end = min(session.end, context)
-        self._vocabulary = vocabulary
+        self.end = min(session.end - 1, context)  # what would be the last token of the text saves no step
+        self.over = False  # nothing is guessed any more
         self.read = table.shared  # leading tokens of the text whose keys and values are in place
         self.chain: Chain | None = None  # at this length of the text
+        self._vocabulary = vocabulary
         self._length = 0  # of the text when it was last looked at
 
     @property
@@ -49,15 +50,16 @@ class Reading:
     def follow(self) -> bool:
         """Whether the text has grown since it was last looked at, and the draft can read it and guess on."""
         tree, before = self.session.tree, self._length
-        if tree.base == before or tree.base >= self.end:
+        if self.over or tree.base == before:
             return False
         self._length = tree.base
-        if max(tree.committed[before:]) >= self._vocabulary:
-            self.end = 0  # for good
+        self.over = tree.base >= self.end or self._has_unknown(tree.committed[before:])
+        if self.over:
             return False
-        if self.chain is not None:
+        if self.chain is not None:  # and with it numbers for all that was read
             committed = tree.committed[before:]
             self.chain.learn(committed)
+            self.table.publish(tree.committed, self.read)
             self.read += _agreeing(self.chain.read, committed)
             self.chain = None
         self.read = min(self.read, tree.base - 1)  # what may follow the last one is asked anew
@@ -65,8 +67,11 @@ class Reading:
             self.table.reserve(min(self.end, tree.base + DEEPEST))
         except PoolFullError:
             return False
-        self.table.publish(tree.committed, self.read)
         return True
+
+    def _has_unknown(self, tokens: Sequence[int]) -> bool:
+        """Of a narrower vocabulary, whose padding was left out."""
+        return self._vocabulary < self.session.vocabulary and max(tokens) >= self._vocabulary
 
     def take(self, most: int) -> tuple[list[int], int, Slots]:
         """So many of the unread tokens at most, which count as read from now on; the position of the first; the slots
@@ -102,6 +107,8 @@ class Chain:
         """By what the draft's logits [V] below its last token say; whether that is a guess."""
         session, position = self.reading.session, self._end
         logits = logits[: session.vocabulary]
+        if len(logits) < session.vocabulary:
+            logits = np.pad(logits, (0, session.vocabulary - len(logits)), constant_values=-np.inf)
         self.broken = not abs(logits.max()) < ABSURD
         tokens, scores = ([], []) if self.broken else self._likeliest(logits, position)
         if not tokens:

@@ -10,7 +10,7 @@ steps cost with either number is compared as they come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from specdec.engine.engine import Engine
 from verifier_service.cost import StepCost
@@ -36,9 +36,10 @@ SETTLED = 1.0
 class Cores:
     """Of an engine that can compute with all of its threads, or with fewer beside drafts or strangers at work."""
 
-    def __init__(self, engine: Engine, measure: Callable[[], StepCost]) -> None:
-        """`measure` says what steps cost with the threads that the engine has just then."""
-        self._engine = engine
+    def __init__(self, engine: Engine, measure: Callable[[], StepCost], beside: Sequence[Engine] = ()) -> None:
+        """`measure` says what steps cost with the threads that the engine has just then. Engines `beside` it have the
+        same."""
+        self._engines = [engine, *beside]
         self._costs: dict[int, StepCost] = {}
         for threads in reversed(engine.threads):
             engine.use_threads(threads)
@@ -118,4 +119,5 @@ class Cores:
     def _use(self, threads: int) -> None:
         if threads != self._used:
             self._used = threads
-            self._engine.use_threads(threads)
+            for engine in self._engines:
+                engine.use_threads(threads)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import structlog
 
-from specdec.decoding.calibration import Calibration
-from specdec.decoding.sampling import Rule
+from specdec.decoding.calibration import Calibrations
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
@@ -29,10 +28,21 @@ from verifier_service.session import Session
 log = structlog.get_logger()
 
 TEXT_ROWS = 256
-"""Committed tokens that are read between two steps, over all sessions: who waits for the step waits for them."""
+"""Committed tokens that are read between two steps, over all sessions, besides the two that each has at the end of a
+step: who waits for the step waits for them."""
 
 FIRST_HOPE, FIRST_PROMISE = 0.5, 1.0
 LEARNS = 0.05
+
+
+class Guessing(NamedTuple):
+    """What was done before a step."""
+
+    seconds: float
+    sessions: int  # for which something was guessed
+
+
+NOTHING = Guessing(0.0, 0)
 
 
 class OwnDraft:
@@ -42,54 +52,54 @@ class OwnDraft:
     def __init__(self, engine: Engine, context: int, cost: StepCost | None = None) -> None:
         """`context`: tokens that its model can read of a text; `cost`: of a pass, measured unless it is known."""
         blocks = engine.capacity // BLOCK
-        self._engine = engine
+        self.engine = engine
+        self.works = True
         self._context = context
         self._pool = BlockPool(blocks)
         self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
         self._readings: dict[Session, Reading] = {}
-        self._calibrations: defaultdict[tuple[Rule, float], Calibration] = defaultdict(Calibration)
+        self._calibrations = Calibrations()
         self._hope = FIRST_HOPE  # that the next token of a chain is right
         self._promise = FIRST_PROMISE  # right tokens of a chain
-        self._failed = False
 
     @property
     def held(self) -> int:
         """Blocks of key/value memory."""
         return self._pool.held
 
-    def guess(self, sessions: Sequence[Session], decoding: int, cost: StepCost, price: float) -> float:
+    def serves(self, session: Session) -> bool:
+        """Whether it may have guesses for a session now or later, as far as is known."""
+        reading = self._readings.get(session)
+        return self.works and session.tree.base < self._context and (reading is None or not reading.over)
+
+    def guess(self, sessions: Sequence[Session], decoding: int, cost: StepCost, price: float) -> Guessing:
         """Suggest to these sessions what may follow their texts, as far as it is worth its time before a step of
-        `decoding` ones that costs T_v, where a row more costs `price` tokens. The seconds that it took."""
+        `decoding` ones that costs T_v, where a row more costs `price` tokens."""
         begin = time.monotonic()
-        if self._failed:
-            return 0.0
+        chains: list[Chain] = []
         try:
-            chains = self._begin([session for session in sessions if session.outlook()[0] - 1.0 < self._promise])
+            chains += self._begin([session for session in sessions if session.outlook()[0] - 1.0 < self._promise])
             self._go_on(chains, decoding, cost, price, begin)
         except Exception as error:
-            log.error("own_draft_failed", exc_info=error)
-            self._failed = True
-            return 0.0
+            self._fail(error)
         for chain in chains:
             self._promise += LEARNS * (chain.promise - self._promise)
             chain.offer()
             if chain.broken:
-                self.leave(chain.reading.session, wipe=True)
-        return time.monotonic() - begin
+                self._close(chain.reading, wipe=True)
+        return Guessing(time.monotonic() - begin, len(chains))
 
-    def leave(self, session: Session, *, wipe: bool = False) -> None:
-        """Forget a session."""
+    def leave(self, session: Session) -> None:
+        """Forget a session; it may come back."""
         reading = self._readings.pop(session, None)
         if reading is not None:
-            spoiled = reading.table.close(wipe=wipe)
-            if len(spoiled):
-                self._engine.copy(np.full(len(spoiled), NOWHERE), spoiled)
+            self._close(reading)
 
     def _begin(self, sessions: Sequence[Session]) -> list[Chain]:
         """Read what was committed, the shortest first; chains of those of whom nothing is unread."""
-        readings = [reading for session in sessions if (reading := self._reading(session)).follow()]
+        readings = [reading for session in sessions if (reading := self._followed(session)) is not None]
         readings.sort(key=lambda reading: reading.unread)
-        packer, budget = self._engine.packer(), TEXT_ROWS
+        packer, budget = self.engine.packer(), TEXT_ROWS + 2 * len(readings)
         chains: list[Chain] = []
         for reading in readings:
             if not budget:
@@ -100,7 +110,7 @@ class OwnDraft:
             packer.add_path(slots, rows)
             if not reading.unread:
                 packer.want(rows[-1])
-                chains.append(Chain(reading, self._calibration(reading.session)))
+                chains.append(Chain(reading, self._calibrations.of(reading.session.request.chooser)))
         if packer.tokens:
             self._read(packer, chains)
         return chains
@@ -108,46 +118,70 @@ class OwnDraft:
     def _go_on(self, chains: Sequence[Chain], decoding: int, cost: StepCost, price: float, begin: float) -> None:
         """Read the ends of chains, for as long as a pass over them brings more than the step would in its time."""
         expected, rows = float(decoding), decoding
-        while chains:
-            expected += sum(math.exp(chain.reach) for chain in chains)
-            rows += len(chains)
-            going = [chain for chain in chains if not chain.ended and self._gain(chain) > price]
+        longer = [chain for chain in chains if chain.tokens]
+        while longer:
+            expected += sum(math.exp(chain.reach) for chain in longer)
+            rows += len(longer)
+            going = [chain for chain in longer if not chain.ended and self._gain(chain) > price]
             gain = sum(self._gain(chain) - price for chain in going)
             rate = expected / (cost.of(rows) + time.monotonic() - begin)
             if gain <= rate * self._cost.of(len(going)):
                 return
-            packer = self._engine.packer()
+            packer = self.engine.packer()
             for chain in going:
                 token, position, slots = chain.take()
                 row = packer.add_row(token, position, int(slots[position]))
                 packer.add_path(slots, [row])
                 packer.want(row)
-            self._read(packer, going)
-            chains = going
+            longer = self._read(packer, going)
 
     def _gain(self, chain: Chain) -> float:
         """Tokens that one more in a chain is expected to bring."""
         return math.exp(chain.reach) * self._hope
 
-    def _read(self, packer: Packer, chains: Sequence[Chain]) -> None:
-        """One forward pass, and a guess more for each of these, whose rows are the wanted ones."""
+    def _read(self, packer: Packer, chains: Sequence[Chain]) -> list[Chain]:
+        """One forward pass, whose wanted rows are these chains'; those that it makes longer."""
         rows, begin = len(packer.tokens), time.monotonic()
-        logits = self._engine.forward(packer.pack())
+        logits = self.engine.forward(packer.pack())
+        longer: list[Chain] = []
         for chain, row in zip(chains, logits, strict=False):  # others may be behind them
             before = chain.reach
-            if chain.extend(row):
-                self._hope += LEARNS * (math.exp(chain.reach - before) - self._hope)
+            try:
+                if not chain.extend(row):
+                    continue
+            except Exception as error:  # one session's trouble is not the others'
+                log.error("chain_failed", exc_info=error)
+                chain.broken = chain.ended = True
+                continue
+            self._hope += LEARNS * (math.exp(chain.reach - before) - self._hope)
+            longer.append(chain)
         self._cost.observe(rows, time.monotonic() - begin)
+        return longer
 
-    def _reading(self, session: Session) -> Reading:
+    def _followed(self, session: Session) -> Reading | None:
+        """What has been read of a session, brought up to its text; None if nothing can be guessed for it now."""
         reading = self._readings.get(session)
         if reading is None:
             table, source, target = self._pool.open(session.tree.committed, session.request.tenant)
             if len(source):
-                self._engine.copy(source, target)
-            reading = self._readings[session] = Reading(session, table, self._context, self._engine.vocabulary)
-        return reading
+                self.engine.copy(source, target)
+            reading = self._readings[session] = Reading(session, table, self._context, self.engine.vocabulary)
+        if reading.follow():
+            return reading
+        if reading.over:
+            self._close(reading)
+        return None
 
-    def _calibration(self, session: Session) -> Calibration:
-        chooser = session.request.chooser
-        return self._calibrations[chooser.rule, chooser.sampling.temperature]
+    def _close(self, reading: Reading, *, wipe: bool = False) -> None:
+        """Give its memory back."""
+        reading.over = True
+        spoiled = reading.table.close(wipe=wipe)
+        if len(spoiled) and self.works:
+            try:
+                self.engine.copy(np.full(len(spoiled), NOWHERE), spoiled)
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        log.error("own_draft_failed", exc_info=error)
+        self.works = False

@@ -29,7 +29,7 @@ from verifier_service.descent import Descent
 from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.guesses import Foresight
 from verifier_service.load import Load
-from verifier_service.own_draft import OwnDraft
+from verifier_service.own_draft import NOTHING, OwnDraft
 from verifier_service.pace import Prospect, wait_until
 from verifier_service.planned import Planned
 from verifier_service.residence import Residence
@@ -84,14 +84,15 @@ class StepLoop(Worker):
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
         self._scratch = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
-        self._residence = Residence(engine, self.pool, self.load, run_ahead, self._tell)
+        self._residence = Residence(engine, self.pool, self.load, run_ahead, self._lose)
         slots = blocks * BLOCK
-        self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, slots))
+        beside = [] if own_draft is None else [own_draft.engine]
+        self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, slots), beside)
         self._step_rows = step_rows if cost is not None else cheapest_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)
         self._guard = guard or Guard()
         self._own_draft = own_draft
-        self._guessing = 0.0  # seconds that it took for the coming step
+        self._guessing = NOTHING  # what it did for the coming step
         self._shared = SharedTexts(shared_tokens)
         self._dearness = Dearness()
         self._price = 0.0  # of a candidate, moving average
@@ -112,7 +113,7 @@ class StepLoop(Worker):
         if self._cores.divided:
             return NOTHING_PAYS  # until its prompt is read: with fewer cores that would take longer
         drawn = not session.request.chooser.sampling.greedy
-        crowd = Crowd(sessions, session.policy.speculate, session.guesses, drawn, self._own_draft is not None)
+        crowd = Crowd(sessions, session.policy.speculate, session.guesses, drawn, self._has_own_draft)
         if self._guard.way_for(crowd, time.monotonic()) is not Way.DRAFTED:
             return NOTHING_PAYS
         return candidates([], self._cost, sessions, 0).price
@@ -131,6 +132,11 @@ class StepLoop(Worker):
         """Forget a session and free its memory, whatever state it is in."""
         self._residence.leave(session)
         self._forget(session)
+
+    def _lose(self, attached: Attached) -> None:
+        """It is about to lose its memory, at the target; then it needs none at the own draft."""
+        self._tell(attached)
+        self._forget(attached.session)
 
     def _forget(self, session: Session) -> None:
         if self._own_draft is not None:
@@ -163,8 +169,8 @@ class StepLoop(Worker):
             if until is not None:
                 self._put_off = self._put_off or now
                 return until - now
-        self._consult(ready)
         self.load.step_begun, self.load.step_expected = now, 0.0
+        self._consult(ready)
         self._step([attached for attached in ready if self._residence.hold(attached)], crowd)
         self.load.step_begun = 0.0
         self._put_off = None
@@ -172,7 +178,7 @@ class StepLoop(Worker):
 
     def _consult(self, ready: list[Attached]) -> None:
         """Have the own draft guess for the coming step."""
-        self._guessing = 0.0
+        self._guessing = NOTHING
         decoding = [attached for attached in ready if not attached.session.remaining_prompt]
         asked = [attached.session for attached in decoding if self._consults(attached)]
         if asked and self._own_draft is not None:
@@ -211,7 +217,7 @@ class StepLoop(Worker):
         kept = [(a, descent) for a, descent in descents if descent.error is None]
         self._residence.move([move for _, descent in kept for move in descent.moves])
         self._add_logprobs([descent for _, descent in kept], results)
-        begin = start if self._idle else self._last_step
+        begin = start - self._guessing.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
         verdicts = [(attached, attached.session.settle(descent, end)) for attached, descent in kept]
@@ -241,7 +247,7 @@ class StepLoop(Worker):
         decoding = len(plain) + len(speculating)
         scratch = list(self._scratch)
         offers = [attached.session.offers() for attached in speculating]
-        chosen, price = candidates(offers, self._cost, decoding, len(scratch), self._guessing)
+        chosen, price = candidates(offers, self._cost, decoding, len(scratch), self._guessing.seconds)
         if decoding:
             self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
         foresights = self._look_ahead(speculating, chosen, decoding)
@@ -309,9 +315,14 @@ class StepLoop(Worker):
         return attached.session.guesses and (self._guard.way is not Way.PLAIN or self._insists(attached))
 
     def _consults(self, attached: Attached) -> bool:
-        """Whether the verifier's own draft guesses for it."""
-        wanted = self._guard.way is Way.OWN or self._insists(attached)
-        return self._own_draft is not None and attached.session.guesses and wanted
+        """Whether the verifier's own draft guesses for it. Who asks for a window gets that."""
+        own, session = self._own_draft, attached.session
+        wanted = session.guesses and self._guard.way is Way.OWN and session.policy.lookahead is None
+        return wanted and own is not None and own.serves(session)
+
+    @property
+    def _has_own_draft(self) -> bool:
+        return self._own_draft is not None and self._own_draft.works
 
     def _unguarded(self, attached: Attached) -> bool:
         return attached.session.policy.always or attached.session.contrasts
@@ -327,7 +338,7 @@ class StepLoop(Worker):
             drafted=any(a.session.policy.speculate for a in attached),
             guessing=any(a.session.guesses for a in attached),
             drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a in attached) > len(attached),
-            own=self._own_draft is not None,
+            own=self._has_own_draft,
         )
         return None if any(self._insists(a) for a in attached) else crowd
 
@@ -423,7 +434,7 @@ class StepLoop(Worker):
             return
         self._guard.observe(
             crowd,
-            taken=rows > sessions or self._cores.shared or self._guessing > 0,
+            taken=rows > sessions or self._cores.shared or self._guessing.sessions > 0,
             tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
             seconds=seconds,
             plain_rate=sessions / self._cores.undrafted_cost.of(sessions),

@@ -9,7 +9,11 @@ one parameter; Platt 1999, "Probabilistic outputs for support vector machines", 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
+
+from specdec.decoding.choice import Chooser
+from specdec.decoding.sampling import Rule
 
 DEPTHS, RANKS = 4, 4
 """Told apart; what is deeper or ranks lower counts with the last."""
@@ -18,12 +22,15 @@ LEARNS = 0.02
 MOST = 3.0
 """Log-odds, either way."""
 
+HOTTEST = 2.0
+"""Temperatures above it are not told apart."""
+
 LEAST = 1e-6
 """Probabilities are kept so far from 0 and 1."""
 
 
 class Calibration:
-    """Of one pair at one temperature. `depth` and `rank` count from 0."""
+    """Of one pair at about one temperature. `depth` and `rank` count from 0."""
 
     def __init__(self) -> None:
         self._shifts = [[0.0] * RANKS for _ in range(DEPTHS)]
@@ -45,6 +52,16 @@ class Calibration:
             at = min(rank, RANKS - 1)
             shift = shifts[at] + LEARNS * ((rank == taken) - math.exp(score))
             shifts[at] = max(-MOST, min(MOST, shift))
+
+
+class Calibrations:
+    """Of one pair: requests of one rule and about one temperature learn together."""
+
+    def __init__(self) -> None:
+        self._known: defaultdict[tuple[Rule, float], Calibration] = defaultdict(Calibration)
+
+    def of(self, chooser: Chooser) -> Calibration:
+        return self._known[chooser.rule, round(min(chooser.sampling.temperature, HOTTEST), 1)]
 
 
 def _log_odds(probability: float) -> float:

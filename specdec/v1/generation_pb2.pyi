@@ -34,11 +34,13 @@ class _SpeculationModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 2
     """Plain decoding."""
     SPECULATION_MODE_ALWAYS: _SpeculationMode.ValueType  # 3
-    """With the draft model alone, whether or not it pays."""
+    """With a draft service alone, whether or not it pays."""
     SPECULATION_MODE_DRAFT: _SpeculationMode.ValueType  # 4
-    """With the draft model alone, where it pays."""
+    """With a draft service alone, where it pays."""
     SPECULATION_MODE_LOOKAHEAD: _SpeculationMode.ValueType  # 5
-    """Without a draft model: what the text repeats, and lookahead decoding, where they pay."""
+    """Without a draft service: what the text repeats, lookahead decoding, and the verifier's own draft if it has one, where
+    they pay.
+    """
 
 class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper):
     """Whether to speculate."""
@@ -50,11 +52,13 @@ SPECULATION_MODE_AUTO: SpeculationMode.ValueType  # 1
 SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 2
 """Plain decoding."""
 SPECULATION_MODE_ALWAYS: SpeculationMode.ValueType  # 3
-"""With the draft model alone, whether or not it pays."""
+"""With a draft service alone, whether or not it pays."""
 SPECULATION_MODE_DRAFT: SpeculationMode.ValueType  # 4
-"""With the draft model alone, where it pays."""
+"""With a draft service alone, where it pays."""
 SPECULATION_MODE_LOOKAHEAD: SpeculationMode.ValueType  # 5
-"""Without a draft model: what the text repeats, and lookahead decoding, where they pay."""
+"""Without a draft service: what the text repeats, lookahead decoding, and the verifier's own draft if it has one, where
+they pay.
+"""
 global___SpeculationMode = SpeculationMode
 
 @typing.final

@@ -22,6 +22,8 @@ from specdec.v1 import generation_pb2, model_pb2
 from tests.models import VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, request_of, stack
+from tests.verifier.fakes import Decided
+from verifier_service.guard import Way
 
 FALSE_ALARM = 1e-6
 PROMPT = [50, 60, 70, 80, 90]
@@ -55,6 +57,15 @@ async def test_sampled_tokens_follow_the_target(directories: Directories, rule: 
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
     assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 15  # a part of what is tested was drafted,
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and a part corrected
+
+
+@pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
+async def test_they_do_with_a_draft_of_the_verifiers_own(directories: Directories, rule: str) -> None:
+    options: dict[str, Any] = {"own_draft": directories.near, "guard": Decided(Way.OWN)}
+    async with stack(directories.target, None, target_delay=lambda: time.sleep(0.04), **options) as services:
+        sources = await check(services, expected(directories, PROMPT), PROMPT, rule)
+    assert sources[model_pb2.TOKEN_SOURCE_OWN_DRAFT] > 15
+    assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5
 
 
 async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(directories: Directories) -> None:

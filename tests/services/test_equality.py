@@ -189,5 +189,4 @@ async def test_an_own_draft_equal_to_the_target_guesses_nearly_all(
     options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "guard": Decided(Way.OWN)}
     async with stack(directories.target, None, own_draft=directories.target, **options) as services:
         completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)
-    sources = completion.finish.speculation.sources
-    assert sources.get("own_draft", 0) + sources.get("ngram", 0) > 60
+    assert completion.finish.speculation.sources.get("own_draft", 0) > 40

@@ -100,6 +100,7 @@ class TextEngine:
     threads: tuple[int, ...] = (1,)
     numerics = "text"
     vocabulary = VOCABULARY
+    bad = BAD
 
     def __init__(self, blocks: int, scratch: int = MOST_CANDIDATES, rows: RowClass | None = None) -> None:
         self.capacity = blocks * BLOCK + scratch
@@ -130,7 +131,7 @@ class TextEngine:
             path, slot = paths[row], int(batch.slots[row])
             before = max(0, int(self.memory[path[-2]])) if len(path) > 1 else 0
             numbers[row] = self.memory[slot] = LANGUAGE.number(before, int(batch.tokens[row]))
-            self.broken[slot] = batch.tokens[row] == BAD or self.broken[path[:-1]].any()
+            self.broken[slot] = batch.tokens[row] == self.bad or self.broken[path[:-1]].any()
         for row, path in enumerate(paths):
             if self.memory[path].tolist() != LANGUAGE.prefixes[numbers[row]].tolist():
                 self.faults.append(f"row {row} at position {len(path) - 1} does not read one text")
