@@ -285,7 +285,7 @@ class SamplingParameters(google.protobuf.message.Message):
     min_p: builtins.float
     """In [0, 1)."""
     repetition_penalty: builtins.float
-    """Above 0; 1 is off."""
+    """In [0.01, 100]; 1 is off."""
     frequency_penalty: builtins.float
     """In [-2, 2]."""
     presence_penalty: builtins.float
@@ -294,7 +294,7 @@ class SamplingParameters(google.protobuf.message.Message):
     """Unset: drawn at random and returned."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Added to logits, by token id; each in [-100, 100]."""
+        """Added to logits, by token id; each in [-100, 100], and 4096 of them at most."""
 
     @property
     def banned_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

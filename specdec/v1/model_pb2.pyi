@@ -283,7 +283,7 @@ class Sampling(google.protobuf.message.Message):
     MIN_P_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     repetition_penalty: builtins.float
-    """> 0; 1 is off. Logits of tokens in prompt or output are divided (positive) or multiplied by it."""
+    """In [0.01, 100]; 1 is off. Logits of tokens in prompt or output are divided (positive) or multiplied by it."""
     frequency_penalty: builtins.float
     """Subtracted once for each occurrence in the output. 0 is off."""
     presence_penalty: builtins.float
@@ -300,7 +300,7 @@ class Sampling(google.protobuf.message.Message):
     """Of the noise. With the same seed the same request gives the same tokens."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Added to the logits of the given token ids."""
+        """Added to the logits of the given token ids, 4096 at most."""
 
     @property
     def banned_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
