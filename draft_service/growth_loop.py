@@ -100,18 +100,18 @@ class GrowthLoop(EngineWorker[Session]):
         rows, prompt_budget = self._rows, self._prompt_budget
         share = max(1, min(self._rows_per_session, rows // len(hungry)))
         planned: list[Attached] = []
-        for attached in hungry:
-            session = attached.session
-            if session.unread_text:
-                if prompt_budget > 0:
-                    prompt_budget -= session.plan_text(packer, prompt_budget)
-                    planned.append(attached)
-            elif rows > 0:
-                rows -= session.plan_nodes(packer, min(share, rows))
-                planned.append(attached)
         try:
+            for attached in hungry:
+                session = attached.session
+                if session.unread_text:
+                    if prompt_budget > 0:
+                        planned.append(attached)
+                        prompt_budget -= session.plan_text(packer, prompt_budget)
+                elif rows > 0:
+                    planned.append(attached)
+                    rows -= session.plan_nodes(packer, min(share, rows))
             logits = self._engine.forward(packer.pack())
-        except Exception as error:
+        except Exception as error:  # nothing of the step counts; its sessions are tried again
             for attached in planned:
                 attached.session.restart()
             self.step_failed([attached.session for attached in planned], np.asarray(packer.slots), error)

@@ -31,9 +31,10 @@ SAID_BYTES = 1024
 MAX_IDENTITY_BYTES = 4096
 MAX_GRANTED_NODES = 1 << 16
 
-MAX_SIGNS = 64
+MAX_SIGNS = 256
 SIGNS_A_SECOND = 16
-"""Signs of life that a peer may send at once, and in the long run: four times as many as it should."""
+"""Signs of life that may come at once, and in the long run: those of a minute in which we stood still, and four times
+as many as a peer should send."""
 
 log = structlog.get_logger()
 

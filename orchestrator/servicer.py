@@ -16,6 +16,7 @@ from orchestrator.generation import Generation
 from orchestrator.joining import Responses, joined
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
+from specdec.serving.errors import OverloadedError
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
@@ -26,6 +27,9 @@ LONG_BYTES = 1 << 18
 """Longer requests are parsed one after another: a text of megabytes takes seconds, and hundreds of megabytes, to
 tokenise."""
 
+
+MAX_LONG = 16
+"""Long requests in work or waiting for it: each is megabytes."""
 
 PARSING_THREADS = 2
 """For other requests. Each thread that tokenises has memory for it, which it keeps."""
@@ -42,6 +46,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._peers = peers
         self._short = ThreadPoolExecutor(PARSING_THREADS, "prompts")
         self._long = ThreadPoolExecutor(1, "long-prompts")
+        self._waiting_long = 0  # requests, the one in work included
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
@@ -104,9 +109,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         size = request.ByteSize()
         if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
             return parse(request, self._model, streamed=streamed)
-        executor = self._long if size > LONG_BYTES else self._short
         work = partial(parse, request, self._model, streamed=streamed)
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        loop = asyncio.get_running_loop()
+        if size <= LONG_BYTES:
+            return await loop.run_in_executor(self._short, work)
+        if self._waiting_long >= MAX_LONG:
+            raise OverloadedError(f"{MAX_LONG} long prompts are being tokenised, the limit is reached")
+        self._waiting_long += 1
+        try:
+            return await loop.run_in_executor(self._long, work)
+        finally:
+            self._waiting_long -= 1
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
         """Responses of all samples as they come."""

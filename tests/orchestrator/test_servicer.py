@@ -1,0 +1,59 @@
+"""Long prompts are tokenised one after another, and hold up no short one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.request import Model
+from orchestrator.servicer import LONG_BYTES, MAX_LONG, GenerationServicer
+from orchestrator.tokenizer import Tokenizer, TooManyTokensError
+from specdec.v1 import generation_pb2, generation_pb2_grpc
+from tests.stack import served, until
+
+
+class Blocked(Tokenizer):
+    """A tokenizer that takes long over long texts, until it is let go, and finds every text too long."""
+
+    longest_token = 1 << 20
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.begun = 0
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        if len(text) > LONG_BYTES:
+            self.begun += 1
+            assert self.may_go.wait(60)
+        raise TooManyTokensError(len(text))
+
+
+async def test_long_prompts_wait_for_each_other_and_only_so_many() -> None:
+    tokenizer = Blocked()
+    model = Model("m", tokenizer, "", 256, 320, frozenset())
+    servicer = GenerationServicer(model, Peers(Pods()))
+    async with (
+        served(servicer) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+
+        async def ask(length: int) -> grpc.StatusCode:
+            request = generation_pb2.GenerateRequest(text="x" * length)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Complete(generation_pb2.CompleteRequest(request=request))
+            return refused.value.code()
+
+        long = [asyncio.create_task(ask(2 * LONG_BYTES)) for _ in range(MAX_LONG)]
+        await until(lambda: servicer._waiting_long == MAX_LONG)
+        assert await ask(2 * LONG_BYTES) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await ask(10) is grpc.StatusCode.INVALID_ARGUMENT
+        assert tokenizer.begun == 1
+        tokenizer.may_go.set()
+        assert set(await asyncio.gather(*long)) == {grpc.StatusCode.INVALID_ARGUMENT}
