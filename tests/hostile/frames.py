@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from specdec.serving.trunk.stream import WINDOW
 from specdec.v1.trunk_pb2 import Begin, CarryRequest, End, Frame
@@ -15,8 +16,8 @@ Misuse = Callable[[str, Sequence[bytes], random.Random], list[list[Frame]]]
 """Makes bundles of frames from the name of a method and what would be said to it."""
 
 
-def _begin(stream: int, method: str, **fields: object) -> Frame:
-    return Frame(stream=stream, begin=Begin(method=method, **fields))  # type: ignore[arg-type]
+def _begin(stream: int, method: str, **fields: Any) -> Frame:
+    return Frame(stream=stream, begin=Begin(method=method, **fields))
 
 
 def _messages(stream: int, said: Sequence[bytes]) -> list[Frame]:
@@ -26,8 +27,8 @@ def _messages(stream: int, said: Sequence[bytes]) -> list[Frame]:
 def unknown_streams(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
     """Messages, reports and ends of streams that never began."""
     numbers = [generator.choice((0, 1, 2, 77, 2**32 - 1)) for _ in range(MANY)]
-    events = ({"message": b"x"}, {"taken": 1}, {"end": End()})
-    return [[Frame(stream=number, **generator.choice(events)) for number in numbers]]  # type: ignore[arg-type]
+    events: tuple[dict[str, Any], ...] = ({"message": b"x"}, {"taken": 1}, {"end": End()})
+    return [[Frame(stream=number, **generator.choice(events)) for number in numbers]]
 
 
 def begun_twice(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:

@@ -43,8 +43,10 @@ Choice = TypeVar("Choice")
 
 
 def weighted(choices: Iterable[tuple[Choice, int]], generator: random.Random) -> Choice:
-    names, weights = zip(*choices, strict=True)
-    return generator.choices(names, weights)[0]
+    """One of them, as often as its weight says."""
+    found = list(choices)
+    chosen, _ = generator.choices(found, [weight for _, weight in found])[0]
+    return chosen
 
 
 class Fuzzer:

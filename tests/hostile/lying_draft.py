@@ -104,7 +104,8 @@ def chain(base: int, tokens: tuple[int, ...] = CHAIN, **changes: Any) -> Extend:
 
 
 def row(**changes: Any) -> model_pb2.DraftRow:
-    return model_pb2.DraftRow(**({"parent": 0, "ids": [5, 9], "values": struct.pack("<2e", 1.0, 2.0)} | changes))
+    fields: dict[str, Any] = {"parent": 0, "ids": [5, 9], "values": struct.pack("<2e", 1.0, 2.0)}
+    return model_pb2.DraftRow(**fields | changes)
 
 
 CANDIDATES: dict[str, Callable[[int], Extend]] = {

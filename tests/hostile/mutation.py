@@ -92,15 +92,15 @@ def _alter(message: Message, generator: random.Random) -> None:
         value = getattr(message, field.name)
         _alter(generator.choice(value) if field.is_repeated else value, generator)
         return
-    fields = present if present and generator.random() < 0.6 else message.DESCRIPTOR.fields
-    field = generator.choice(fields)
+    fields: list[Any] = present if present and generator.random() < 0.6 else list(message.DESCRIPTOR.fields)
+    chosen = generator.choice(fields)
     match generator.randrange(4):
         case 0:
-            message.ClearField(field.name)
-        case 1 if field.is_repeated and not _is_map(field):
-            _repeat(getattr(message, field.name), generator)
+            message.ClearField(chosen.name)
+        case 1 if chosen.is_repeated and not _is_map(chosen):
+            _repeat(getattr(message, chosen.name), generator)
         case _:
-            _fill(message, field, generator, depth=MOST_DEPTH - 1)
+            _fill(message, chosen, generator, depth=MOST_DEPTH - 1)
 
 
 def _repeat(values: Any, generator: random.Random) -> None:
@@ -110,7 +110,7 @@ def _repeat(values: Any, generator: random.Random) -> None:
         values.extend(kept)
 
 
-def _fill(message: Message, field: FieldDescriptor, generator: random.Random, depth: int) -> None:
+def _fill(message: Message, field: Any, generator: random.Random, depth: int) -> None:
     if _is_map(field):
         _fill_map(getattr(message, field.name), field, generator)
     elif field.is_repeated:
@@ -123,14 +123,14 @@ def _fill(message: Message, field: FieldDescriptor, generator: random.Random, de
         setattr(message, field.name, _value(field, generator))
 
 
-def _fill_map(values: Any, field: FieldDescriptor, generator: random.Random) -> None:
+def _fill_map(values: Any, field: Any, generator: random.Random) -> None:
     key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
     for _ in range(generator.choice(SIZES[:4])):
         if value.message_type is None:
             values[_value(key, generator)] = _value(value, generator)
 
 
-def _fill_repeated(values: Any, field: FieldDescriptor, generator: random.Random, depth: int) -> None:
+def _fill_repeated(values: Any, field: Any, generator: random.Random, depth: int) -> None:
     if field.message_type is not None:
         for _ in range(generator.randrange(6)):
             filled(values.add(), generator, depth + 1)
@@ -138,15 +138,15 @@ def _fill_repeated(values: Any, field: FieldDescriptor, generator: random.Random
         values.extend(_value(field, generator) for _ in range(generator.choice(SIZES)))
 
 
-def _value(field: FieldDescriptor, generator: random.Random) -> Any:
+def _value(field: Any, generator: random.Random) -> Any:
     if field.type == FieldDescriptor.TYPE_BYTES:
         return generator.randbytes(generator.choice(SIZES))
     return VALUES[field.cpp_type](generator)
 
 
-def _is_map(field: FieldDescriptor) -> bool:
+def _is_map(field: Any) -> bool:
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
-def _is_message(field: FieldDescriptor) -> bool:
+def _is_message(field: Any) -> bool:
     return field.message_type is not None and not _is_map(field)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ SHOWN = (
 """Lies that every run of the tests tries; `make verify` tries them all."""
 
 SAMPLED = {"temperature": 0.8, "seed": 5}
-ASKS: dict[str, Mapping[str, Any]] = {
+ASKS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 60, "ignore_end_token": True, "speculation": ALWAYS},
     "sampled": {"max_tokens": 60, "ignore_end_token": True, "speculation": ALWAYS, "sampling": SAMPLED},
     "where it pays": {"max_tokens": 60, "ignore_end_token": True, "sampling": SAMPLED},

@@ -34,10 +34,11 @@ KEPT = 5
 
 def memory(cluster: Cluster) -> dict[str, float]:
     """MiB of each pod that lie in memory."""
-    return {name: _resident_mib(pod.pid) for name, pod in cluster.pods.items()}
+    return {name: resident_mib(pod.pid) for name, pod in cluster.pods.items()}
 
 
-def _resident_mib(pid: int) -> float:
+def resident_mib(pid: int | str = "self") -> float:
+    """MiB of a process that lie in memory."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
