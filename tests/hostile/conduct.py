@@ -115,7 +115,9 @@ CONDUCTS: dict[str, Conduct] = {
     "late": Conduct(politely, 4, deadlines=(0.001, 0.003)),
 }
 
-METADATA: tuple[tuple[tuple[str, str | bytes], ...], ...] = (
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+METADATA: tuple[Metadata, ...] = (
     (("x-request-id", "r" * 4000),),
     (("x-request-id", '"} {"level":"error"'),),
     (("x-request-id", ""), ("x-request-id", "twice")),

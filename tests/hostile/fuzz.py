@@ -1,27 +1,20 @@
-"""The fuzzer: calls every port of a cluster in every wrong way, as often as it is told.
-
-An attack is a function of the seed and its number, and what it said can be looked at again; how attacks meet is a
-matter of time. `python -m pytest -m verify tests/hostile/test_fuzz.py -s` prints what came of them.
-"""
+"""The fuzzer: calls every port of a cluster in every wrong way, as often as it is told, and counts what comes of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import random
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from specdec.v1 import trunk_pb2
-from tests.hostile.conduct import CONDUCTS, METADATA, Conduct, Talk
-from tests.hostile.conversations import DRAFT, METHODS, VERIFY, draft, verify
-from tests.hostile.distortion import DISTORTIONS
-from tests.hostile.frames import MISUSES, misused
-from tests.hostile.raw_bytes import NOISES, send
+from tests.hostile.attacks import CARRY, Attack, attack
+from tests.hostile.conduct import CONDUCTS, Talk
+from tests.hostile.raw_bytes import send
 from tests.hostile.tally import NAMES, Tally
 
 AT_ONCE = 24
@@ -30,23 +23,9 @@ AT_ONCE = 24
 LONGEST_ATTACK = 20.0
 """Seconds, after which an attack is taken for stuck; none waits for longer than its deadline."""
 
-CARRY = "/specdec.v1.TrunkService/Carry"
-CARRIED = {"verifier": (VERIFY, verify), "draft": (DRAFT, draft)}
-"""The stream that the multiplexer of a role carries."""
-
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
 
-KINDS = {"call": 84, "frames": 10, "raw": 6}
-"""How often each is chosen."""
-
-Choice = TypeVar("Choice")
-
-
-def weighted(choices: Iterable[tuple[Choice, int]], generator: random.Random) -> Choice:
-    """One of them, as often as its weight says."""
-    found = list(choices)
-    chosen, _ = generator.choices(found, [weight for _, weight in found])[0]
-    return chosen
+Wanted = Callable[[Attack], bool]
 
 
 class Fuzzer:
@@ -59,99 +38,60 @@ class Fuzzer:
         self._seed = seed
         self._numbers = itertools.count()
 
-    async def run(self, messages: int) -> None:
-        """Until so many were sent, and every attack is over."""
+    async def run(self, messages: int, wanted: Wanted = lambda _: True) -> None:
+        """Until so many were sent, by attacks that are wanted, and every attack is over."""
         goal = self.tally.total + messages
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
-                group.create_task(self._attack_on(goal))
+                group.create_task(self._attack_on(goal, wanted))
 
-    async def _attack_on(self, goal: int) -> None:
+    async def _attack_on(self, goal: int, wanted: Wanted) -> None:
         """With connections of its own."""
         async with Connections() as connections:
             while self.tally.total < goal:
-                await self.attack(next(self._numbers), connections)
+                found = attack(self._seed, next(self._numbers))
+                if wanted(found):
+                    await self.make(found, connections)
 
-    async def attack(self, number: int, connections: Connections) -> None:
-        """The attack of this number."""
-        generator = random.Random(f"{self._seed}:{number}")
-        kind = weighted(KINDS.items(), generator)
-        work = {"call": self._call, "frames": self._misuse_frames, "raw": self._send_noise}[kind]
+    async def make(self, attack: Attack, connections: Connections) -> None:
+        """Make an attack, and wait for its end."""
+        self.tally.attacks[attack.kind] += 1
+        self.tally.attacks[attack.manner] += bool(attack.manner)
         try:
             async with asyncio.timeout(LONGEST_ATTACK):
-                await work(number, generator, connections)
+                await (self._call(attack, connections) if attack.path else self._send_noise(attack))
         except TimeoutError:
-            self.stuck.append(f"attack {number}, {kind}")
+            self.stuck.append(str(attack))
 
-    # --- the kinds ----------------------------------------------------------------------------------
+    async def _send_noise(self, attack: Attack) -> None:
+        address = attack.generator.choice(self._addresses[attack.role])
+        end = await send(address, attack.pieces(), attack.generator, lambda: self.tally.sent(attack.method))
+        self.tally.statuses[attack.method, end] += 1
 
-    async def _call(self, number: int, generator: random.Random, connections: Connections) -> None:
-        """A conversation with a method, distorted."""
-        method = weighted(((each, each.weight) for each in METHODS), generator)
-        name, distort = weighted((((name, each), weight) for name, (each, weight) in DISTORTIONS.items()), generator)
-        messages = distort(method.conversation(generator), generator)
-        address = generator.choice(self._addresses[method.role])
-        what = f"attack {number}, {method.role} {method.name}, {name}"
-        await self._talk(address, method.path, method.name, messages, what, generator, connections)
-        self.tally.attacks[name] += 1
-
-    async def _misuse_frames(self, number: int, generator: random.Random, connections: Connections) -> None:
-        """A stream of the multiplexer whose frames make no sense."""
-        role = generator.choice(sorted(CARRIED))
-        misuse = generator.choice(MISUSES)
-        messages = misused(misuse, *CARRIED[role], generator)
-        name = misuse.__name__.replace("_", " ")
-        address = generator.choice(self._addresses[role])
-        await self._talk(address, CARRY, "Carry", messages, f"attack {number}, {role} {name}", generator, connections)
-        self.tally.attacks[f"frames: {name}"] += 1
-
-    async def _send_noise(self, number: int, generator: random.Random, connections: Connections) -> None:
-        """Bytes on a connection of their own."""
-        address = generator.choice(self._addresses[generator.choice(sorted(self._addresses))])
-        noise = generator.choice(NOISES)
-        end = await send(address, noise(generator), generator, lambda: self.tally.sent("raw bytes"))
-        self.tally.statuses["raw bytes", end] += 1
-        self.tally.attacks[f"raw: {noise.__name__.replace('_', ' ')}"] += 1
-
-    async def _talk(
-        self,
-        address: str,
-        path: str,
-        name: str,
-        messages: Sequence[bytes],
-        what: str,
-        generator: random.Random,
-        connections: Connections,
-    ) -> None:
-        """Say these messages in a call, and behave in some way."""
-        manner = weighted(((each, CONDUCTS[each].weight) for each in CONDUCTS), generator)
-        conduct: Conduct = CONDUCTS[manner]
-        what = f"{what}, {manner}"
+    async def _call(self, attack: Attack, connections: Connections) -> None:
+        generator, carries = attack.generator, attack.path == CARRY
+        address = generator.choice(self._addresses[attack.role])
         channel = await connections.to(address, anew=generator.random() < 0.02)
-        call: Any = channel.stream_stream(path)(
-            timeout=generator.choice(conduct.deadlines),
-            metadata=generator.choice(METADATA) if generator.random() < 0.1 else None,
-        )
+        call: Any = channel.stream_stream(attack.path)(timeout=attack.deadline, metadata=attack.metadata)
 
         def sent(message: bytes) -> None:
-            self.tally.sent(name)
-            if name == "Carry":
+            self.tally.sent(attack.method)
+            if carries:
                 self.tally.frames += _frames_in(message)
 
         def heard(answer: bytes) -> None:
-            if name == "Carry":
-                self._hear_frames(answer, what)
+            if carries:
+                self._hear_frames(answer, attack)
 
-        await conduct.behave(Talk(call, messages, generator, sent, heard))
-        self.tally.ended(name, (await call.code()).name, await call.details() or "", what)
-        self.tally.attacks[manner] += 1
+        await CONDUCTS[attack.manner].behave(Talk(call, attack.pieces(), generator, sent, heard))
+        self.tally.ended(attack.method, (await call.code()).name, await call.details() or "", str(attack))
 
-    def _hear_frames(self, answer: bytes, what: str) -> None:
+    def _hear_frames(self, answer: bytes, attack: Attack) -> None:
         """Streams of the multiplexer have statuses too."""
         for frame in trunk_pb2.CarryResponse.FromString(answer).frames:
             if frame.HasField("end") and frame.stream:
                 status = NAMES.get(frame.end.code, str(frame.end.code))
-                self.tally.ended("Carry: a stream", status, frame.end.message, what)
+                self.tally.ended("Carry: a stream", status, frame.end.message, str(attack))
 
 
 def _frames_in(message: bytes) -> int:

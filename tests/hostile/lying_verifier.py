@@ -39,6 +39,7 @@ class LyingSession:
         self.opening = opening
         self.base = len(opening.prompt_tokens) + len(opening.generated_tokens)
         self.commits = 0  # said so far
+        self.true_commits = int(opening.attempt <= 1)  # before it lies, so that there is a text to spoil
         self._checksum = checksum.of_opening(opening)
         self._context = context
         self._honest = honest
@@ -133,11 +134,12 @@ def _serialized(message: Any) -> bytes:
 
 
 def changing(kind: str, change: Callable[[Any, LyingSession], None]) -> Lie:
-    """An honest session but for all messages of a kind; the first commit is true, so that there is a text to spoil."""
+    """An honest session but for all messages of a kind, after some true commits if it is of these."""
 
     async def lie(session: LyingSession) -> None:
         async for response in session.responses():
-            if response.WhichOneof("message") == kind and (kind != "commit" or session.commits):
+            lies = kind != "commit" or session.commits >= session.true_commits
+            if lies and response.WhichOneof("message") == kind:
                 change(getattr(response, kind), session)
             await session.say(response)
 
@@ -237,7 +239,7 @@ COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
     "is further away than can be": setting(round_trip_us=MOST),
     "took longer than can be": setting(forward_us=MOST, step_us=MOST, waited_us=MOST, queued_us=MOST_LONG),
 }
-"""Changes to each commit but the first."""
+"""Changes to a commit."""
 
 OPENINGS: dict[str, Callable[[Any, LyingSession], None]] = {
     "takes no candidates": setting(max_nodes=0),
@@ -264,18 +266,12 @@ OPENINGS: dict[str, Callable[[Any, LyingSession], None]] = {
 # --- lies about the session -------------------------------------------------------------------------
 
 
-async def until_the_first_commit(session: LyingSession) -> None:
-    """Say what is true, up to there."""
+async def begun(session: LyingSession, true_commits: int | None = None) -> None:
+    """Say what is true, up to the last of these commits."""
     async for response in session.responses():
         await session.say(response)
-        if session.commits:
+        if session.commits >= (session.true_commits if true_commits is None else true_commits):
             return
-
-
-async def until_it_is_open(session: LyingSession) -> None:
-    async for response in session.responses():
-        await session.say(response)
-        return
 
 
 async def for_ever(say: Callable[[], Awaitable[None]], pause: float = 0.0) -> None:
@@ -303,38 +299,38 @@ async def goes_on_past_the_end(session: LyingSession) -> None:
 
 
 async def never_commits(session: LyingSession) -> None:
-    await until_it_is_open(session)
+    await begun(session, true_commits=0)
     await for_ever(session.progress, 0.1)
 
 
 async def never_commits_again(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await for_ever(session.progress, 0.1)
 
 
 async def shows_life_without_end(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await for_ever(session.progress)
 
 
 async def commits_nothing_without_end(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await for_ever(lambda: session.commit([]))
 
 
 async def says_nothing_without_end(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await for_ever(lambda: session.say(verifier_pb2.VerifyResponse()))
 
 
 async def is_in_a_step_for_ever(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await for_ever(lambda: session.progress(steps=MOST_LONG, step_age_us=MOST_LONG, step_expected_us=1), 0.1)
 
 
 async def takes_every_step_to_be_long(session: LyingSession) -> None:
     """An age that would be odd, were the expectation not odder."""
-    await until_the_first_commit(session)
+    await begun(session)
     await for_ever(lambda: session.progress(step_age_us=MOST_LONG // 2, step_expected_us=MOST_LONG), 0.1)
 
 
@@ -360,17 +356,17 @@ async def never_opens(session: LyingSession) -> None:
 
 
 async def falls_silent(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await asyncio.Event().wait()
 
 
 async def cannot_be_read(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await for_ever(lambda: session.say(b"\x12\xff\xff\xff"), 0.05)
 
 
 async def ends_as_if_all_were_well(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
 
 
 async def says_everything_twice(session: LyingSession) -> None:
@@ -385,12 +381,12 @@ async def changes_its_model(session: LyingSession) -> None:
         if response.HasField("opened"):
             response.opened.identity.model_fingerprint = f"{session.number:064}"
         await session.say(response)
-        if session.commits:
+        if session.commits >= session.true_commits:
             return
 
 
 async def fails_inside(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await session.end(to_status(ModelFailureError("the step failed: RuntimeError: " + "x" * 5000)))
 
 
@@ -399,7 +395,7 @@ async def fails_inside_before_it_opens(session: LyingSession) -> None:
 
 
 async def finds_fault_too_late(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     violations = [(f"field[{number}]", "is not to the liar's taste") for number in range(100)]
     await session.end(to_status(InvalidRequestError(violations)))
 
@@ -430,19 +426,19 @@ async def is_full_beyond_all_numbers(session: LyingSession) -> None:
 
 
 async def is_full_in_the_midst(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await session.end(_full(2**40))
 
 
 async def ends_with_every_status(session: LyingSession) -> None:
     """One session after the other; every second one before it has opened."""
     if session.number % 2:
-        await until_the_first_commit(session)
+        await begun(session)
     await session.abort(STATUSES[session.number // 2 % len(STATUSES)], "the liar says so")
 
 
 async def ends_with_a_long_story(session: LyingSession) -> None:
-    await until_the_first_commit(session)
+    await begun(session)
     await session.abort(grpc.StatusCode.FAILED_PRECONDITION, "no " * 2000)
 
 

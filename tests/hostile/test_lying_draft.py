@@ -56,9 +56,9 @@ REJECTION = {
 }
 CONTRASTIVE = {"max_tokens": 20, "ignore_end_token": True, "rule": model_pb2.ACCEPTANCE_RULE_CONTRASTIVE}
 
-SILENCE_SECONDS = 0.5
+SILENCE_SECONDS = 1.5
 FAILOVER_SECONDS = 1.0
-CONTRASTIVE_DEADLINE = 2.5
+CONTRASTIVE_DEADLINE = 3.0
 """Without a draft such a text is given up; with one that lives and says nothing of use, it waits as its caller does."""
 
 DEADLINE = 30.0

@@ -54,11 +54,11 @@ ASKS: dict[str, Mapping[str, Any]] = {
     "to an end token": {"max_tokens": 100, "sampling": SAMPLED, "stop_tokens": range(3, 320, 16)},
     "to the context's end": {"ignore_end_token": True, "generated_tokens": [9] * 220, "sampling": SAMPLED},
 }
-SILENCE_SECONDS = 0.5
+SILENCE_SECONDS = 1.0
 FAILOVER_SECONDS = 1.5
 
-DEADLINE = 6.0
-MOST_SECONDS = 5.0
+DEADLINE = 8.0
+MOST_SECONDS = 7.0
 """For a text whose verifier lies: silence, failover, and the text itself, on a busy machine."""
 
 MOST_PULSE = 1.0

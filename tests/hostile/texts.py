@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from specdec.v1 import generation_pb2
+from specdec.v1 import generation_pb2, model_pb2
 from tests.stack import request_of
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -41,6 +41,7 @@ class Text:
     text: str
     reason: int
     logprobs: list[float]
+    nonsense: str = field(default="", compare=False)  # in what is told of how it came about
 
     def __str__(self) -> str:
         return f"{len(self.tokens)} tokens, reason {self.reason}, {self.text[:40]!r}"
@@ -62,8 +63,10 @@ class Outcome:
         """What is wrong with it; empty if the text is the `wanted` one (None: any), or is refused as it may be."""
         if self.seconds > most_seconds:
             return f"took more than {most_seconds:.1f} s: {self}"
+        if self.text is not None and wanted not in (None, self.text):
+            return f"another text: {self}, not {wanted}"
         if self.text is not None:
-            return "" if wanted in (None, self.text) else f"another text: {self}, not {wanted}"
+            return self.text.nonsense
         if not refusable or self.status not in GOOD:
             return f"no text: {self}"
         if len(self.details.encode()) > MOST_DETAILS:
@@ -87,9 +90,24 @@ def _text_of(responses: list[generation_pb2.GenerateResponse]) -> Text:
     return Text(
         tokens=[token for response in responses for token in response.tokens],
         text="".join(response.text for response in responses),
-        reason=responses[-1].finish.reason if responses else 0,
+        reason=responses[-1].finish.reason,
         logprobs=[entry.chosen for response in responses for entry in response.logprobs],
+        nonsense=_nonsense_of(responses),
     )
+
+
+def _nonsense_of(responses: list[generation_pb2.GenerateResponse]) -> str:
+    """What cannot be of the counts that came with a text; empty if all is well."""
+    count = sum(len(response.tokens) for response in responses)
+    sources = [source for response in responses for source in response.sources]
+    told = responses[-1].finish.speculation
+    if len(sources) != count or sum(told.sources.values()) != count or model_pb2.TOKEN_SOURCE_UNSPECIFIED in sources:
+        return f"{count} tokens of {len(sources)} sources, by source {dict(told.sources)}"
+    if not count - told.accepted <= told.steps <= count + told.overrun:
+        return f"{count} tokens, {told.accepted} accepted, in {told.steps} steps"
+    if told.accepted > told.drafted:
+        return f"{told.accepted} accepted of {told.drafted}"
+    return ""
 
 
 @dataclass
@@ -99,17 +117,27 @@ class Pulse:
     seconds: float = 0.0
 
 
+PULSE_PAUSE = 0.05
+"""Seconds between two such questions."""
+
+
 @asynccontextmanager
 async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
-    """Ask an orchestrator for its models, again and again."""
-    pulse = Pulse()
+    """Ask an orchestrator for its models, again and again. An event loop that stands still is noticed too: the question
+    is late, and so is its answer."""
+    pulse, answered = Pulse(), time.monotonic()
+
+    def note() -> None:
+        nonlocal answered
+        now = time.monotonic()
+        pulse.seconds = max(pulse.seconds, now - answered - PULSE_PAUSE)
+        answered = now
 
     async def feel() -> None:
         while True:
-            begun = time.monotonic()
             await stub.ListModels(generation_pb2.ListModelsRequest())
-            pulse.seconds = max(pulse.seconds, time.monotonic() - begun)
-            await asyncio.sleep(0.05)
+            note()
+            await asyncio.sleep(PULSE_PAUSE)
 
     feeling = asyncio.create_task(feel())
     try:
@@ -117,5 +145,6 @@ async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
     finally:
         feeling.cancel()
         await asyncio.wait({feeling})
+        note()
         if not feeling.cancelled():
             feeling.result()

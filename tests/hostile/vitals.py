@@ -29,7 +29,10 @@ SERVICES = {
 """What the pods of a role serve."""
 
 KEPT = 5
-"""Such lines of a pod, told in full."""
+"""Such places of a log that are told, each with the lines that follow."""
+
+FOLLOWING = 12
+LONGEST = 1500
 
 
 def memory(cluster: Cluster) -> dict[str, float]:
@@ -50,13 +53,15 @@ def log_bytes(cluster: Cluster) -> dict[str, int]:
 
 
 def bugs(cluster: Cluster) -> list[str]:
-    """The first lines of each log that tell of a bug, and how many there are."""
+    """The first lines of each log that tell of a bug, with what follows them, and how many there are."""
     found = []
     for name, pod in cluster.pods.items():
-        with pod.log.open("rb") as log:
-            lines = [line for line in log if BUG.search(line)]
-        found += [f"{name}: {line.decode(errors='replace')[-1500:]}" for line in lines[:KEPT]]
-        found += [f"{name}: {len(lines)} lines in all"] * bool(lines)
+        lines = pod.log.read_bytes().splitlines()
+        places = [place for place, line in enumerate(lines) if BUG.search(line)]
+        for place in places[:KEPT]:
+            told = b"\n".join(lines[place : place + FOLLOWING]).decode(errors="replace")
+            found.append(f"{name}: {told[:LONGEST]}")
+        found += [f"{name}: {len(places)} in all"] * bool(places)
     return found
 
 
