@@ -25,7 +25,8 @@ LONGEST_ATTACK = 20.0
 
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
 
-Wanted = Callable[[Attack], bool]
+ANY = ""
+"""Kind of attack."""
 
 
 class Fuzzer:
@@ -38,19 +39,26 @@ class Fuzzer:
         self._seed = seed
         self._numbers = itertools.count()
 
-    async def run(self, messages: int, wanted: Wanted = lambda _: True) -> None:
-        """Until so many were sent, by attacks that are wanted, and every attack is over."""
+    async def run(self, messages: int) -> None:
+        """Until so many were sent, and every attack is over."""
         goal = self.tally.total + messages
+        await self._run(lambda: self.tally.total < goal, ANY)
+
+    async def run_only(self, kind: str, attacks: int) -> None:
+        """Until about so many of a kind were made, and are over."""
+        await self._run(lambda: self.tally.attacks[kind] < attacks, kind)
+
+    async def _run(self, on: Callable[[], bool], kind: str) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
-                group.create_task(self._attack_on(goal, wanted))
+                group.create_task(self._attack_on(on, kind))
 
-    async def _attack_on(self, goal: int, wanted: Wanted) -> None:
+    async def _attack_on(self, on: Callable[[], bool], kind: str) -> None:
         """With connections of its own."""
         async with Connections() as connections:
-            while self.tally.total < goal:
+            while on():
                 found = attack(self._seed, next(self._numbers))
-                if wanted(found):
+                if kind in (ANY, found.kind):
                     await self.make(found, connections)
 
     async def make(self, attack: Attack, connections: Connections) -> None:

@@ -370,9 +370,21 @@ async def ends_as_if_all_were_well(session: LyingSession) -> None:
 
 
 async def says_everything_twice(session: LyingSession) -> None:
+    """Once there is a text to spoil."""
     async for response in session.responses():
         await session.say(response)
+        if session.commits >= session.true_commits:
+            await session.say(response)
+
+
+async def is_preempted_more_each_time(session: LyingSession) -> None:
+    """As often as a number can say, by a verifier that breaks off, and by the one that follows."""
+    async for response in session.responses():
+        if response.HasField("commit"):
+            response.commit.preemptions = MOST
         await session.say(response)
+        if session.opening.attempt <= 1 and session.commits:
+            return
 
 
 async def changes_its_model(session: LyingSession) -> None:
@@ -460,6 +472,7 @@ CONDUCTS: tuple[Lie, ...] = (
     cannot_be_read,
     ends_as_if_all_were_well,
     says_everything_twice,
+    is_preempted_more_each_time,
     changes_its_model,
     fails_inside,
     fails_inside_before_it_opens,

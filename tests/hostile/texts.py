@@ -52,6 +52,7 @@ class Outcome:
     """How a request ended."""
 
     text: Text | None
+    received: list[int]  # tokens, whether or not the text came to its end
     status: str
     details: str
     seconds: float
@@ -69,6 +70,8 @@ class Outcome:
             return self.text.nonsense
         if not refusable or self.status not in GOOD:
             return f"no text: {self}"
+        if wanted is not None and self.received != wanted.tokens[: len(self.received)]:
+            return f"tokens of another text: {self.received} before {self}"
         if len(self.details.encode()) > MOST_DETAILS:
             return f"refused in {len(self.details.encode())} bytes: {self}"
         return ""
@@ -77,13 +80,17 @@ class Outcome:
 async def ask(stub: Any, deadline: float, fields: Mapping[str, Any]) -> Outcome:
     """Ask for a completion, as a stream; `fields` are those of GenerateRequest."""
     begun = time.monotonic()
-    request = request_of(PROMPT, **{name: value for name, value in fields.items() if name != "prompt"})
-    call = stub.Generate(request, timeout=deadline)
+    call = stub.Generate(request_of(PROMPT, **fields), timeout=deadline)
+    responses: list[generation_pb2.GenerateResponse] = []
+    text, status, details = None, "OK", ""
     try:
-        responses = [response async for response in call]
+        while (response := await call.read()) is not grpc.aio.EOF:
+            responses.append(response)
+        text = _text_of(responses)
     except grpc.aio.AioRpcError as error:
-        return Outcome(None, error.code().name, error.details() or "", time.monotonic() - begun)
-    return Outcome(_text_of(responses), "OK", "", time.monotonic() - begun)
+        status, details = error.code().name, error.details() or ""
+    received = [token for response in responses for token in response.tokens]
+    return Outcome(text, received, status, details, time.monotonic() - begun)
 
 
 def _text_of(responses: list[generation_pb2.GenerateResponse]) -> Text:
