@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import grpc
+
 from tests.hostile.conduct import CONDUCTS, METADATA, Metadata
 from tests.hostile.conversations import DRAFT, METHODS, VERIFY, draft, verify
 from tests.hostile.distortion import DISTORTIONS
@@ -37,6 +39,7 @@ class Attack:
     manner: str = ""
     deadline: float = 0.0
     metadata: Metadata = ()
+    compression: grpc.Compression = grpc.Compression.NoCompression
 
     @property
     def method(self) -> str:
@@ -63,7 +66,7 @@ def kinds() -> list[str]:
     ]
 
 
-def weighted(choices: Iterable[tuple[Choice, int]], generator: random.Random) -> Choice:
+def weighted(choices: Iterable[tuple[Choice, float]], generator: random.Random) -> Choice:
     """One of them, as often as its weight says."""
     found = list(choices)
     chosen, _ = generator.choices(found, [weight for _, weight in found])[0]
@@ -104,7 +107,8 @@ def _spoken(
     manner = weighted(((each, CONDUCTS[each].weight) for each in CONDUCTS), generator)
     deadline = generator.choice(CONDUCTS[manner].deadlines)
     metadata = generator.choice(METADATA) if generator.random() < 0.1 else ()
-    return Attack(number, kind, role, generator, pieces, path, manner, deadline, metadata)
+    compression = weighted(((grpc.Compression.NoCompression, 9), (grpc.Compression.Gzip, 1)), generator)
+    return Attack(number, kind, role, generator, pieces, path, manner, deadline, metadata, compression)
 
 
 def _words(function: Callable[..., object]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.message import Message
 
+from specdec.serving.wire import MAX_MESSAGE_BYTES
 from tests.hostile.mutation import altered, filled, garbled
 
 FLOOD = 200
@@ -58,7 +59,13 @@ def with_a_flood(said: Sequence[Message], generator: random.Random) -> list[byte
     return [message.SerializeToString() for message in (*said[: at + 1], *flood)]
 
 
-DISTORTIONS: dict[str, tuple[Distortion, int]] = {
+def too_large(said: Sequence[Message], generator: random.Random) -> list[bytes]:
+    """A message that is larger than any may be, or nearly so; zeros, of which a little makes much where it is
+    compressed."""
+    return [said[0].SerializeToString(), bytes(generator.choice((1 << 20, MAX_MESSAGE_BYTES + 1)))]
+
+
+DISTORTIONS: dict[str, tuple[Distortion, float]] = {
     "untouched": (untouched, 4),
     "changed fields": (with_changed_fields, 12),
     "any fields": (with_any_fields, 6),
@@ -66,5 +73,6 @@ DISTORTIONS: dict[str, tuple[Distortion, int]] = {
     "random bytes": (of_random_bytes, 3),
     "another order": (in_another_order, 6),
     "a flood": (with_a_flood, 1),
+    "too large": (too_large, 0.1),
 }
 """By name, each with how often it is used, relative to the others."""

@@ -80,7 +80,8 @@ class Fuzzer:
         generator, carries = attack.generator, attack.path == CARRY
         address = generator.choice(self._addresses[attack.role])
         channel = await connections.to(address, anew=generator.random() < 0.02)
-        call: Any = channel.stream_stream(attack.path)(timeout=attack.deadline, metadata=attack.metadata)
+        begin: Any = channel.stream_stream(attack.path)
+        call = begin(timeout=attack.deadline, metadata=attack.metadata, compression=attack.compression)
 
         def sent(message: bytes) -> None:
             self.tally.sent(attack.method)

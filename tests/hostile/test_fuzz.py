@@ -30,6 +30,7 @@ MOST_GROWTH_MIB = 32.0
 """Of a pod, from the end of the warm-up on: an allocator's fragments, not 400 bytes for each message."""
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "messages",
     [1_500, pytest.param(100_000, marks=[pytest.mark.verify, pytest.mark.timeout(2400)])],

@@ -58,7 +58,7 @@ CONTRASTIVE = {"max_tokens": 20, "ignore_end_token": True, "rule": model_pb2.ACC
 
 SILENCE_SECONDS = 1.5
 FAILOVER_SECONDS = 1.0
-CONTRASTIVE_DEADLINE = 3.0
+CONTRASTIVE_DEADLINE = 2.0
 """Without a draft such a text is given up; with one that lives and says nothing of use, it waits as its caller does."""
 
 DEADLINE = 30.0
