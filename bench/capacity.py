@@ -36,7 +36,7 @@ SETTLE_SECONDS = 1.5
 
 
 class Client:
-    """Sessions that never end, and how many steps they have seen."""
+    """Sessions one after another, some at once, and how many steps they have seen."""
 
     def __init__(self, address: str, sessions: int) -> None:
         self._address = address
@@ -56,9 +56,10 @@ class Client:
                 group.create_task(self._read(channels[number % len(channels)], request.SerializeToString()))
 
     async def _read(self, channel: grpc.aio.Channel, request: bytes) -> None:
-        call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]
-        while message := await call.read():
-            self.steps += generation_pb2.GenerateResponse.FromString(message).steps
+        while True:
+            call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self.steps += generation_pb2.GenerateResponse.FromString(message).steps
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ with the next commit.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator
 from functools import cache
@@ -21,7 +20,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.server import ServerSettings, run
-from specdec.serving.wire import PROTOCOL_VERSION, scores_message
+from specdec.serving.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, scores_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 
@@ -54,28 +53,27 @@ class EchoDraft(draft_pb2_grpc.DraftServiceServicer):
 
 
 class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers candidates with a commit, so many times a session, and notes how long they took since the last one."""
+    """Answers candidates with a commit of two tokens until the text is full, and notes how long they took since the
+    last one."""
 
-    def __init__(self, rounds: float = math.inf) -> None:
-        self._rounds = rounds
+    def __init__(self) -> None:
         self.seconds: list[float] = []
 
     async def Verify(self, request_iterator: AsyncIterator[verifier_pb2.VerifyRequest], context: Any) -> None:  # type: ignore[override]
-        base, said, sent, rounds = 0, 0, 0.0, 0
+        base, end, said, sent = 0, 0, 0, 0.0
         async for request in request_iterator:
             match request.WhichOneof("message"):
                 case "open":
                     base, said = len(request.open.prompt_tokens), checksum.of_opening(request.open)
+                    end = base + request.open.max_tokens
                     opened = verifier_pb2.VerifyOpened(identity=_identity(), max_nodes=64)
                     await context.write(verifier_pb2.VerifyResponse(opened=opened))
                     await asyncio.sleep(0.2)  # until the draft is open too: not a round
                 case "extend":
                     self.seconds.append(time.perf_counter() - sent)
-                    rounds += 1
                 case _:
                     continue
-            last = rounds >= self._rounds
-            finish = model_pb2.FINISH_REASON_LENGTH if last else model_pb2.FINISH_REASON_UNSPECIFIED
+            finish = model_pb2.FINISH_REASON_LENGTH if base + 2 == end else model_pb2.FINISH_REASON_UNSPECIFIED
             said = checksum.extended(said, [5, 5], finish)
             commit = verifier_pb2.Commit(
                 committed=model_pb2.Committed(base=base, tokens=[5, 5]),
@@ -99,8 +97,11 @@ class Echo:
 
     name = "specdec.v1.VerifierService"
 
-    def __init__(self, rounds: float = math.inf) -> None:
-        self.verifier = EchoVerifier(rounds)
+    max_request_bytes = MAX_MESSAGE_BYTES
+    works = True
+
+    def __init__(self) -> None:
+        self.verifier = EchoVerifier()
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(EchoDraft(), server)

@@ -43,7 +43,7 @@ async def _direct(address: str, rounds: int) -> list[float]:
 async def measure(rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of each round: (direct, relayed)."""
     server = grpc.aio.server()
-    echo = Echo(rounds)
+    echo = Echo()
     registered(echo, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -53,7 +53,8 @@ async def measure(rounds: int) -> tuple[list[float], list[float]]:
             grpc.aio.insecure_channel(place) as channel,
         ):
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]), max_tokens=1000)
+            prompt, tokens = generation_pb2.TokenPrompt(ids=[5]), 2 * (rounds + 1)
+            request = generation_pb2.GenerateRequest(tokens=prompt, max_tokens=tokens)
             call: Any = stub.Generate(request)
             direct = await _direct(address, rounds)
             async for _ in call:

@@ -11,6 +11,7 @@ import typer
 from draft_service import breadth
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer, Limits
+from specdec.durations import duration
 from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
@@ -42,7 +43,9 @@ def main(
         ),
     ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
-    drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
+    drain_seconds: Annotated[
+        float, duration("Time that running requests are given when the service is told to end.")
+    ] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
 ) -> None:

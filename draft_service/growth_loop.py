@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 
 from draft_service.session import Extension, Session
 from specdec.engine.engine import Engine
 from specdec.engine.kv import KVPool
-from specdec.serving.worker import Worker
+from specdec.serving.engine_worker import EngineWorker
 
 log = structlog.get_logger()
 
@@ -30,16 +31,16 @@ class Attached:
     session: Session
     emit: Callable[[Extension], None]
     fail: Callable[[Exception], None]
+    takes_more: Callable[[], bool] = lambda: True  # False: its reader has yet to take what was emitted
 
 
-class GrowthLoop(Worker):
+class GrowthLoop(EngineWorker[Session]):
     """`rows`: nodes read in one step, over all sessions; `rows_per_session` of one session at most;
     `prompt_budget`: tokens of text read in one step, over all sessions."""
 
     def __init__(self, engine: Engine, *, rows: int = 16, rows_per_session: int = 4, prompt_budget: int = 512) -> None:
-        super().__init__("growth-loop")
+        super().__init__("growth-loop", engine)
         self.steps = 0
-        self._engine = engine
         self._pool = KVPool(engine.capacity)
         self._rows = rows
         self._rows_per_session = rows_per_session
@@ -54,30 +55,38 @@ class GrowthLoop(Worker):
     # --- actions: called in the loop's thread -----------------------------------------------------
 
     def attach(self, attached: Attached) -> None:
-        """Give a session its memory; PoolFullError if there is none left."""
+        """Give a session its memory; PoolFullError if none is left, EngineLostError if nothing can be computed."""
+        self.check_works()
         session = attached.session
         session.own(self._pool.take(session.end + session.policy.max_nodes))
         self._attached[id(session)] = attached
 
     def detach(self, session: Session) -> None:
+        self._retrial.forget(session)
         if self._attached.pop(id(session), None) is not None:
             self._pool.give(session.slots)
 
+    def end_session(self, session: Session, error: Exception) -> None:
+        attached = self._attached[id(session)]
+        self.detach(session)
+        attached.fail(error)
+
+    def end_sessions(self, error: Exception) -> None:
+        for attached in list(self._attached.values()):
+            self.end_session(attached.session, error)
+
     # --- the loop ---------------------------------------------------------------------------------
 
-    def turn(self) -> float | None:
+    def step(self) -> float | None:
         reaches = [(attached.session.best_reach(), attached) for attached in self._attached.values()]
         hungry = [reached for reached in reaches if reached[0] > -math.inf]
         if hungry:
             hungry.sort(key=lambda reached: -reached[0])
+            on_trial = self._retrial.next({attached.session for _, attached in hungry})
+            if on_trial is not None:
+                hungry = [reached for reached in hungry if reached[1].session is on_trial]
             start = time.monotonic()
-            try:
-                self._step([attached for _, attached in hungry])
-            except Exception as error:  # the step's sessions are lost, the loop is not
-                log.error("step_failed", exc_info=error)
-                for _, attached in hungry:
-                    self.detach(attached.session)
-                    attached.fail(error)
+            self._step([attached for _, attached in hungry])
             self._step_seconds += STEP_SMOOTHING * (time.monotonic() - start - self._step_seconds)
         now = time.monotonic()
         wake = self._send(now)
@@ -100,15 +109,21 @@ class GrowthLoop(Worker):
             elif rows > 0:
                 rows -= session.plan_nodes(packer, min(share, rows))
                 planned.append(attached)
-        logits = self._engine.forward(packer.pack())
+        try:
+            logits = self._engine.forward(packer.pack())
+        except Exception as error:
+            for attached in planned:
+                attached.session.restart()
+            self.step_failed([attached.session for attached in planned], np.asarray(packer.slots), error)
+            return
         self.steps += 1
         for attached in planned:
+            self._retrial.forget(attached.session)
             try:
                 attached.session.grow(logits)
             except Exception as error:  # one session's trouble is not the others'
                 log.error("session_failed", exc_info=error)
-                self.detach(attached.session)
-                attached.fail(error)
+                self.end_session(attached.session, error)
 
     def _send(self, now: float) -> float | None:
         """Push what is due; when the next push will be."""
@@ -116,6 +131,8 @@ class GrowthLoop(Worker):
         for attached in self._attached.values():
             session = attached.session
             due = session.due(self._step_seconds)
+            if not attached.takes_more():
+                continue  # its next request will wake the loop
             if due <= now:
                 attached.emit(session.spell_unsent(now))
             elif due < math.inf:

@@ -15,6 +15,7 @@ from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
     chooser_of,
+    open_size_violations,
     paths_message,
     rule_violations,
     sampling_from,
@@ -64,7 +65,7 @@ class DraftServicer(
             extend.held_us = int(1e6 * extension.held)
             outbox.put(draft_pb2.DraftResponse(extend=extend))
 
-        self._loop.attach(Attached(session, emit, outbox.put))
+        self._loop.attach(Attached(session, emit, outbox.put, lambda: not outbox.full))
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)
@@ -103,7 +104,11 @@ class DraftServicer(
     def parse(self, request: draft_pb2.DraftRequest) -> Session:
         """Every value is checked, whoever sent it."""
         message = request.open
-        vocabulary, context = self._identity.vocabulary_size, self._identity.context_tokens
+        # Neither model knows tokens that the other cannot name: this one would guess what the target drops.
+        own, context = self._identity.vocabulary_size, self._identity.context_tokens
+        vocabulary = min(own, message.vocabulary_size or own)
+        if violations := open_size_violations(message, own, context):
+            raise InvalidRequestError(violations)
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
         violations = sampling_violations(sampling, vocabulary, frozenset())
@@ -111,10 +116,7 @@ class DraftServicer(
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         if violations:
             raise InvalidRequestError(violations)
-        # What the target cannot name would be dropped there, for being what it is; ends that the draft cannot name
-        # will never be guessed.
-        nameable = min(vocabulary, message.vocabulary_size or vocabulary)
-        end_tokens = frozenset(token for token in message.end_tokens if token < nameable)
+        end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never guessed
         wanted = SessionRequest(
             prompt,
             generated,
@@ -124,4 +126,4 @@ class DraftServicer(
             context,
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
-        return Session(wanted, policy, nameable, self._calibrations.of(wanted.chooser))
+        return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.chooser))

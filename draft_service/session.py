@@ -13,8 +13,8 @@ from draft_service.ranking import Ranking
 from draft_service.rhythm import Rhythm
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import ABSURD, Ask, Chooser
-from specdec.decoding.processing import History
+from specdec.decoding.choice import Ask, Chooser
+from specdec.decoding.processing import ABSURD, History
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 from specdec.engine.batch import Packer
@@ -98,31 +98,41 @@ class Session:
     def __init__(
         self, request: SessionRequest, policy: GrowthPolicy, vocabulary: int, calibration: Calibration
     ) -> None:
-        text = request.prompt + request.generated
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
         self._calibration = calibration  # shared with the sessions that it also fits
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
-        self.tree = TokenTree(text, vocabulary=vocabulary, last_position=self.end - 1, end_tokens=request.end_tokens)
         self.history = (
             History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
         )
         self.slots: Slots = np.zeros(0, dtype=np.int64)
+        self.rhythm = Rhythm()
+        self._begin(request.prompt + request.generated)
+
+    def _begin(self, text: list[int]) -> None:
+        """Nothing is read of this text yet, and nothing guessed."""
+        request = self.request
+        self.tree = TokenTree(
+            text, vocabulary=self.vocabulary, last_position=self.end - 1, end_tokens=request.end_tokens
+        )
         self.prefix: list[int] = []
         self.unsent: list[Node] = []
         self.unsent_rows: list[Node] = []  # nodes whose distribution over their children is to be sent
         self._unread = Ranking()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # of them, as long as root and policy stay
         self._kept = Ranking()  # not worth a message until the text has come nearer
-        self.rhythm = Rhythm()
-        self._free: list[int] = []
+        self._free: list[int] = self.slots.tolist()
         self._planned: list[tuple[Node, int]] = []  # (node, index among the results)
 
     def own(self, slots: Slots) -> None:
         """Take possession of memory, enough for the text and every node."""
         self.slots = slots
         self._free = slots.tolist()
+
+    def restart(self) -> None:
+        """Read the text anew: after a step that has failed nobody knows how much of it is in memory."""
+        self._begin(self.tree.committed)
 
     @property
     def _needed(self) -> bool:
@@ -294,7 +304,10 @@ class Session:
 
     def _sample(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
         """One child, drawn. Whether there is one must not depend on which it is, so nothing is asked of it."""
-        token, node.row = rejection.propose(logits, ask)
+        proposal = rejection.propose(logits, ask)
+        if proposal is None:
+            return
+        token, node.row = proposal
         assert token is not None
         (score,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.row))])
         self._sprout(node, token, score, node.reach() + score)

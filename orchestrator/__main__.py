@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from orchestrator.request import Model
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import supervise
+from specdec.durations import duration
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.server import ServerSettings, run, run_program
 
@@ -43,20 +45,21 @@ def main(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port; each uses a core.")] = 1,
     patience_ms: Annotated[
-        float, typer.Option(min=0, help="Longest time a step may be put off for expected candidates.")
+        float, duration("Longest time a step may be put off for expected candidates.", max=60_000.0)
     ] = 50.0,
     silence_seconds: Annotated[
-        float, typer.Option(min=0.5, help="A draft or verifier that says nothing for so long is lost.")
+        float, duration("A draft or verifier that says nothing for so long is lost.", min=0.5, max=3600.0)
     ] = 1.5,
-    failover_seconds: Annotated[
-        float, typer.Option(min=0, help="Longest time without progress until a request is given up.")
+    failover_seconds: Annotated[float, duration("Longest time without progress until a request is given up.")] = 30.0,
+    drain_seconds: Annotated[
+        float, duration("Time that running requests are given when the service is told to end.")
     ] = 30.0,
-    drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
     share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # what a worker is started with
 ) -> None:
     """Serve completions to backend applications."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text, and our threads are few
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin, share_port)
     if workers > 1:
         run_program(supervise(settings, workers), "orchestrator")

@@ -14,6 +14,7 @@ from typing import Self
 import structlog
 
 from orchestrator.backoff import Backoff
+from orchestrator.candidate_flow import CandidateFlow
 from orchestrator.links import DraftLink, LostError, OtherTokenizerError, VerifierLink
 from orchestrator.pacing import Pacing, first_reach
 from orchestrator.peers import Peers
@@ -35,7 +36,15 @@ LONGEST_PAUSE = 1.0
 
 
 class UselessError(LostError):
-    """A draft that is there, and might as well not be."""
+    """Candidates come in time, and none is right: for this text there might as well be no draft."""
+
+
+class LaggingError(LostError):
+    """No candidate comes in time: for anybody there might as well be no draft."""
+
+
+class FloodError(LostError):
+    """A draft that talks without end."""
 
 
 class Drafting:
@@ -66,7 +75,8 @@ class Drafting:
         self._verifier: VerifierLink | None = None  # who candidates go to
         self._draft: DraftLink | None = None  # who makes them
         self._pacing: Pacing | None = None  # of its session
-        self._fruitless = 0  # steps in a row
+        self._flow: CandidateFlow | None = None  # likewise
+        self._fruitless = self._offered = 0  # steps in a row, and candidates verified in them
         self._without = False  # there is no draft now
         self._trouble = "no_draft", "no pod"  # with the last one: (reason, why)
         self._given_up: ServiceError | None = None
@@ -104,16 +114,18 @@ class Drafting:
             verifier.give_up(self._given_up)
         elif self._pods is not None and self._working is None:
             self._working = asyncio.create_task(self._work())
-        elif self._draft is not None and self._pacing is not None:
+        elif self._draft is not None and self._pacing is not None and self._flow is not None:
+            self._flow.restart()
             for message in self._pacing.another_verifier(verifier.max_nodes):
                 self._draft.tell(message)
 
     def tell(self, commit: verifier_pb2.Commit) -> None:
         """What the target decided."""
         self._hear(commit.price)
-        draft, pacing = self._draft, self._pacing
-        if draft is None or pacing is None:
+        draft, pacing, flow = self._draft, self._pacing, self._flow
+        if draft is None or pacing is None or flow is None:
             return
+        flow.committed()
         rested = pacing.resting
         for message in pacing.messages(commit):
             draft.tell(message)
@@ -132,13 +144,15 @@ class Drafting:
         if not draft.at_work:
             return
         if commit.accepted or commit.price >= 1 or self._needed:
-            self._fruitless = 0
+            self._fruitless = self._offered = 0
             self._backoff.progressed()
             draft.pod.breaker.succeeded()
             return
         self._fruitless += commit.steps
+        self._offered += commit.offered
         if self._fruitless >= FRUITLESS_STEPS:
-            draft.give_up(UselessError(f"no candidate was accepted in {self._fruitless} steps"))
+            kind = UselessError if self._offered else LaggingError
+            draft.give_up(kind(f"of {self._offered} candidates in {self._fruitless} steps none was accepted"))
 
     # --- the work -----------------------------------------------------------------------------------
 
@@ -168,18 +182,29 @@ class Drafting:
                 with pod.load.session():
                     await self._relay(link)
             except OtherTokenizerError as unfit:
-                pod.found_unfit(str(unfit))
+                pod.found_unfit("tokenizer_mismatch", str(unfit))
+            except UselessError as useless:  # for this text: the pod serves others
+                self._left(link, "draft_useless", useless)
+            except LaggingError as lagging:
+                pod.breaker.failed()
+                self._left(link, "draft_useless", lagging)
+            except FloodError as flood:
+                pod.found_unfit("draft_lost", str(flood))
+                self._left(link, "draft_lost", flood)
             except LostError as lost:
                 pod.breaker.failed(conclusive=lost.conclusive)
-                reason: Reason = "draft_useless" if isinstance(lost, UselessError) else "draft_lost"
-                if link.opened:
-                    self._switches.note(reason, pod, str(lost))
-                self._trouble = reason if link.opened else "no_draft", f"{pod}: {lost}"
+                self._left(link, "draft_lost", lost)
             except Exception as error:  # it is full, or has found something to object to
                 self._trouble = "no_draft", f"{pod}: {error}"
             finally:
-                self._draft = self._pacing = None
+                self._draft = self._pacing = self._flow = None
         return link.at_work
+
+    def _left(self, link: DraftLink, reason: Reason, why: LostError) -> None:
+        """The draft's session has ended; one that was never open counts as none."""
+        if link.opened:
+            self._switches.note(reason, link.pod, str(why))
+        self._trouble = reason if link.opened else "no_draft", f"{link.pod}: {why}"
 
     async def _relay(self, link: DraftLink) -> None:
         """Open a session, and push what is guessed there to the verifier."""
@@ -191,10 +216,14 @@ class Drafting:
             min_reach=0.0 if self._insisted else first_reach(self._price),
         )
         # It opens with the text as it is now: from here on, commits are queued for it.
-        self._draft, self._pacing, self._fruitless = link, Pacing(policy, needed=self._needed), 0
+        self._draft, self._pacing = link, Pacing(policy, needed=self._needed)
+        self._flow = CandidateFlow(self._verifier.max_nodes)
+        self._fruitless = self._offered = 0
         await link.open(self._sample, self._transcript.generated, self._model, policy)
         await self._speculate(True)
         async for extend in link.extensions():
+            if problem := self._flow.violation(extend):
+                raise FloodError(problem)
             if self._without:
                 self._without = False
                 self._switches.note("draft_back", link.pod)
@@ -204,11 +233,13 @@ class Drafting:
         """There is no draft now."""
         assert self._pods is not None
         if self._pods and all(pod.unfit for pod in self._pods):
-            self._trouble = "tokenizer_mismatch", "; ".join(f"{pod}: {pod.unfit}" for pod in self._pods)
+            pods = list(self._pods)
+            self._trouble = pods[0].unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
         self._backoff.failed()
         if self._needed:
             if self._backoff.exhausted:
-                self._give_up(self._trouble[1])
+                log.warning("no_draft", reason=self._trouble[0], why=self._trouble[1])
+                self._give_up("none can be had")
             return
         if not self._without:
             self._without = True

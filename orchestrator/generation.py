@@ -34,6 +34,7 @@ class Generation:
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Responses of this sample; the last one carries `finish`."""
         first = True
+        await self._transcript.resume()
         async with self._drafting, aclosing(self._verification.commits()) as commits:
             async for commit in commits:
                 self._drafting.tell(commit)

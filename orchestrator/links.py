@@ -8,11 +8,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import structlog
 
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.watch import Watch
 from specdec.serving import checksum
+from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
 from specdec.serving.interceptor import request_id
 from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
@@ -22,6 +24,18 @@ STUCK_STEPS = 20
 """A step that has lasted as long as so many of its size is stuck, or might as well be."""
 
 DEADLINE_SLACK_SECONDS = 0.1
+
+SAID_BYTES = 1024
+"""Of a peer's words for why it ended a session, in our log."""
+
+MAX_IDENTITY_BYTES = 4096
+MAX_GRANTED_NODES = 1 << 16
+
+MAX_SIGNS = 64
+SIGNS_A_SECOND = 16
+"""Signs of life that a peer may send at once, and in the long run: four times as many as it should."""
+
+log = structlog.get_logger()
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -62,6 +76,7 @@ class Link:
         self.opened = False
         self._call: Call | None = None
         self._given_up: Exception | None = None
+        self._signs, self._last_sign = float(MAX_SIGNS), 0.0  # of life that it may still send, as of that time
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
 
     async def __aenter__(self) -> Self:
@@ -114,15 +129,16 @@ class Link:
                 raise
             raise self._given_up from None
         except grpc.aio.AioRpcError as error:
-            seen = from_rpc(error, self.peer)
+            seen, said = from_rpc(error, self.peer), f"{error.code().name}: {cut(error.details() or '', SAID_BYTES)}"
             match seen:
                 case PeerLostError() | ProtocolError():  # the one may have come of messages that broke on their way
                     gone = error.code() is grpc.StatusCode.UNAVAILABLE
-                    raise LostError(f"{error.code().name}: {error.details()}", conclusive=gone) from error
+                    raise LostError(said, conclusive=gone) from error
                 case NotBuiltError():
                     raise UnfitError(seen) from error
                 case DeadlineError() if not self._over:  # the peer's own, or that of somebody in between
-                    raise LostError(f"{error.code().name}: {error.details()}") from error
+                    raise LostError(said) from error
+            log.info("peer_refused", pod=str(self.pod), said=said)
             raise seen from error
         if response is grpc.aio.EOF or response is None:  # None is one that cannot be read
             raise LostError("the stream ended before the text did")
@@ -135,8 +151,18 @@ class Link:
         left = self._call.time_remaining()
         return left is not None and left < DEADLINE_SLACK_SECONDS
 
+    def _sign_of_life(self) -> None:
+        """LostError if they come faster than any peer sends them: they are for free, and nothing else bounds them."""
+        now = asyncio.get_running_loop().time()
+        self._signs = min(MAX_SIGNS, self._signs + SIGNS_A_SECOND * (now - self._last_sign)) - 1
+        self._last_sign = now
+        if self._signs < 0:
+            raise LostError("it floods us with signs of life", conclusive=True)
+
     def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
         """UnfitError unless we can talk."""
+        if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
+            raise LostError(f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens}")
         if identity.protocol_version != PROTOCOL_VERSION:
             raise UnfitError(
                 ProtocolError(f"{self.peer}: speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}")
@@ -197,8 +223,12 @@ class VerifierLink(Link):
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
-        self.identity, self.max_nodes, self.price = opened.identity, opened.max_nodes, opened.price
+        self.identity, self.max_nodes, self.price = opened.identity, max(1, opened.max_nodes), opened.price
         self._check(self.identity, model)
+        if self.identity.context_tokens > model.context:
+            raise LostError(f"its context is {self.identity.context_tokens} tokens, the model's {model.context}")
+        if not self.price >= 0 or self.max_nodes > MAX_GRANTED_NODES:
+            raise LostError(f"it grants {self.max_nodes} candidates at a price of {self.price}")
         if revision and self.identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(
@@ -222,7 +252,10 @@ class VerifierLink(Link):
                     if response.commit.finish_reason:
                         return
                 case "progress":
+                    self._sign_of_life()
                     self._look_at(response.progress)
+                case _:  # a newer verifier may say what we do not know, now and then
+                    self._sign_of_life()
 
     def _heard(self, commit: verifier_pb2.Commit) -> None:
         self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
@@ -308,7 +341,10 @@ class DraftLink(Link):
                     self.at_work = True
                     yield response.extend
                 case "progress" if response.progress.HasField("load"):
+                    self._sign_of_life()
                     self.pod.load.tell(response.progress.load)
+                case _:
+                    self._sign_of_life()
 
     def tell(self, message: draft_pb2.DraftRequest) -> None:
         """Queued, so that a draft that does not read stalls nobody."""

@@ -34,6 +34,7 @@ class Pod:
         self.numerics = ""  # fingerprint, as it last told
         self.turn = 0  # when it was last chosen
         self._clock = clock
+        self.unfit_reason = ""  # of the last time it was found unfit, for machines
         self._unfit, self._unfit_until = "", 0.0
 
     def __str__(self) -> str:
@@ -44,10 +45,11 @@ class Pod:
         """Why it cannot serve anybody here, if so."""
         return self._unfit if self._clock() < self._unfit_until else ""
 
-    def found_unfit(self, why: str) -> None:
+    def found_unfit(self, reason: str, why: str) -> None:
         """It is not asked until there may be another in its place."""
         if not self.unfit:
-            log.warning("pod_unfit", pod=str(self), why=why)
+            log.warning("pod_unfit", pod=str(self), reason=reason, why=why)
+        self.unfit_reason = reason
         self._unfit, self._unfit_until = why, self._clock() + UNFIT_SECONDS
 
 

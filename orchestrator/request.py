@@ -5,11 +5,20 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
-from orchestrator.tokenizer import ChatTemplateError, Tokenizer
+from orchestrator.tokenizer import ChatTemplateError, Tokenizer, TooManyTokensError
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.serving.echo import echo
 from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
-from specdec.serving.wire import lookahead_violations, rule_of, rule_violations, sampling_violations, token_violations
+from specdec.serving.wire import (
+    lookahead_violations,
+    rule_of,
+    rule_violations,
+    sampling_violations,
+    size_violations,
+    token_violations,
+    too_many,
+)
 from specdec.v1 import generation_pb2, model_pb2
 
 UNDRAFTED = (generation_pb2.SPECULATION_MODE_OFF, generation_pb2.SPECULATION_MODE_LOOKAHEAD)
@@ -23,7 +32,9 @@ GUESSED = (
 MOST_SAMPLES = 16
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
+MOST_STOP_TOKENS = 1024
 LONGEST_TENANT = 256
+LONGEST_FINGERPRINT = 128
 MOST_LOGPROBS = 20
 
 
@@ -37,6 +48,17 @@ class Model:
     context: int
     vocabulary: int
     end_tokens: frozenset[int]
+
+    @property
+    def most_text(self) -> int:
+        """Bytes of text that the context may hold: more are refused before they are looked at."""
+        return self.context * self.tokenizer.longest_token
+
+    @property
+    def most_request(self) -> int:
+        """Bytes of a request that can be valid: text, or tokens of 5 bytes each and as many to resume, turns of a chat
+        with some 10 bytes around each, a ban of every token, and 256 KiB for all the rest."""
+        return self.most_text + 20 * self.context + 5 * self.vocabulary + (256 << 10)
 
 
 @dataclass(frozen=True)
@@ -85,10 +107,12 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
     """The request a message asks for, or an error that names every field that is wrong. What is not `streamed` has
     time, unless a stop string may end it."""
     if message.model and message.model != model.name:
-        raise UnknownModelError(f"model: is {message.model!r}, served here is {model.name!r}")
+        raise UnknownModelError(f"model: is {echo(message.model)}, served here is {model.name!r}")
     if message.json_schema:
         raise NotBuiltError("json_schema: structured output is not built yet")
-    violations: list[tuple[str, str]] = []
+    violations = _sizes(message, model)
+    if violations:
+        raise InvalidRequestError(violations)
     prompt = _prompt(message, model, violations)
     generated = list(message.generated_tokens)
     violations += token_violations("generated_tokens", generated, model.vocabulary)
@@ -112,8 +136,6 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
     violations += rule_violations(message.rule, message.contrast, sampling)
 
     room = model.context - len(prompt)
-    if prompt and room < 1:
-        violations.append(("prompt", f"has {len(prompt)} tokens, the context of {model.context} leaves no room"))
     max_tokens = message.max_tokens if message.HasField("max_tokens") else max(1, room) + 1
     if max_tokens < 1:
         violations.append(("max_tokens", "is 0, must be at least 1"))
@@ -122,8 +144,6 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
         violations.append(("generated_tokens", f"has {len(generated)} tokens, nothing is left of {most}"))
     if message.min_tokens > max_tokens:
         violations.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
-    if message.n > MOST_SAMPLES:
-        violations.append(("n", f"is {message.n}, must be at most {MOST_SAMPLES}"))
     if generated and not has_seed:
         violations.append(("sampling.seed", "is not set, must be given with generated_tokens"))
     if generated and message.n > 1:
@@ -133,8 +153,6 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
     speculation = _speculation(message, violations)
-    if len(message.tenant) > LONGEST_TENANT:
-        violations.append(("tenant", f"has {len(message.tenant)} characters, must have at most {LONGEST_TENANT}"))
     if violations:
         raise InvalidRequestError(violations)
 
@@ -162,6 +180,29 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
             for i in range(max(1, message.n))
         ],
     )
+
+
+def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
+    """What of a request is too long to be looked at. Cheap, however long it is."""
+    chat = message.chat.messages
+    context = model.context
+    found: list[tuple[str, str] | None] = [
+        too_many("text", len(message.text.encode()), model.most_text, "bytes"),
+        too_many("tokens.ids", len(message.tokens.ids), context, "tokens"),
+        too_many("chat.messages", len(chat), context, "messages"),
+        too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
+        too_many("stop", len(message.stop), MOST_STOP_STRINGS, "strings"),
+        too_many("stop_tokens", len(message.stop_tokens), MOST_STOP_TOKENS, "tokens"),
+        too_many("tenant", len(message.tenant), LONGEST_TENANT, "characters"),
+        too_many("model_fingerprint", len(message.model_fingerprint), LONGEST_FINGERPRINT, "characters"),
+        *size_violations(message.sampling, model.vocabulary),
+    ]
+    if len(chat) <= context:
+        length = sum(len(turn.role.encode()) + len(turn.content.encode()) for turn in chat)
+        found.append(too_many("chat", length, model.most_text, "bytes"))
+    if message.n > MOST_SAMPLES:
+        found.append(("n", f"is {message.n}, must be at most {MOST_SAMPLES}"))
+    return [violation for violation in found if violation is not None]
 
 
 def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
@@ -194,37 +235,44 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
 
 
 def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> list[int]:
-    """The prompt's tokens; what is wrong with it is added to `violations`."""
-    match message.WhichOneof("prompt"):
-        case "text":
-            if not message.text:
+    """The prompt's tokens, with room for one more; what is wrong with it is added to `violations`."""
+    most = model.context - 1
+    try:
+        match message.WhichOneof("prompt"):
+            case "text":
+                if message.text:
+                    return model.tokenizer.encode(message.text, limit=most)
                 violations.append(("text", "is empty, must hold at least 1 character"))
-                return []
-            return model.tokenizer.encode(message.text)
-        case "tokens":
-            ids = list(message.tokens.ids)
-            if not ids:
-                violations.append(("tokens.ids", "is empty, must hold at least 1 token"))
-            violations += token_violations("tokens.ids", ids, model.vocabulary)
-            return ids
-        case "chat":
-            if not message.chat.messages:
+            case "tokens":
+                ids = list(message.tokens.ids)
+                if len(ids) > most:
+                    raise TooManyTokensError(len(ids))
+                if not ids:
+                    violations.append(("tokens.ids", "is empty, must hold at least 1 token"))
+                violations += token_violations("tokens.ids", ids, model.vocabulary)
+                return ids
+            case "chat":
+                if message.chat.messages:
+                    return model.tokenizer.encode(_rendered(message.chat, model), special=False, limit=most)
                 violations.append(("chat.messages", "is empty, must hold at least 1 message"))
-                return []
-            try:
-                text = model.tokenizer.render([(m.role, m.content) for m in message.chat.messages])
-            except ChatTemplateError as error:
-                violations.append(("chat", str(error)))
-                return []
-            return model.tokenizer.encode(text, special=False)
-        case _:
-            violations.append(("prompt", "is missing: set one of text, tokens, chat"))
-            return []
+            case _:
+                violations.append(("prompt", "is missing: set one of text, tokens, chat"))
+    except ChatTemplateError as error:
+        violations.append(("chat", str(error)))
+    except TooManyTokensError as error:
+        violations.append(("prompt", f"has {error.count} tokens, the context of {model.context} leaves no room"))
+    return []
+
+
+def _rendered(chat: generation_pb2.ChatPrompt, model: Model) -> str:
+    """A conversation as the model's template spells it; ChatTemplateError."""
+    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages])
+    if (length := len(text.encode())) > model.most_text:
+        raise ChatTemplateError(f"becomes {length} bytes of text, {model.most_text} fit the context at most")
+    return text
 
 
 def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:
-    if len(message.stop) > MOST_STOP_STRINGS:
-        violations.append(("stop", f"has {len(message.stop)} strings, must have at most {MOST_STOP_STRINGS}"))
     for index, stop in enumerate(message.stop):
         if not 0 < len(stop) <= LONGEST_STOP_STRING:
             violations.append((f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {LONGEST_STOP_STRING}"))

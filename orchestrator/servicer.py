@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,23 +16,39 @@ from orchestrator.generation import Generation
 from orchestrator.joining import Responses, joined
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
+from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
-SHORT = 4096
-"""Tokens that take less than a millisecond to check."""
+SHORT_BYTES = 1 << 14
+"""A prompt of tokens in a request of so many bytes takes less than a millisecond to check."""
+
+LONG_BYTES = 1 << 18
+"""Longer requests are parsed one after another: a text of megabytes takes seconds, and hundreds of megabytes, to
+tokenise."""
+
+
+PARSING_THREADS = 2
+"""For other requests. Each thread that tokenises has memory for it, which it keeps."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     name = "specdec.v1.GenerationService"
 
+    works = True  # whether there is a verifier, each request finds out
+
     def __init__(self, model: Model, peers: Peers) -> None:
+        self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
         self._model = model
         self._peers = peers
+        self._short = ThreadPoolExecutor(PARSING_THREADS, "prompts")
+        self._long = ThreadPoolExecutor(1, "long-prompts")
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def close(self) -> None:
+        for executor in (self._short, self._long):
+            executor.shutdown(cancel_futures=True)
         await self._peers.close()
 
     async def Generate(  # type: ignore[override]
@@ -83,9 +101,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _parse(self, request: generation_pb2.GenerateRequest, *, streamed: bool = True) -> Request:
         """Tokenising takes a while, and has a thread; what comes in few tokens does not wait for one."""
-        if request.WhichOneof("prompt") == "tokens" and len(request.tokens.ids) <= SHORT:
+        size = request.ByteSize()
+        if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
             return parse(request, self._model, streamed=streamed)
-        return await asyncio.to_thread(parse, request, self._model, streamed=streamed)
+        executor = self._long if size > LONG_BYTES else self._short
+        work = partial(parse, request, self._model, streamed=streamed)
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
         """Responses of all samples as they come."""

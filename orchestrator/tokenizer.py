@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,21 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
+REMEMBERED_WORDS = 1000
+"""Words whose tokens each thread that encodes remembers. The library's own 10,000 take it 5 MB, or 75 if they are long
+ones; without any, a text takes two thirds longer (docs/decisions/2026-11-24-what-grows.md)."""
+
 
 class ChatTemplateError(Exception):
     """The conversation cannot be rendered."""
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than were asked for; `count`, so many."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} tokens")
+        self.count = count
 
 
 class Tokenizer:
@@ -33,6 +46,9 @@ class Tokenizer:
         # What a training run left in the file must not shorten a prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        resize_cache: Callable[[int], None] | None = getattr(self._tokenizer.model, "_resize_cache", None)
+        if resize_cache is not None:  # BPE and Unigram remember words
+            resize_cache(REMEMBERED_WORDS)
         self._special = {
             name: value if isinstance(value, str) else (value or {}).get("content")
             for name, value in directory.tokenizer_config.items()
@@ -44,9 +60,23 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; `special` adds what the model expects around a plain prompt (a BOS token, say)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes that one token can stand for at most (but for white space that a special token swallows, and for what
+        the model has no tokens for)."""
+        return max(len(piece.encode()) for piece in self._tokenizer.get_vocab(with_added_tokens=True))
+
+    def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
+        """Token ids; `special` adds what the model expects around a plain prompt (a BOS token, say). With more than
+        `limit` of them, TooManyTokensError.
+
+        Other threads run meanwhile: it is `encode_batch_fast` that lets go of the interpreter, and `encode` that does
+        not (tokenizers 0.22: a text of 3 MB held it for three seconds).
+        """
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if limit is not None and len(encoding) > limit:
+            raise TooManyTokensError(len(encoding))
+        return list(encoding.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

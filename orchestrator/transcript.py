@@ -5,14 +5,18 @@ The committed text is the only truth: trees and caches of draft and verifier can
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 from orchestrator.request import Model, Sample
 from orchestrator.text import TextStream
-from specdec.client.sources import accepted_by_step, source_name
+from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
+
+SOON_SPELT = 512
+"""Tokens that are spelt in less time than other streams would notice: each takes some 20 microseconds."""
 
 
 @dataclass
@@ -27,13 +31,12 @@ class Statistics:
     sources: Counter[str] = field(default_factory=Counter)
 
     def message(self) -> generation_pb2.SpeculationStatistics:
-        most = max(self.histogram, default=-1)
         return generation_pb2.SpeculationStatistics(
             steps=self.steps,
             drafted=self.drafted,
             accepted=self.accepted,
             overrun=self.overrun,
-            accepted_histogram=[self.histogram[i] for i in range(most + 1)],
+            accepted_histogram=histogram_entries(self.histogram),
             sources=self.sources,
         )
 
@@ -48,13 +51,22 @@ class Transcript:
         self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
         self._found: int | None = None  # tokens that were in memory already when the text began
         self.generated = list(sample.generated)  # tokens that are final
-        for token in sample.generated:
-            self._text.push(token)  # what the client has already seen
 
     @property
     def base(self) -> int:
         """Committed tokens, prompt included."""
         return len(self._sample.prompt) + len(self.generated)
+
+    async def resume(self) -> None:
+        """Spell what the client has already seen; before the first commit."""
+        if len(self._sample.generated) > SOON_SPELT:
+            await asyncio.to_thread(self._spell_generated)
+        else:
+            self._spell_generated()
+
+    def _spell_generated(self) -> None:
+        for token in self._sample.generated:
+            self._text.push(token)
 
     def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse:
         """Take a commit into the text: cut at a stop string, counted exactly. A response that ends the text has
@@ -102,11 +114,11 @@ class Transcript:
 
     def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
         statistics = self._statistics
-        accepted = accepted_by_step(commit.sources[:kept], commit.steps)
+        histogram = accepted_histogram(commit.sources[:kept], commit.steps)
         statistics.steps += commit.steps
         statistics.drafted += commit.offered
-        statistics.accepted += sum(accepted)
-        statistics.histogram.update(accepted)
+        statistics.accepted += accepted_candidates(histogram)
+        statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
         if self._found is None:  # what a verifier that takes it up finds is no news of the prompt

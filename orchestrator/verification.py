@@ -15,6 +15,7 @@ import structlog
 
 from orchestrator.admission import LeftAloneError
 from orchestrator.backoff import Backoff
+from orchestrator.commit_check import CommitCheck
 from orchestrator.drafting import Drafting
 from orchestrator.links import LostError, UnfitError, VerifierLink
 from orchestrator.peers import Peers
@@ -22,15 +23,20 @@ from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.switches import Switches
 from orchestrator.transcript import Transcript
-from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, ServiceError
+from specdec.serving.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    ModelFailureError,
+    OverloadedError,
+    PeerLostError,
+    ServiceError,
+)
 from specdec.v1 import model_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
 CONSUMED_EVERY = 64
 """Tokens between two reports to the verifier of how far the client has read."""
-
-SOURCES = frozenset(model_pb2.TokenSource.values())
 
 
 class Verification:
@@ -58,7 +64,8 @@ class Verification:
         self._backoff = Backoff(peers.failover_seconds)
         self._attempt = 1  # which session of this text is the next
         self._tried: dict[Pod, Exception] = {}  # since the last progress or pause
-        self._unfit: dict[Pod, ServiceError] = {}
+        self._unfit: dict[Pod, ServiceError] = {}  # that serve something else, or have failed on this text
+        self._begun = False  # a verifier has found the text valid, and said more of it
         self._lost: Pod | None = None  # the last one
         self.identity = model_pb2.ModelIdentity()  # of the verifier that has the text
         self.revision = sample.revision  # of the model; empty until the text is begun
@@ -76,8 +83,10 @@ class Verification:
                     await self._open(link)
                     with pod.load.session():
                         reported = self._transcript.base
+                        check = CommitCheck(self._sample, self._model, link.identity.context_tokens)
                         async for commit in link.commits():
-                            self._check(commit)
+                            if problem := check.violation(commit, len(self._transcript.generated)):
+                                raise LostError(f"a commit makes no sense: {problem}")
                             self._progressed(pod, commit)
                             yield commit
                             if self._transcript.base - reported >= CONSUMED_EVERY:
@@ -90,6 +99,8 @@ class Verification:
                     self._tried[pod] = error
                 except UnfitError as unfit:
                     self._unfit[pod] = unfit.error
+                except (ModelFailureError, InvalidRequestError) as error:
+                    self._note_failed(link, error)
 
     def _longest_step(self, pod: Pod) -> float:
         """Seconds. Where nobody else could take the text, a step that lasts is better waited for: the verifier has
@@ -123,9 +134,9 @@ class Verification:
         if full and self._attempt == 1:
             raise min(full, key=lambda error: error.retry_after)
         if self._backoff.exhausted:
-            found = [f"{pod}: {self._tried.get(pod, 'left alone after failures')}" for pod in self._pods]
-            tried = "; ".join(found) or "there is no pod"
-            raise PeerLostError(f"verifier: none within {self._backoff.budget:g} s ({tried})", "VERIFIER_LOST")
+            tried = {str(pod): str(self._tried.get(pod, "left alone after failures")) for pod in self._pods}
+            log.warning("no_verifier", tried=tried)
+            raise PeerLostError(f"verifier: none within {self._backoff.budget:g} s", "VERIFIER_LOST")
 
     async def _pause(self) -> None:
         pause, left = self._backoff.pause(), self._timeout()
@@ -160,6 +171,7 @@ class Verification:
         return sum(self._preemptions)
 
     def _progressed(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
+        self._begun = True
         self._preemptions[-1] = commit.preemptions
         pod.breaker.succeeded()
         self._backoff.progressed()
@@ -174,20 +186,14 @@ class Verification:
         else:
             log.info("verifier_not_opened", pod=str(pod), why=str(lost))
 
-    def _check(self, commit: verifier_pb2.Commit) -> None:
-        """A commit that does not follow on means that one is lost, and the text with it; one that makes no sense, that
-        the pod has lost its mind."""
-        here, tokens, sources = self._transcript.base, commit.committed.tokens, commit.sources
-        if commit.committed.base != here:
-            raise LostError(f"a commit at {commit.committed.base} tokens, the text has {here}")
-        if not tokens or max(tokens) >= self._model.vocabulary:
-            raise LostError(f"a commit of the tokens {list(tokens)[:8]}, of {self._model.vocabulary}")
-        if len(sources) != len(tokens) or not SOURCES.issuperset(sources):
-            raise LostError(f"a commit of {len(tokens)} tokens from {len(sources)} sources")
-        if self._sample.logprobs and len(commit.logprobs) != len(tokens):
-            raise LostError(f"a commit of {len(tokens)} tokens with {len(commit.logprobs)} log-probabilities")
-        if any(len(each.top_tokens) != len(each.top_logprobs) for each in commit.logprobs):
-            raise LostError("a commit whose log-probabilities are of other tokens")
+    def _note_failed(self, link: VerifierLink, error: ServiceError) -> None:
+        """A verifier's model has failed on this text, or it finds invalid what another one has begun: others may not.
+        A request that no verifier has begun may be wrong indeed, and its caller is told so."""
+        if isinstance(error, InvalidRequestError) and not self._begun:
+            raise error
+        self._lost = link.pod
+        self._unfit[link.pod] = error
+        self._switches.note("verifier_lost", link.pod, str(error))
 
     def _timeout(self) -> float | None:
         """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""

@@ -21,7 +21,7 @@ from dataclasses import replace
 import structlog
 
 from specdec.serving import logs
-from specdec.serving.server import STOP_SIGNALS, ServerSettings, StartError, bound, stop_asked_for
+from specdec.serving.server import STOP_SIGNALS, ServerSettings, StartError, announce, bound, stop_asked_for
 
 log = structlog.get_logger()
 
@@ -48,7 +48,7 @@ async def supervise(settings: ServerSettings, count: int) -> None:
         # 2. Serve. Of an option that is given twice, the last counts.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
         address = f"{settings.host}:{settings.port}"
-        workers = Workers((sys.executable, *sys.orig_argv[1:], *ours), lambda: print(f"ready {address}", flush=True))
+        workers = Workers((sys.executable, *sys.orig_argv[1:], *ours), lambda: announce(address))
         running = asyncio.ensure_future(workers.run(count))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -21,6 +21,7 @@ except ImportError:  # the client alone was installed
 
 from specdec import __version__
 from specdec.client import Chunk, Client, Finish, SpecdecError
+from specdec.durations import duration
 
 if TYPE_CHECKING:
     from specdec.v1.verifier_pb2 import GetLoadResponse
@@ -148,7 +149,7 @@ def up(
 @app.command()
 def load(
     address: Annotated[str, typer.Argument(help="Of a verifier.")],
-    every: Annotated[float | None, typer.Option(min=0.1, help="Seconds; look again and again.")] = None,
+    every: Annotated[float | None, duration("Seconds; look again and again.", min=0.1)] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object a look.")] = False,
 ) -> None:
     """How full and how busy a verifier is."""
@@ -219,7 +220,7 @@ def generate(
     alpha: Annotated[
         float | None, typer.Option(help="Contrastive: least probability, relative to the most probable token's.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for one prompt.")] = None,
+    timeout: Annotated[float | None, duration("Seconds for one prompt.", min=0.001)] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
 ) -> None:
     """Continue prompts, each token coloured by where it came from."""

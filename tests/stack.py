@@ -30,7 +30,7 @@ from specdec.engine.kv import Slots
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.torch_engine import TorchEngine
 from specdec.serving.interceptor import CallInterceptor
-from specdec.serving.server import CHANNEL_OPTIONS, Service, registered
+from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.serving.trunk.servicer import TrunkServicer
 from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
@@ -88,7 +88,7 @@ def model_of(directory: ModelDirectory) -> Model:
 class Pod:
     """A service behind a port of its own, which it keeps when it is ended and started again."""
 
-    service: Service
+    service: Servicer
     address: str = "127.0.0.1:0"
     server: grpc.aio.Server = field(init=False)
     trunks: TrunkServicer = field(init=False)
@@ -127,7 +127,7 @@ async def running(pod: Pod) -> AsyncIterator[Pod]:
 
 
 @asynccontextmanager
-async def served(service: Service) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+async def served(service: Servicer) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A server with one service on a free port; its address."""
     async with running(Pod(service)) as pod:
         yield pod.address, pod.server

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import structlog
 import typer
 
+from specdec.durations import duration
 from specdec.engine.engine import Engine
 from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
@@ -86,7 +87,9 @@ def main(
             "from the target."
         ),
     ] = None,
-    drain_seconds: Annotated[float, typer.Option(min=0)] = 30.0,
+    drain_seconds: Annotated[
+        float, duration("Time that running requests are given when the service is told to end.")
+    ] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
 ) -> None:

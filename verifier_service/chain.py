@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import ABSURD, Ask
+from specdec.decoding.choice import Ask
+from specdec.decoding.processing import ABSURD
 from specdec.decoding.proposal import DraftRow
 from specdec.decoding.tree import Paths
 from specdec.engine.blocks import BlockTable
@@ -129,7 +130,10 @@ class Chain:
         chooser = session.request.chooser
         if not session.draws:
             return chooser.preferences(logits, position, session.history, self.tokens, BRANCHES)
-        drawn, row = rejection.propose(logits, Ask(chooser, position, session.history, self.tokens))
+        proposal = rejection.propose(logits, Ask(chooser, position, session.history, self.tokens))
+        if proposal is None:
+            return [], []
+        drawn, row = proposal
         assert drawn is not None
         self._rows.append(row)
         return [drawn], [math.log(rejection.acceptance(row))]

@@ -43,6 +43,11 @@ class Residence:
         self._lose = lose
         self._arrivals = itertools.count()
 
+    @property
+    def everybody(self) -> list[Attached]:
+        """Those who have memory, and those who wait for it."""
+        return [*self.running, *self._waiting]
+
     def enter(self, attached: Attached) -> None:
         """Let a session in as soon as there is memory for it."""
         attached.arrival = next(self._arrivals)

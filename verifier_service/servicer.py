@@ -15,9 +15,11 @@ from specdec.serving.errors import InvalidRequestError, OverloadedError, Protoco
 from specdec.serving.outbox import Outbox
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
+    MAX_NODES_A_MESSAGE,
     chooser_of,
     lookahead_from,
     lookahead_violations,
+    open_size_violations,
     paths_from,
     rule_violations,
     sampling_from,
@@ -34,7 +36,6 @@ from verifier_service.verdict import Verdict
 log = structlog.get_logger()
 
 MOST_LOGPROBS = 20
-MOST_NODES_A_MESSAGE = 1024
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,14 @@ class VerifierServicer(
             most = max(
                 len(extend.tokens), len(extend.parents), len(extend.score_bytes), len(extend.scores), len(extend.rows)
             )
-            if most > MOST_NODES_A_MESSAGE:
-                raise ValueError(f"{most} nodes, at most {MOST_NODES_A_MESSAGE} a message")
+            if most > MAX_NODES_A_MESSAGE:
+                raise ValueError(f"{most} nodes, at most {MAX_NODES_A_MESSAGE} a message")
             session.extend(extend.base, paths_from(extend), arrived, extend.held_us * 1e-6)
         except ValueError as error:
             self._loop.load.refused += 1
-            log.warning("candidates_refused", why=str(error))
+            session.refused_extends += 1
+            if session.refused_extends == 1:  # a draft that talks nonsense does so again and again
+                log.warning("candidates_refused", why=str(error))
 
     def opened(self, session: Session) -> verifier_pb2.VerifyResponse:
         opened = verifier_pb2.VerifyOpened(
@@ -194,6 +197,8 @@ class VerifierServicer(
         if message.HasField("checksum") and message.checksum != heard:
             raise ProtocolError("`open` is not what was said, by its checksum")
         vocabulary, context = self.identity.vocabulary_size, self.identity.context_tokens
+        if violations := open_size_violations(message, vocabulary, context):
+            raise InvalidRequestError(violations)
         prompt, generated = list(message.prompt_tokens), list(message.generated_tokens)
         sampling = sampling_from(message.sampling)
         end_tokens = frozenset(message.end_tokens)

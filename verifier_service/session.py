@@ -88,6 +88,7 @@ class Session:
         self.computed = 0
         self.found = 0  # tokens that were in memory already when it was first given some
         self.consumed = len(text)
+        self.refused_extends = 0  # messages of candidates that made no sense
         self._outlook: tuple[float, float] | None = None  # of the tree as it is
 
     @property

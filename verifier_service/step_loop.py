@@ -20,8 +20,8 @@ from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine, step_of
+from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.outbox import Outbox
-from specdec.serving.worker import Worker
 from verifier_service.attached import Attached, StepTimes
 from verifier_service.cores import Cores
 from verifier_service.cost import StepCost, cheapest_rows
@@ -61,7 +61,7 @@ NOTHING_PAYS = 1.0
 """A price at which there is no use in drafting."""
 
 
-class StepLoop(Worker):
+class StepLoop(EngineWorker[Session]):
     """`step_rows`: up to which prompts fill a step, or fewer if a row costs less then; `run_ahead`: tokens a session
     may be ahead of what its client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from;
     `cost`: measured unless it is known; `own_draft`: guesses between steps, where that pays."""
@@ -77,9 +77,8 @@ class StepLoop(Worker):
         guard: Guard | None = None,
         own_draft: OwnDraft | None = None,
     ) -> None:
-        super().__init__("step-loop")
+        super().__init__("step-loop", engine)
         self.load = Load()
-        self._engine = engine
         self._forward = step_of(engine)
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
@@ -125,7 +124,8 @@ class StepLoop(Worker):
     # --- actions: called in the loop's thread -------------------------------------------------------
 
     def attach(self, attached: Attached) -> None:
-        """Let a session in as soon as there is memory for it."""
+        """Let a session in as soon as there is memory for it; EngineLostError if nothing can be computed."""
+        self.check_works()
         self._residence.enter(attached)
 
     def detach(self, session: Session) -> None:
@@ -139,21 +139,25 @@ class StepLoop(Worker):
         self._forget(attached.session)
 
     def _forget(self, session: Session) -> None:
+        self._retrial.forget(session)
         if self._own_draft is not None:
             self._own_draft.leave(session)
 
     # --- the loop -----------------------------------------------------------------------------------
 
-    def turn(self) -> float | None:
+    def step(self) -> float | None:
         self._residence.admit()
         ready = [a for a in self._residence.running if a.session.computable and not self._residence.stalled(a)]
         if not ready:
             self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
+        on_trial = self._retrial.next({attached.session for attached in ready})
+        if on_trial is not None:
+            ready = [attached for attached in ready if attached.session is on_trial]
         self._count_foreseen(ready)
         self._settle_who_has_the_cores()
         speculating = [a for a in ready if a.session.speculates]
-        crowd = self._crowd(ready) if speculating else None
+        crowd = self._crowd(ready) if speculating and on_trial is None else None
         if crowd is not None:
             self._guard.face(crowd, time.monotonic())
         for attached in speculating:
@@ -205,13 +209,13 @@ class StepLoop(Worker):
             forward_time = time.monotonic() - forward_start
             walk([descent for _, descent in descents], results)
             self._look([descent for _, descent in descents if descent.error is None], results)
-        except Exception as error:  # the step's sessions are lost, the loop is not
-            for attached, _ in planned:
-                self._quarantine(attached, error)
+        except Exception as error:  # nothing of the step counts; its sessions are tried again
+            self.step_failed([attached.session for attached, _ in planned], np.asarray(packer.slots), error)
             return
 
         # 3. Commit: keep what was accepted, tell everybody.
         for attached, piece in planned:
+            self._retrial.forget(attached.session)
             if piece.tip is None:
                 attached.session.computed += piece.count
         kept = [(a, descent) for a, descent in descents if descent.error is None]
@@ -449,6 +453,19 @@ class StepLoop(Worker):
                 self.load.outcomes += 1
                 self.load.foreseen += attached.session.drafted
                 attached.decided = False
+
+    # --- failures -----------------------------------------------------------------------------------
+
+    def end_session(self, session: Session, error: Exception) -> None:
+        (attached,) = (each for each in self._residence.everybody if each.session is session)
+        self._quarantine(attached, error)
+
+    def end_sessions(self, error: Exception) -> None:
+        for attached in self._residence.everybody:
+            self._tell(attached)
+            self.detach(attached.session)
+            attached.outbox.put(error)
+        self.pool.forget_prefixes()
 
     def _quarantine(self, attached: Attached, error: Exception) -> None:
         """End a session that failed, and wipe its memory: a NaN in it would spread to whoever gets it next."""

@@ -31,6 +31,8 @@ _OPTIONS: dict[str, int | str] = {
 }
 
 
+_LONGEST_TIMEOUT = 1e7  # seconds
+
 Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
 
 
@@ -57,7 +59,7 @@ class Endpoint(Generic[Channel]):
         call, and `options` are gRPC channel arguments.
         """
         self._rotation = Rotation(_addresses(address))
-        self._timeout = timeout
+        self._timeout = _checked(timeout)
         self._max_retries = max_retries
         self._credentials = credentials
         self._metadata = tuple(metadata)
@@ -67,7 +69,7 @@ class Endpoint(Generic[Channel]):
         self._connecting = threading.Lock()  # threads may share a synchronous client
 
     def _retries(self, timeout: float | EllipsisType | None) -> Retries:
-        timeout = self._timeout if timeout is ... else timeout
+        timeout = self._timeout if timeout is ... else _checked(timeout)
         closed = self._closed
         return Retries(self._rotation, self._max_retries, timeout, lambda: self._closed > closed)
 
@@ -77,3 +79,9 @@ def _addresses(given: str | Sequence[str]) -> list[str]:
     if not addresses or "" in addresses:
         raise ValueError(f"address = {given!r}: each must be a host:port")
     return list(dict.fromkeys(addresses))
+
+
+def _checked(timeout: float | None) -> float | None:
+    if timeout is not None and not timeout <= _LONGEST_TIMEOUT:
+        raise ValueError(f"timeout = {timeout!r}: must be at most {_LONGEST_TIMEOUT:g} seconds, or None for no bound")
+    return timeout

@@ -39,6 +39,7 @@ class SpecdecError(Exception):
         reason: str = "",
         violations: Iterable[tuple[str, str]] = (),
         retry_after: float | None = None,
+        request_id: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -48,6 +49,8 @@ class SpecdecError(Exception):
         """(field, description) of each field the server refused."""
         self.retry_after = retry_after
         """Seconds after which the server suggests to try again, if it does."""
+        self.request_id = request_id
+        """The id by which the server's logs know the request; empty if it told none."""
 
 
 class InvalidRequest(SpecdecError):
@@ -119,15 +122,17 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
             for violation in _fields(details.get("google.rpc.BadRequest", b"")).get(1, [])
         ]
         reason = _text(_fields(details.get("google.rpc.ErrorInfo", b"")), 1)
+        request_id = _text(_fields(details.get("google.rpc.RequestInfo", b"")), 1)
         delay = None if retry is None else Duration.FromString(_fields(retry).get(1, [b""])[0])
     except DecodeError:  # broken details must not hide the error they belong to
-        violations, reason, delay = [], "", None
+        violations, reason, delay, request_id = [], "", None, ""
     return ERRORS[error.code()](
         error.details() or error.code().name,
         code=error.code(),
         reason=reason,
         violations=violations,
         retry_after=None if delay is None else delay.seconds + delay.nanos / 1e9,
+        request_id=request_id,
     )
 
 

@@ -14,6 +14,7 @@ from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
+_LONGEST_ASKED_FOR = 60.0  # of the pauses that servers ask for
 _MODEL_CHANGED = "MODEL_CHANGED"
 """The server has no model to go on with; another may have, but it will not have one again soon."""
 
@@ -68,7 +69,7 @@ class Retries:
             return 0.0  # another one, which may be well
         # Doubled each time and never the same for two clients, lest they all return at once.
         pause = _SHORTEST_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
-        pause = max(min(pause, _LONGEST_PAUSE), seen.retry_after or 0.0)
+        pause = max(min(pause, _LONGEST_PAUSE), min(seen.retry_after or 0.0, _LONGEST_ASKED_FOR))
         left = self.seconds_left
         if left is not None and pause >= left:
             code = grpc.StatusCode.DEADLINE_EXCEEDED

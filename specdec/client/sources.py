@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from specdec.v1.model_pb2 import (
@@ -16,20 +17,37 @@ ACCEPTED = (TOKEN_SOURCE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD, TOKE
 """Of candidates. Any other token is the target's own, and the last of its step."""
 
 
-def source_name(source: TokenSource.ValueType) -> str:
-    return TokenSource.Name(source).removeprefix("TOKEN_SOURCE_").lower()
+_NAMES: dict[int, str] = {number: name.removeprefix("TOKEN_SOURCE_").lower() for name, number in TokenSource.items()}
 
 
-def accepted_by_step(sources: Iterable[TokenSource.ValueType], steps: int) -> list[int]:
-    """How many candidates each of `steps` steps has brought, by the sources of their tokens, as far as these are kept:
-    a text may end with a candidate, and steps behind its end have brought none of it."""
-    found, count = [], 0
+def source_name(source: int) -> str:
+    """The name of a source; "unspecified" for one that a newer server knows and this code does not."""
+    return _NAMES.get(source, "unspecified")
+
+
+def accepted_histogram(sources: Iterable[TokenSource.ValueType], steps: int) -> Counter[int]:
+    """How many of `steps` steps have brought how many candidates, by the sources of their tokens, as far as these are
+    kept: a text may end with a candidate, and steps behind its end have brought none of it."""
+    histogram: Counter[int] = Counter()
+    count = 0
     for source in sources:
         if source in ACCEPTED:
             count += 1
         else:
-            found.append(count)
+            histogram[count] += 1
             count = 0
     if count:
-        found.append(count)
-    return found + [0] * (steps - len(found))
+        histogram[count] += 1
+    if steps > (seen := histogram.total()):
+        histogram[0] += steps - seen
+    return histogram
+
+
+def accepted_candidates(histogram: Counter[int]) -> int:
+    """Candidates that all steps of a histogram have brought."""
+    return sum(count * steps for count, steps in histogram.items())
+
+
+def histogram_entries(histogram: Counter[int]) -> list[int]:
+    """A histogram as messages carry it: entry i counts the steps that have brought i candidates."""
+    return [histogram[count] for count in range(max(histogram, default=-1) + 1)]

@@ -6,7 +6,7 @@ said is all there is to know.
 
 from __future__ import annotations
 
-from specdec.client.sources import accepted_by_step, source_name
+from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 from specdec.v1.generation_pb2 import GenerateResponse, SpeculationStatistics
 
 
@@ -34,22 +34,32 @@ class Tally:
 
 
 def _of(response: GenerateResponse) -> SpeculationStatistics:
-    accepted = accepted_by_step(response.sources, response.steps)
-    statistics = SpeculationStatistics(steps=response.steps, drafted=response.drafted, accepted=sum(accepted))
-    statistics.accepted_histogram.extend(accepted.count(count) for count in range(max(accepted, default=-1) + 1))
+    histogram = accepted_histogram(response.sources, response.steps)
+    statistics = SpeculationStatistics(
+        steps=response.steps,
+        drafted=response.drafted,
+        accepted=accepted_candidates(histogram),
+        accepted_histogram=histogram_entries(histogram),
+    )
     for source in response.sources:
         statistics.sources[source_name(source)] += 1
     return statistics
 
 
 def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
-    total.steps += part.steps
-    total.drafted += part.drafted
-    total.accepted += part.accepted
+    """Add up two parts of a stream, as far as their fields can count: a server may say anything."""
+    total.steps = _sum(total.steps, part.steps)
+    total.drafted = _sum(total.drafted, part.drafted)
+    total.accepted = _sum(total.accepted, part.accepted)
     for name, count in part.sources.items():
-        total.sources[name] += count
+        total.sources[name] = _sum(total.sources[name], count)
     for name, count in part.switches.items():
-        total.switches[name] += count
+        total.switches[name] = _sum(total.switches[name], count)
     total.accepted_histogram.extend([0] * (len(part.accepted_histogram) - len(total.accepted_histogram)))
     for accepted, steps in enumerate(part.accepted_histogram):
-        total.accepted_histogram[accepted] += steps
+        total.accepted_histogram[accepted] = _sum(total.accepted_histogram[accepted], steps)
+
+
+def _sum(one: int, other: int) -> int:
+    """Their sum, or the most that a uint32 holds."""
+    return min(one + other, (1 << 32) - 1)

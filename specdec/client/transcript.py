@@ -29,7 +29,15 @@ class Transcript:
         self._before_seconds = 0.0
 
     def take(self, response: GenerateResponse) -> Chunk:
-        """Enter a response."""
+        """Enter a response; ServerError if it makes no sense."""
+        try:
+            return self._take(response)
+        except ValueError as error:
+            raise ServerError(
+                f"the server's response makes no sense: {error}", code=grpc.StatusCode.INTERNAL
+            ) from error
+
+    def _take(self, response: GenerateResponse) -> Chunk:
         if response.HasField("seed"):
             self._request.sampling.seed = response.seed
         if response.model_fingerprint:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.noise import gumbel, request_state, token_words
-from specdec.decoding.processing import History, Logits, adjusted, temperatures, tempered
+from specdec.decoding.processing import ABSURD, History, Logits, adjusted, temperatures, tempered
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.race import winners
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
@@ -33,9 +33,6 @@ Tokens = NDArray[np.int64]
 
 BLOCK = 1 << 17
 """About so many logits are worked on at once: what is made of them stays in a core's cache."""
-
-ABSURD = 1e30
-"""Logits of this size come from a broken model; below it, none overflows float32 when divided by T."""
 
 LOOKED_AT = 256
 """Of a draft's logits so many, the largest, are looked at for candidates."""

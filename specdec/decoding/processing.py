@@ -19,6 +19,9 @@ Logits = NDArray[np.float32]
 
 LIMIT = float(np.finfo(np.float32).max)
 
+ABSURD = 1e30
+"""Logits of this size come from a broken model; below it, none overflows float32 when divided by T."""
+
 
 class History:
     """Which tokens a text holds, for the penalties: prompt as a set, output as counts."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.noise import DOMAIN_ACCEPT, DOMAIN_DRAFT, DOMAIN_RESIDUAL, uniform
-from specdec.decoding.processing import Logits, adjusted, tempered
+from specdec.decoding.processing import ABSURD, Logits, adjusted, tempered
 from specdec.decoding.proposal import DraftRow, Proposal
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import largest, survivors
@@ -35,10 +35,14 @@ WIDTH = 128
 """Tokens in a draft's distribution at most: each costs bytes on the wire, what lies beyond them acceptance."""
 
 
-def propose(logits: Logits, ask: Ask) -> Proposal:
-    """Draw a candidate from a draft's float32 logits [V], the largest of which must be finite."""
+def propose(logits: Logits, ask: Ask) -> Proposal | None:
+    """Draw a candidate from a draft's float32 logits [V]; None if they are broken, or become so by what the request
+    does to them."""
     sampling = ask.chooser.sampling
-    z = tempered(adjusted(logits[None], [ask]), [sampling])[0]
+    z = adjusted(logits[None], [ask])
+    if not abs(z.max()) < ABSURD:
+        return None
+    z = tempered(z, [sampling])[0]
     ids, weights = _plausible(z, sampling)
     if len(ids) > WIDTH:
         kept = np.sort(largest(weights, WIDTH))

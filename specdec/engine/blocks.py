@@ -107,7 +107,18 @@ class BlockPool:
         rows = np.arange(common)
         return table, table._origin.block * BLOCK + rows, table._blocks[-1] * BLOCK + rows
 
+    def forget_prefixes(self) -> None:
+        """Free what nobody holds, since it may not be what was computed."""
+        while self._cached:
+            self._evict()
+
     # --- for tables ---------------------------------------------------------------------------------
+
+    def _evict(self) -> None:
+        """Free the least recently used cached block."""
+        node, _ = self._cached.popitem(last=False)
+        self._unlink(node)
+        self._give([node.block])
 
     def _take(self, count: int, after: int) -> list[int]:
         """`count` blocks: right after block `after` as far as they are free, then the first long enough
@@ -115,9 +126,7 @@ class BlockPool:
         if count > self.available:
             raise PoolFullError(count * BLOCK, self.available * BLOCK)
         while self.free < count:
-            node, _ = self._cached.popitem(last=False)
-            self._unlink(node)
-            self._give([node.block])
+            self._evict()
         taken: list[int] = []
         scattered = False
         while len(taken) < count:

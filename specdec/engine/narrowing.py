@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import ABSURD, Ask, Tokens, streams_of
+from specdec.decoding.choice import Ask, Tokens, streams_of
 from specdec.decoding.noise import token_words, word_gumbel
+from specdec.decoding.processing import ABSURD
 from specdec.decoding.sampling import Rule
 from specdec.decoding.truncation import leading, truncates
 from specdec.engine import device_processing, torch_noise

@@ -7,13 +7,19 @@ ServiceError
 ├── OverloadedError          RESOURCE_EXHAUSTED    full; says when to come back
 ├── PeerLostError            UNAVAILABLE           another service is gone
 ├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
+├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
-└── ModelFailureError        INTERNAL              the model's output is unusable
+├── ModelFailureError        INTERNAL              the model's output is unusable
+└── InternalError            INTERNAL              a mistake of ours; the log has it
+
+Whatever an error repeats of what others sent, its message and its details stay below the 8 KiB that gRPC allows for a
+status. They are bounded here, before anything is logged or sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +29,19 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from specdec.serving.echo import cut
+
 DOMAIN = "specdec"
+
+MESSAGE_BYTES = 1024
+"""Of an error's message. It travels twice, once with each byte that is not ASCII written as three."""
+
+MAX_VIOLATIONS = 8
+FIELD_BYTES = 64
+PROBLEM_BYTES = 200
+"""Of each violation."""
+
+MAX_RETRY_SECONDS = 3600.0
 
 STATUS_DETAILS = "grpc-status-details-bin"
 """Key under which gRPC carries a rich status, serialized."""
@@ -34,19 +52,27 @@ class ServiceError(Exception):
 
     reason = "UNKNOWN"
 
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(message, MESSAGE_BYTES))
+
     def details(self) -> Sequence[object]:
         """google.rpc messages beside ErrorInfo."""
         return ()
 
 
 class InvalidRequestError(ServiceError):
-    """Fields that are wrong: (field, what is wrong, with value and limit)."""
+    """Fields that are wrong: (field, what is wrong, with value and limit). The first few are named, others counted."""
 
     reason = "INVALID_REQUEST"
 
     def __init__(self, violations: Sequence[tuple[str, str]]) -> None:
-        super().__init__("; ".join(f"{field}: {problem}" for field, problem in violations))
-        self.violations = list(violations)
+        self.violations = [
+            (cut(field, FIELD_BYTES), cut(problem, PROBLEM_BYTES)) for field, problem in violations[:MAX_VIOLATIONS]
+        ]
+        parts = [f"{field}: {problem}" for field, problem in self.violations]
+        if len(violations) > MAX_VIOLATIONS:
+            parts.append(f"and {len(violations) - MAX_VIOLATIONS} more")
+        super().__init__("; ".join(parts))
 
     def details(self) -> Sequence[object]:
         bad = error_details_pb2.BadRequest()
@@ -70,7 +96,7 @@ class OverloadedError(ServiceError):
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = min(max(retry_after, 0.0), MAX_RETRY_SECONDS) if math.isfinite(retry_after) else 1.0
 
     def details(self) -> Sequence[object]:
         delay = duration_pb2.Duration()
@@ -83,7 +109,16 @@ class PeerLostError(ServiceError):
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason = cut(reason, FIELD_BYTES)
+
+
+class EngineLostError(ServiceError):
+    """No forward pass succeeds; sessions had better go to another pod."""
+
+    reason = "ENGINE_LOST"
+
+    def __init__(self) -> None:
+        super().__init__("every forward pass of this pod fails")
 
 
 class DeadlineError(ServiceError):
@@ -98,6 +133,15 @@ class ModelFailureError(ServiceError):
     reason = "MODEL_FAILURE"
 
 
+class InternalError(ServiceError):
+    """An exception that nobody expected. The caller is told a request id; what happened is in the log."""
+
+    reason = "INTERNAL"
+
+    def __init__(self) -> None:
+        super().__init__("internal error, see the log of the service")
+
+
 STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
@@ -106,42 +150,47 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     PeerLostError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
+    EngineLostError: grpc.StatusCode.UNAVAILABLE,
     ModelFailureError: grpc.StatusCode.INTERNAL,
+    InternalError: grpc.StatusCode.INTERNAL,
 }
 
 
-def to_status(error: ServiceError) -> grpc.Status:
-    """The rich status: code, message, ErrorInfo and what the error adds."""
+def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
+    """The rich status: code, message, ErrorInfo, the id by which logs know the request, and what the error adds."""
     code = STATUS[type(error)]
+    names_request = request_id and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+    text = f"{error} (request {request_id})" if names_request else str(error)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    request = [error_details_pb2.RequestInfo(request_id=request_id)] if request_id else []
     packed = []
-    for message in (info, *error.details()):
+    for message in (info, *request, *error.details()):
         detail = any_pb2.Any()
         detail.Pack(message)
         packed.append(detail)
-    rich = status_pb2.Status(code=getattr(code_pb2, code.name), message=str(error), details=packed)
+    rich = status_pb2.Status(code=getattr(code_pb2, code.name), message=text, details=packed)
     status: grpc.Status = rpc_status.to_status(rich)
     return status
 
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
-    """What a peer's refusal means to our own caller."""
-    message = f"{peer}: {error.details() or error.code().name}"
+    """What a peer's refusal means to our own caller, in our own words: a peer's may name addresses and exceptions, and
+    belong into the log. Only the fields that it found wrong are passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return OverloadedError(message, _retry_after(error))
+            return OverloadedError(f"{peer}: has no room for more", _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequestError(_violations(error) or [("request", message)])
+            return InvalidRequestError(_violations(error) or [("request", f"the {peer} finds it invalid")])
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineError(message)
+            return DeadlineError(f"{peer}: the deadline has passed")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return NotBuiltError(message)
+            return NotBuiltError(f"{peer}: does not know this call")
         case grpc.StatusCode.FAILED_PRECONDITION:
-            return ProtocolError(message)
+            return ProtocolError(f"{peer}: finds the protocol broken")
         case grpc.StatusCode.INTERNAL if _ours(error):
-            return ModelFailureError(message)
+            return ModelFailureError(f"{peer}: its model has failed on this text")
         case _:
-            return PeerLostError(message, f"{peer.upper()}_LOST")
+            return PeerLostError(f"{peer}: is lost", f"{peer.upper()}_LOST")
 
 
 def _violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:

@@ -6,39 +6,72 @@ ends them where they wait, at once.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from specdec.serving.errors import ModelFailureError, ProtocolError, ServiceError, to_status
+from specdec.serving.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    ProtocolError,
+    ServiceError,
+    to_status,
+)
+from specdec.serving.opening import Openings
+from specdec.serving.wire import MAX_MESSAGE_BYTES
 
 log = structlog.get_logger()
 
 REQUEST_ID = "x-request-id"
 
 
+REQUEST_ID_CHARACTERS = 64
+
+REQUEST_SECONDS = 30.0
+"""For the request of a call that has a single one to arrive: a long prompt over a slow line takes some."""
+
+
+def bound_request_id() -> str:
+    """The id of the request being served; empty outside of any."""
+    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
+
+
 def request_id() -> tuple[tuple[str, str], ...]:
     """The request id of the call being served, as metadata for the calls it makes."""
-    bound = structlog.contextvars.get_contextvars().get("request_id")
-    return ((REQUEST_ID, bound),) if isinstance(bound, str) else ()
+    bound = bound_request_id()
+    return ((REQUEST_ID, bound),) if bound else ()
 
 
 def bind_request_id(metadata: Mapping[str, Any]) -> None:
-    """That of the call which is served from here on: its caller's, or a new one."""
-    structlog.contextvars.bind_contextvars(request_id=metadata.get(REQUEST_ID) or uuid.uuid4().hex[:16])
+    """Bind the id of the call which is served from here on: its caller's, or a new one if that is none."""
+    given = metadata.get(REQUEST_ID)
+    sound = (
+        isinstance(given, str) and 0 < len(given) <= REQUEST_ID_CHARACTERS and given.isascii() and given.isprintable()
+    )
+    structlog.contextvars.bind_contextvars(request_id=given if sound else uuid.uuid4().hex[:16])
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Binds the caller's request id (or a new one) and answers errors with rich statuses."""
+    """Binds the caller's request id (or a new one) and answers errors with rich statuses.
+
+    A call with a single request is served as a stream of one message: so its wait for the request is bounded, and a
+    request that cannot be decoded is answered here, like any other that is wrong.
+    """
+
+    def __init__(self, max_request_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """`max_request_bytes`: of single requests; a longer one is refused without being decoded, which for some holds
+        the event loop for half a second."""
+        self._max_request_bytes = max_request_bytes
+        self._openings = Openings(REQUEST_SECONDS)
 
     async def intercept_service(
         self,
@@ -48,48 +81,72 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: gRPC answers
             return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        bind_request_id(metadata)
-        if handler.request_streaming and handler.response_streaming:
+        bind_request_id(dict(handler_call_details.invocation_metadata or ()))
+        if handler.request_streaming:
+            assert handler.response_streaming  # no service here has a method of the fourth kind
             return grpc.stream_stream_rpc_method_handler(
                 guarded(handler.stream_stream), handler.request_deserializer, handler.response_serializer
             )
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                guarded(handler.unary_stream), handler.request_deserializer, handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-        )
+        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        single = self._single(behaviour, handler.request_deserializer, answers_once=not handler.response_streaming)
+        return grpc.stream_stream_rpc_method_handler(guarded(single), None, handler.response_serializer)
 
+    def _single(
+        self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], *, answers_once: bool
+    ) -> Callable[..., Awaitable[None]]:
+        """A method with one request as one with a stream of encoded requests."""
 
-def guarded(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A handler that answers its errors."""
-
-    async def call(request: Any, context: Context) -> Any:
-        try:
+        async def call(requests: AsyncIterator[bytes], context: Context) -> None:
+            message = await self._openings.first(requests)
+            if message is None:
+                raise InvalidRequestError([("request", "is missing: the call ended without one")])
+            if len(message) > self._max_request_bytes:
+                problem = f"has {len(message)} bytes, must have at most {self._max_request_bytes}"
+                raise InvalidRequestError([("request", problem)])
+            try:
+                request = decode(message)
+            except DecodeError:
+                raise InvalidRequestError([("request", "cannot be decoded as this method's request")]) from None
             if inspect.isasyncgenfunction(behaviour):  # as others' servicers are written
                 async for response in behaviour(request, context):
                     await context.write(response)
-                return None
-            return await behaviour(request, context)
+                return
+            response = await behaviour(request, context)
+            if answers_once:
+                await context.write(response)
+
+        return call
+
+
+def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+    """The method of a stream, with its errors answered."""
+
+    async def call(requests: Any, context: Context) -> None:
+        try:
+            if inspect.isasyncgenfunction(behaviour):  # as others' servicers are written
+                async for response in behaviour(requests, context):
+                    await context.write(response)
+            else:
+                await behaviour(requests, context)
         except Exception as error:
-            return await _answer(error, context)
+            await _answer(error, context)
 
     return call
 
 
 async def _answer(error: Exception, context: Context) -> None:
+    """End the call with the status of an error. What nobody expected is logged, and its caller told where to look."""
     if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError) or context.cancelled():
         raise error
     if isinstance(error, ExceptionGroup):
         await _answer(error.exceptions[0], context)
     if isinstance(error, DecodeError):
-        error = ProtocolError("a message that cannot be read")
+        error = ProtocolError("a message cannot be read")
+    elif isinstance(error, TimeoutError):
+        error = DeadlineError("the deadline has passed")
     if isinstance(error, ServiceError):
         log.info("refused", reason=error.reason, message=str(error))
-        await context.abort_with_status(to_status(error))
-    if isinstance(error, asyncio.TimeoutError):
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
-    log.error("failed", exc_info=error)
-    await context.abort_with_status(to_status(ModelFailureError(f"internal error: {type(error).__name__}")))
+    else:
+        log.error("failed", exc_info=error)
+        error = InternalError()
+    await context.abort_with_status(to_status(error, bound_request_id()))

@@ -1,11 +1,19 @@
-"""Structured logs on stderr: JSON lines, or readable ones on a terminal."""
+"""Structured logs on stderr: JSON lines, or readable ones on a terminal.
+
+Logging never raises, never blocks and has a bounded volume, so that no log line is a reason for a request to fail
+(`log_stream`, `log_limits`). What libraries log goes the same way, as the event `library`.
+"""
 
 from __future__ import annotations
 
 import logging
-import sys
+from typing import Any
 
 import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+from specdec.serving.log_limits import LimitRate, cut_values
+from specdec.serving.log_stream import LossyStream, guard_stderr
 
 CHATTY = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that transformers loads wherever they are installed, and that then warn of what no model here
@@ -13,21 +21,58 @@ needs: their kernels for other processors, their own habits."""
 
 
 def configure(service: str, level: str = "info") -> None:
-    """Once, at the start of a process."""
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
-    )
+    """Set up logging for this process; call it once, at its start."""
+    stream = guard_stderr()
+    number = logging.getLevelNamesMapping()[level.upper()]
+
+    def count_lost(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        """Tell on every line how many were lost before it, if any."""
+        return {**event, "lost_lines": stream.lost} if stream.lost else event
+
+    class Logger(structlog.make_filtering_bound_logger(number)):  # type: ignore[misc]
+        """A logger that counts what it cannot log."""
+
+        def _proxy_to_logger(self, *args: Any, **values: Any) -> Any:
+            try:
+                return super()._proxy_to_logger(*args, **values)
+            except Exception:  # a value that cannot be rendered, say
+                stream.lost += 1
+
     structlog.configure(
         processors=[
+            LimitRate(),
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
+            cut_values,
+            count_lost,
+            _renderer(stream),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=Logger,
+        logger_factory=structlog.WriteLoggerFactory(stream),  # type: ignore[arg-type]
     )
     structlog.contextvars.bind_contextvars(service=service)
+    logging.basicConfig(handlers=[_ToStructlog()], level=logging.WARNING, force=True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _renderer(stream: LossyStream) -> structlog.typing.Processor:
+    return structlog.dev.ConsoleRenderer() if stream.isatty() else structlog.processors.JSONRenderer()
+
+
+class _ToStructlog(logging.Handler):
+    """Passes the records of the standard library's logging on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger()
+        log.log(record.levelno, "library", logger=record.name, message=_message(record), exc_info=record.exc_info)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The text of a record, also where its arguments do not fit its format."""
+    try:
+        return record.getMessage()
+    except Exception:
+        return str(record.msg)

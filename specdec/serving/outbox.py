@@ -8,7 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from specdec.serving.errors import ModelFailureError, ServiceError
+from specdec.serving.errors import ModelFailureError
+
+MAX_WAITING = 256
+"""Messages that wait to be written. A caller who has so many unread is asked to read before it gets more."""
 
 PROGRESS_SECONDS = 0.25
 """Of silence, until a sign of life."""
@@ -26,6 +29,11 @@ class Outbox(Generic[Response]):
         self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._said = self._loop.time()  # when something was last put here
+
+    @property
+    def full(self) -> bool:
+        """Whether its reader is so far behind that what can wait should. Any thread may ask."""
+        return self._queue.qsize() >= MAX_WAITING
 
     def put(self, item: Response | Exception) -> None:
         self._loop.call_soon_threadsafe(self._say, item)
@@ -56,10 +64,10 @@ class Outbox(Generic[Response]):
         try:
             while True:
                 item = await self._queue.get()
-                if isinstance(item, ServiceError):
-                    raise item
+                if isinstance(item, FloatingPointError):  # logits that are no numbers
+                    raise ModelFailureError(str(item))
                 if isinstance(item, Exception):
-                    raise ModelFailureError(f"the step failed: {type(item).__name__}: {item}")
+                    raise item
                 await context.write(item)
                 if is_last(item):
                     return

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.serving import logs
 from specdec.serving.interceptor import CallInterceptor
+from specdec.serving.log_stream import guard_stderr
 from specdec.serving.trunk.servicer import TrunkServicer
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v1 import trunk_pb2_grpc
@@ -45,6 +46,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 PATIENCE_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),)
 """By default gRPC ends connections of clients that ask every 20 s whether the server is still there."""
 
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+HEALTH_SECONDS = 0.25
+"""Between two looks at whether the service works."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -52,16 +58,27 @@ class StartError(Exception):
     """The service cannot start; the message is one line for a person."""
 
 
-class Service(Protocol):
-    """A servicer with a life of its own."""
+class Servicer(Protocol):
+    """What answers the calls of one gRPC service."""
 
     name: str
-    """Full name of its gRPC service."""
+    """Full name of the gRPC service."""
 
     def register(self, server: grpc.aio.Server) -> None: ...
 
     async def close(self) -> None:
-        """After the last call has ended."""
+        """Called after the last call has ended."""
+
+
+class Service(Servicer, Protocol):
+    """A servicer that a process can be made of."""
+
+    max_request_bytes: int
+    """Bytes that a valid request has at most, where a call has a single one."""
+
+    @property
+    def works(self) -> bool:
+        """Whether it can serve anybody now; else the process is not SERVING."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +113,10 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         os._exit(0)  # the loading thread cannot be told to end
     service = loading.result()
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
-    server = grpc.aio.server(interceptors=[CallInterceptor()], options=options)
+    server = grpc.aio.server(interceptors=[CallInterceptor(service.max_request_bytes)], options=options)
     trunks = registered(service, server)
     checks = health.aio.HealthServicer()
-    await checks.set(service.name, health_pb2.HealthCheckResponse.SERVING)
+    reporting = asyncio.create_task(report_health(service, checks))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((service.name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
@@ -108,13 +125,14 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         raise _port_taken(settings) from error
     gc.freeze()  # what is loaded stays: collections of garbage need not look through it, for a tenth of a second each
     await server.start()
-    print(f"ready {settings.host}:{port}", flush=True)
+    announce(f"{settings.host}:{port}")
     log.info("serving", address=f"{settings.host}:{port}")
     await stopping
 
     # 3. Drain: refuse new calls, give running ones their time, cancel the rest.
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
+    reporting.cancel()
     await checks.enter_graceful_shutdown()
     log.info("draining", seconds=settings.drain_seconds)
     trunks.drain()
@@ -123,7 +141,29 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     log.info("stopped")
 
 
-def registered(service: Service, server: grpc.aio.Server) -> TrunkServicer:
+def announce(address: str) -> None:
+    """Say on stdout that calls are welcome. Where nobody can hear it the service serves all the same."""
+    try:
+        print(f"ready {address}", flush=True)
+    except OSError as error:
+        log.warning("not_announced", address=address, why=str(error))
+
+
+async def report_health(service: Service, checks: health.aio.HealthServicer) -> None:
+    """Keep what health checks are told, of the service and of the process, up to date."""
+    told: bool | None = None
+    while True:
+        if service.works is not told:
+            told = service.works
+            status = SERVING if told else NOT_SERVING
+            for name in (service.name, ""):
+                await checks.set(name, status)
+            if not told:
+                log.error("not_serving", service=service.name)
+        await asyncio.sleep(HEALTH_SECONDS)
+
+
+def registered(service: Servicer, server: grpc.aio.Server) -> TrunkServicer:
     """Have a server serve a service's methods, each stream by itself or many on a trunk."""
     trunks = TrunkServicer()
     service.register(server)
@@ -187,6 +227,7 @@ def run_program(program: Coroutine[None, None, None], service_name: str) -> None
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
 
+    guard_stderr()
     try:
         asyncio.run(program)
     except (StartError, ModelDirectoryError, UnsupportedModelError) as error:

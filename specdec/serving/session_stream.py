@@ -15,14 +15,30 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
+import structlog
 
 from specdec.engine.kv import PoolFullError
-from specdec.serving.errors import OverloadedError, ProtocolError
+from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolError
+from specdec.serving.opening import Openings
 from specdec.serving.outbox import Outbox
+from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.serving.worker import Worker
 from specdec.v1 import model_pb2
 
+log = structlog.get_logger()
+
 LINGER_SECONDS = 5.0
+
+OPEN_SECONDS = 10.0
+"""For `open` to arrive once a stream has begun."""
+
+LONG_BYTES = 1 << 14
+"""A request that is longer is parsed in a thread: a long prompt takes a tenth of a second."""
+
+INBOX_REQUESTS = 8
+INBOX_BYTES = 1 << 20
+"""Requests of one session that its worker may have before it; more are read when it has dealt with these. An honest
+session sends a handful in the time of a step, and one that floods costs the others no more than that."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -35,6 +51,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     def __init__(self, worker: Worker, max_sessions: int) -> None:
         self._worker = worker
         self._max_sessions = max_sessions
+        self._openings = Openings(OPEN_SECONDS)
         self._sessions = 0
         self._submitted = 0  # to the worker, of all sessions so far
         self._taken = 0  # of these, by the worker; written in its thread
@@ -42,13 +59,23 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
 
+    max_request_bytes = MAX_MESSAGE_BYTES
+
+    @property
+    def works(self) -> bool:
+        """Whether it can serve anybody."""
+        return self._worker.works
+
     @property
     def arriving(self) -> int:
         """Sessions that the worker has not taken yet."""
         return self._submitted - self._taken
 
     def admit(self, request: Request) -> None:
-        """OverloadedError if no more can be taken. On the event loop, so that a refusal waits for no step."""
+        """OverloadedError if no more can be taken, EngineLostError if none can be served. On the event loop, so that a
+        refusal waits for no step."""
+        if not self.works:
+            raise EngineLostError
         if not self.room:
             raise OverloadedError(f"{self._sessions} sessions are open, the limit is {self._max_sessions}")
 
@@ -91,13 +118,27 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """Whether the session is over with this response."""
 
     async def run(self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Response]) -> None:
-        first = await anext(aiter(requests), None)
+        first = await self._openings.first(requests)
         if first is None or _kind(first) != "open":
             raise ProtocolError("a session begins with `open`")
         self.admit(first)
-        session = self.parse(first)
-        outbox: Outbox[Response] = Outbox()
         self._sessions += 1
+        try:
+            long = first.ByteSize() > LONG_BYTES
+            await self._serve(
+                await asyncio.to_thread(self.parse, first) if long else self.parse(first), requests, context
+            )
+        finally:
+            self._sessions -= 1
+
+    async def _serve(
+        self,
+        session: Session,
+        requests: AsyncIterator[Request],
+        context: grpc.aio.ServicerContext[Request, Response],
+    ) -> None:
+        """Serve a session that was parsed, until its stream ends."""
+        outbox: Outbox[Response] = Outbox()
         self._submitted += 1
         self._worker.submit(partial(self._take, session, outbox))
         reader: asyncio.Task[None] | None = None
@@ -109,7 +150,6 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
             # stream closed from here would cost it the last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)
         finally:
-            self._sessions -= 1
             if reader is not None:
                 reader.cancel()
             self._worker.submit(partial(self.detach, session))
@@ -135,14 +175,21 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
             except Exception as error:  # it ends this session, not the worker
                 outbox.put(error)
 
+        waiting_requests = waiting_bytes = 0
         try:
             async for request in requests:
                 if _kind(request) in ("open", None):
                     outbox.put(ProtocolError("a session is opened once, and messages are not empty"))
                     return
                 self._worker.submit(partial(act, request, time.monotonic()))
+                waiting_requests += 1
+                waiting_bytes += request.ByteSize()  # type: ignore[attr-defined]
+                if waiting_requests >= INBOX_REQUESTS or waiting_bytes >= INBOX_BYTES:
+                    await self._worker.caught_up()
+                    waiting_requests = waiting_bytes = 0
         except Exception as error:  # what cannot be read ends the session
-            outbox.put(ProtocolError(f"the stream cannot be read: {error}"))
+            log.info("stream_unreadable", error=repr(error))
+            outbox.put(ProtocolError("the stream cannot be read"))
 
 
 def _kind(request: Any) -> str | None:

@@ -14,11 +14,14 @@ from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
+from specdec.v1 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 PROTOCOL_VERSION = 1
 
 MAX_MESSAGE_BYTES = 16 << 20
+
+MAX_NODES_A_MESSAGE = 1024
+"""Candidates in an `Extend`: several times what a verifier grants a session."""
 
 SCORE_UNIT = 1.0 / 96.0
 """A score travels as the number of these that are its square root: fine where a child is likely, for long paths to add
@@ -70,28 +73,58 @@ def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
     )
 
 
+MAX_BIASES = 4096
+
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Outside of these, logits become so large or small that nothing but the penalty would choose."""
+
+
+def size_violations(
+    sampling: model_pb2.Sampling | generation_pb2.SamplingParameters, vocabulary: int
+) -> list[tuple[str, str]]:
+    """What of a message's sampling has too many entries to be looked at one by one."""
+    return [
+        violation
+        for violation in (
+            too_many("sampling.logit_bias", len(sampling.logit_bias), MAX_BIASES, "entries"),
+            too_many("sampling.banned_tokens", len(sampling.banned_tokens), vocabulary, "tokens"),
+        )
+        if violation is not None
+    ]
+
+
+def too_many(field: str, count: int, limit: int, of: str) -> tuple[str, str] | None:
+    """The violation of a field that has more than `limit` of something, if it has."""
+    return (field, f"has {count} {of}, must have at most {limit}") if count > limit else None
+
+
 def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
-    """(field, problem) of every value outside its range. `barred`: end tokens that `min_tokens` rules out
-    at first; with the banned ones they must leave something to choose."""
+    """(field, problem) of every field with a value outside its range, the first of its values. `barred`: end tokens
+    that `min_tokens` rules out at first; with the banned ones they must leave something to choose."""
     prefix = "sampling."
     found: list[tuple[str, str]] = []
 
-    def check(field: str, value: float, good: bool, limit: str) -> None:
+    def check(field: str, value: float, good: bool, limit: str) -> bool:
         if not good:
             found.append((prefix + field, f"is {value:g}, must be {limit}"))
+        return good
 
     s = sampling
     check("temperature", s.temperature, 0 <= s.temperature < math.inf, "a finite number of at least 0")
     check("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]")
     check("min_p", s.min_p, 0 <= s.min_p < 1, "in [0, 1)")
-    check("repetition_penalty", s.repetition_penalty, 0 < s.repetition_penalty < math.inf, "a finite number above 0")
+    least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    # A float32 on the wire: 0.01 is a little less there.
+    within = least * (1 - 1e-6) <= s.repetition_penalty <= most
+    check("repetition_penalty", s.repetition_penalty, within, f"in [{least:g}, {most:g}]")
     check("frequency_penalty", s.frequency_penalty, -2 <= s.frequency_penalty <= 2, "in [-2, 2]")
     check("presence_penalty", s.presence_penalty, -2 <= s.presence_penalty <= 2, "in [-2, 2]")
     for token, bias in s.logit_bias.items():
-        check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")
-        check(f"logit_bias[{token}]", token, token < vocabulary, f"keyed by a token id below {vocabulary}")
-    for token in s.banned_tokens:
-        check("banned_tokens", token, token < vocabulary, f"a token id below {vocabulary}")
+        known = check(f"logit_bias[{token}]", token, token < vocabulary, f"keyed by a token id below {vocabulary}")
+        if not (known and check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")):
+            break
+    highest = max(s.banned_tokens, default=0)
+    check("banned_tokens", highest, highest < vocabulary, f"a token id below {vocabulary}")
     if len(s.banned_tokens | barred) >= vocabulary:
         found.append((f"{prefix}banned_tokens", f"leaves none of the {vocabulary} tokens to choose"))
     return found
@@ -99,10 +132,28 @@ def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[i
 
 def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tuple[str, str]]:
     """The first token id outside the vocabulary, if there is one."""
+    if max(tokens, default=0) < vocabulary:
+        return []
     for index, token in enumerate(tokens):
         if token >= vocabulary:
             return [(f"{field}[{index}]", f"is {token}, must be a token id below {vocabulary}")]
     return []
+
+
+MAX_END_TOKENS = 4096
+"""Of a session: those of the model and those of the request."""
+
+
+def open_size_violations(
+    message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen, vocabulary: int, context: int
+) -> list[tuple[str, str]]:
+    """What of a session's opening has too many entries to be looked at one by one."""
+    counts = (
+        too_many("prompt_tokens", len(message.prompt_tokens), context, "tokens"),
+        too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
+        too_many("end_tokens", len(message.end_tokens), MAX_END_TOKENS, "tokens"),
+    )
+    return [violation for violation in counts if violation is not None] + size_violations(message.sampling, vocabulary)
 
 
 def text_violations(

@@ -16,6 +16,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+EX_SOFTWARE = 70
+"""Exit status of a process that ends because of a mistake in it (sysexits.h)."""
+
 
 class Worker(ABC):
     """Takes turns for as long as there is work, and sleeps when there is none.
@@ -24,6 +27,7 @@ class Worker(ABC):
     """
 
     def __init__(self, name: str) -> None:
+        self.works = True  # False: what it works with fails, and it can serve nobody
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -63,6 +67,10 @@ class Worker(ABC):
         self.submit(run)
         return await future
 
+    async def caught_up(self) -> None:
+        """Wait until all actions submitted so far have run."""
+        await self.call(_nothing)
+
     @abstractmethod
     def turn(self) -> float | None:
         """Do what can be done now. How long to wait for an action before the next turn: seconds, or None
@@ -73,11 +81,13 @@ class Worker(ABC):
         try:
             while self._receive(wait):
                 wait = self.turn()
-        except Exception as error:
+        except BaseException as error:
             # A process whose worker is gone would answer health checks and nothing else; peers of a dead one
-            # go elsewhere at once.
-            log.critical("worker_died", worker=self._thread.name, exc_info=error)
-            os._exit(70)
+            # go elsewhere at once. It ends whether or not that can be logged.
+            try:
+                log.critical("worker_died", worker=self._thread.name, exc_info=error)
+            finally:
+                os._exit(EX_SOFTWARE)
 
     def _receive(self, wait: float | None) -> bool:
         """Run the actions that are in the inbox, waiting for the first; False if it is time to end.
@@ -97,3 +107,7 @@ class Worker(ABC):
                 return True
             waiting -= 1
             action = self._inbox.get_nowait()
+
+
+def _nothing() -> None:
+    """The action of who only waits for those before it."""

@@ -21,7 +21,8 @@ from scipy import stats
 from specdec.decoding import rejection
 from specdec.decoding.choice import Ask, Chooser, choose
 from specdec.decoding.proposal import DraftRow, Proposal
-from specdec.decoding.rejection import draw, propose
+from specdec.decoding.rejection import draw
+from specdec.decoding.rejection import propose as propose_if_sound
 from specdec.decoding.sampling import Rule, Sampling
 
 FALSE_ALARM = 1e-6
@@ -57,6 +58,13 @@ def probabilities(logits: Logits, sampling: Sampling) -> NDArray[np.float64]:
 
 Offer = Callable[[int, Path, Proposal], bool]
 """Whether a proposal of run `run` after a path is offered."""
+
+
+def propose(logits: Logits, ask: Ask) -> Proposal:
+    """The proposal of a draft whose logits are sound."""
+    proposal = propose_if_sound(logits, ask)
+    assert proposal is not None
+    return proposal
 
 
 def run(seed: int, sampling: Sampling, offer: Offer, draft: Callable[[Path], Logits] = DRAFT) -> Path:

@@ -19,6 +19,8 @@ from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
 from specdec.engine.kv import PoolFullError, Slots
 from specdec.engine.paths import PathPacker
+from specdec.serving.engine_worker import CHECK_SECONDS
+from specdec.serving.errors import EngineLostError, ModelFailureError
 
 VOCABULARY = 16
 ROWS = 16
@@ -45,7 +47,8 @@ class Engine:
         return np.tile(logits, (len(batch.wanted), 1))
 
     def copy(self, source: Slots, target: Slots) -> None:
-        raise AssertionError("nothing is copied")
+        """Only what overwrites the memory of a step that has failed."""
+        assert not source.any()
 
     def use_threads(self, count: int) -> None:
         raise AssertionError("there is one")
@@ -176,20 +179,86 @@ def test_memory_is_for_who_has_it() -> None:
     assert pod.loop.slots_used == 0
 
 
-def test_a_failed_step_ends_its_sessions_and_not_the_loop() -> None:
-    pod = Pod(Engine())
-    lost = session()
-    pod.attach(lost)
-    forward, pod.engine.forward = pod.engine.forward, _fail  # type: ignore[method-assign]
+class FailingEngine(Engine):
+    """One whose passes fail as they are told to."""
+
+    failures = 0  # that are still to come
+    poison: int | None = None  # a token over which no pass succeeds
+    dead = False
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        if self.failures:
+            self.failures -= 1
+            raise MemoryError
+        if self.dead or self.poison in batch.tokens:
+            raise RuntimeError("broken")
+        return super().forward(batch)
+
+
+def test_a_step_that_fails_is_made_up_for() -> None:
+    """In the midst of it: the text is read anew, and the tree grows as it would have."""
+    pods = Pod(FailingEngine()), Pod(Engine())
+    trees = []
+    for pod in pods:
+        several = [session(max_nodes=24), session(max_nodes=24)]
+        for each in several:
+            pod.attach(each)
+        pod.run(4)
+        if isinstance(pod.engine, FailingEngine):
+            pod.engine.failures = 1
+        pod.run(40)
+        for each in several:
+            each.commit(each.tree.base, [7, 7])
+        pod.run(40)
+        assert not pod.failed
+        trees.append([[node.token for node in each.tree.root.walk()] for each in several])
+    assert trees[0] == trees[1]
+
+
+def test_a_text_that_no_pass_takes_is_ended_alone() -> None:
+    engine = FailingEngine()
+    pod = Pod(engine)
+    doomed, good = session(), session(max_nodes=24)
+    pod.attach(doomed)
+    pod.attach(good)
+    pod.run(3)
+    doomed.commit(doomed.tree.base, [9])
+    engine.poison = 9
+    pod.run(100)
+    assert [type(error) for error in pod.failed] == [ModelFailureError]
+    good.commit(good.tree.base, [7])
+    pod.run(20)
+    assert good.tree.size
+
+
+def test_an_engine_that_does_not_recover_ends_all_until_it_does() -> None:
+    engine = FailingEngine()
+    pod = Pod(engine)
+    pod.attach(session())
+    pod.attach(session())
+    pod.run(3)
+    engine.dead = True
     pod.run(1)
-    assert [str(error) for error in pod.failed] == ["broken"]
-    pod.engine.forward = forward  # type: ignore[method-assign]
+    assert [type(error) for error in pod.failed] == [EngineLostError] * 2
+    assert pod.loop.slots_used == 0
+    assert pod.loop.turn() == CHECK_SECONDS
+    with pytest.raises(EngineLostError):
+        pod.attach(session())
+    engine.dead = False
+    pod.run(1)
     new = session()
     pod.attach(new)
     pod.run(5)
     assert new.tree.size
-    assert not lost.tree.size
 
 
-def _fail(batch: PackedBatch) -> NDArray[np.float32]:
-    raise RuntimeError("broken")
+def test_who_takes_no_messages_is_sent_none() -> None:
+    """A caller may ask for everything again and again, and read nothing."""
+    loop = GrowthLoop(Engine(), rows=ROWS)
+    emitted: list[Extension] = []
+    each = session(max_nodes=24)
+    loop.attach(Attached(each, emitted.append, lambda error: None, lambda: len(emitted) < 5))
+    for _ in range(50):
+        loop.turn()
+        each.resend()
+    assert len(emitted) == 5

@@ -28,6 +28,9 @@ WORKERS = 2
 LONG = 400
 """Tokens of a text that is not over before the test says so."""
 
+LAST = 6
+"""The token that ends it."""
+
 PATIENCE = 20.0
 
 
@@ -50,7 +53,9 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         opening = (await anext(aiter(request_iterator))).open
         directory = ModelDirectory(DEMO / "target")
         identity = model_pb2.ModelIdentity(
-            protocol_version=PROTOCOL_VERSION, tokenizer_fingerprint=directory.tokenizer_fingerprint
+            protocol_version=PROTOCOL_VERSION,
+            tokenizer_fingerprint=directory.tokenizer_fingerprint,
+            context_tokens=directory.context,
         )
         worker = context.peer()
         self.open[worker] += 1
@@ -58,12 +63,16 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             await context.write(verifier_pb2.VerifyResponse(opened=verifier_pb2.VerifyOpened(identity=identity)))
             base, said = len(opening.prompt_tokens), checksum.of_opening(opening)
             while True:
-                last = opening.max_tokens < LONG or self.may_end.is_set()
-                finish = model_pb2.FINISH_REASON_LENGTH if last else model_pb2.FINISH_REASON_UNSPECIFIED
-                said = checksum.extended(said, [5], finish)
+                token, finish = 5, model_pb2.FINISH_REASON_UNSPECIFIED
+                if self.may_end.is_set():
+                    token, finish = LAST, model_pb2.FINISH_REASON_STOP
+                elif opening.max_tokens < LONG:  # of one token
+                    finish = model_pb2.FINISH_REASON_LENGTH
+                said = checksum.extended(said, [token], finish)
                 commit = verifier_pb2.Commit(
-                    committed=model_pb2.Committed(base=base, tokens=[5]),
+                    committed=model_pb2.Committed(base=base, tokens=[token]),
                     sources=[model_pb2.TOKEN_SOURCE_PLAIN],
+                    steps=1,
                     finish_reason=finish,
                     checksum=said,
                 )
@@ -137,7 +146,7 @@ class Clients:
             options = (("grpc.use_local_subchannel_pool", 1),)
             async with grpc.aio.insecure_channel(self._address, options=options) as channel:
                 stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-                call = stub.Generate(request_of([5], max_tokens=tokens, ignore_end_token=True))
+                call = stub.Generate(request_of([5], max_tokens=tokens, ignore_end_token=True, stop_tokens=[LAST]))
                 try:
                     async for response in call:
                         assert isinstance(response, generation_pb2.GenerateResponse)

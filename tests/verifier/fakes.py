@@ -109,6 +109,8 @@ class TextEngine:
         self.faults: list[str] = []
         self.steps: list[int] = []  # rows of each, padding not counted
         self.failure: Exception | None = None  # of the next pass
+        self.poison: int | None = None  # a token over which no pass succeeds
+        self.dead = False  # no pass succeeds
         self.used = self.threads[0]
         self._rows = rows
 
@@ -123,6 +125,9 @@ class TextEngine:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+        if self.dead or self.poison in batch.tokens:
+            self.broken[written] = True  # it has begun
+            raise RuntimeError("the device is gone" if self.dead else "a token that cannot be")
         if len(set(written.tolist())) < len(written):
             self.faults.append("two rows write one slot")
         numbers = np.zeros(len(batch.tokens), dtype=np.int64)

@@ -23,6 +23,8 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.blocks import BLOCK
 from specdec.engine.row_class import RowClass
+from specdec.serving.engine_worker import CHECK_SECONDS
+from specdec.serving.errors import EngineLostError, ModelFailureError
 from tests.verifier.fakes import (
     BAD,
     DEAR,
@@ -679,41 +681,69 @@ class TestCancel:
 
 
 class TestFailures:
-    def test_a_failing_pass_ends_the_sessions_of_its_step(self) -> None:
-        """Not one that waits, nor one that is stalled; and of what they computed nothing is found again."""
-        engine = TextEngine(8)
-        loop = step_loop(engine, run_ahead=6)
-        stalled = client(loop, 70, 1, 40)
-        while loop.turn() is not None:
-            pass
-        doomed = [client(loop, 130, 2, 30), client(loop, 10, 3, 30)]
-        waiting = client(loop, 200, 4, 5)
-        turns(loop, 2)
-        assert not waiting.has_memory
-        owned = [slot for each in doomed for slot in each.session.slots.tolist()]
-        engine.failure = RuntimeError("the device is gone")
-        turns(loop, 1)
-        for each in doomed:
-            assert isinstance(each.mail.error, RuntimeError)
-            assert each.tokens == each.want[:2]
-        assert set(engine.memory[owned].tolist()) == {engine.memory[0]}
-        assert stalled.mail.error is waiting.mail.error is None
-        run(loop, stalled, waiting)
-        again = client(loop, 130, 2, 30)
-        run(loop, again)
-        assert again.mail.times[0].found == 0
-        check_over(loop, engine, stalled, waiting, again)
-
-    def test_a_failing_first_pass(self) -> None:
-        engine = TextEngine(8)
+    @pytest.mark.parametrize("steps", [0, 1, 4])
+    def test_a_pass_that_fails_costs_nobody_a_token(self, steps: int) -> None:
+        """Whether it reads prompts, candidates or neither: its sessions are tried again, one by one."""
+        engine = TextEngine(20)
         loop = step_loop(engine)
-        one = client(loop)
+        several = [client(loop, 100, 1, 20), client(loop, 10, 2, 20), client(loop, 30, 3, 20)]
+        turns(loop, steps)
+        several[0].offer(right=3, wrong=[4])
         engine.failure = MemoryError()
         turns(loop, 1)
-        assert isinstance(one.mail.error, MemoryError)
-        other = client(loop)
-        run(loop, other)
-        check_over(loop, engine, other)
+        assert all(each.mail.error is None for each in several)
+        run(loop, *several)
+        check_over(loop, engine, *several)
+
+    def test_what_no_pass_takes_is_ended_alone(self) -> None:
+        """And nothing of it stays."""
+        engine = TextEngine(20)
+        engine.poison = BAD
+        loop = step_loop(engine)
+        to_poison = Sampling(logit_bias={BAD: 100.0})
+        good = [client(loop, 100, 1, 20), client(loop, 10, 3, 20)]
+        doomed = client(loop, 100, 2, 20, sampling=to_poison)
+        run(loop, *good, doomed)
+        assert isinstance(doomed.mail.error, ModelFailureError)
+        assert doomed.tokens == [BAD]
+        assert not engine.broken.any()
+        again = client(loop, 100, 2, 5)
+        run(loop, again)
+        assert again.mail.times[0].found == 0
+        check_over(loop, engine, *good, again)
+
+    def test_one_that_leaves_on_trial_holds_up_nobody(self) -> None:
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        left, stays = client(loop, 10, 1, 20), client(loop, 10, 2, 20)
+        engine.failure = MemoryError()
+        turns(loop, 1)
+        left.cancel()
+        run(loop, stays)
+        check_over(loop, engine, stays)
+
+    def test_an_engine_that_does_not_recover_ends_all_until_it_does(self) -> None:
+        """Those who run and those who wait can go elsewhere; nothing is found of what they had computed."""
+        engine = TextEngine(8)
+        loop = step_loop(engine)
+        several = [client(loop, 130, 2, 30), client(loop, 200, 4, 5), client(loop, 100, 1, 30)]
+        turns(loop, 3)
+        assert not all(each.has_memory for each in several)
+        engine.dead = True
+        turns(loop, 1)
+        assert all(isinstance(each.mail.error, EngineLostError) for each in several)
+        assert several[0].tokens == several[0].want[: len(several[0].tokens)] != []
+        assert not loop.works
+        assert loop.turn() == CHECK_SECONDS
+        with pytest.raises(EngineLostError):
+            client(loop, 10, 3, 5)
+        engine.dead = False
+        assert loop.turn() is None
+        assert loop.works
+        again = client(loop, 130, 2, 5)
+        run(loop, again)
+        assert again.mail.times[0].found == 0
+        check_over(loop, engine, again)
 
     @pytest.mark.parametrize("offered", [0, 4])
     def test_logits_that_are_no_numbers_end_one_session(self, offered: int) -> None:

@@ -79,7 +79,7 @@ class Trunk:
         self._outgoing = Outgoing()
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
-        self._tasks = asyncio.create_task(self._read()), asyncio.create_task(self._write())
+        self._tasks = tuple(asyncio.create_task(do()) for do in (self._read, self._write, self._end_if_unread))
 
     def begin(
         self,
@@ -108,6 +108,11 @@ class Trunk:
         finally:
             self._call.cancel()
 
+    async def _end_if_unread(self) -> None:
+        """A service that leaves so much unread serves nobody."""
+        await self._outgoing.overflowed.wait()
+        self._call.cancel()
+
     async def _read(self) -> None:
         end = trunk_pb2.End(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the trunk was closed")
         try:
@@ -128,7 +133,8 @@ class Trunk:
         finally:
             self.broken = True
             self._call.cancel()
-            self._tasks[1].cancel()
+            for task in self._tasks[1:]:
+                task.cancel()
             for call in list(self._calls.values()):
                 call.over(end)
 

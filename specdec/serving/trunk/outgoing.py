@@ -12,23 +12,50 @@ BUNDLE_BYTES = 1 << 18
 """Frames of one bundle, about: the next ones wait while it is written, whoever's they are."""
 
 
+MAX_UNWRITTEN_BYTES = 4 << 20
+"""Bytes of frames that wait to be written, about: the senders of more messages wait until they are fewer."""
+
+MAX_UNWRITTEN_FRAMES = 1 << 14
+"""Frames that wait to be written. Those that answer others cannot wait: an end, say. Where so many of them are unread,
+nobody reads."""
+
+
 class Outgoing:
     """Frames in order. What is put while one bundle is being written goes into the next."""
 
     def __init__(self) -> None:
-        self._frames: deque[trunk_pb2.Frame] = deque()
+        self.overflowed = asyncio.Event()
+        """Set once more frames wait than a peer that reads would leave waiting."""
+        self._frames: deque[tuple[trunk_pb2.Frame, int]] = deque()  # each with its bytes
+        self._bytes = 0
+        self._senders: list[asyncio.Event] = []  # to be set when there is room for messages again
         self._news = asyncio.Event()
         self._finished = False
 
+    @property
+    def full(self) -> bool:
+        """Whether messages should wait."""
+        return self._bytes >= MAX_UNWRITTEN_BYTES
+
+    def tell_of_room(self, sender: asyncio.Event) -> None:
+        """Set this event as soon as messages need not wait any more."""
+        self._senders.append(sender)
+
     def put(self, frame: trunk_pb2.Frame) -> None:
-        self._frames.append(frame)
+        size = frame.ByteSize()
+        self._frames.append((frame, size))
+        self._bytes += size
+        if len(self._frames) > MAX_UNWRITTEN_FRAMES:
+            self.overflowed.set()
         self._news.set()
 
     def drop(self, stream: int) -> bool:
         """Forget what waits of a stream; whether its beginning was among that."""
-        dropped = [frame for frame in self._frames if frame.stream == stream]
+        dropped = [frame for frame, _ in self._frames if frame.stream == stream]
         if dropped:
-            self._frames = deque(frame for frame in self._frames if frame.stream != stream)
+            self._frames = deque(each for each in self._frames if each[0].stream != stream)
+            self._bytes = sum(size for _, size in self._frames)
+            self._make_room()
         return any(frame.HasField("begin") for frame in dropped)
 
     def finish(self) -> None:
@@ -49,8 +76,18 @@ class Outgoing:
 
     def _bundle(self) -> list[trunk_pb2.Frame]:
         """At least one frame; of more than that, no more bytes than BUNDLE_BYTES."""
-        frames = [self._frames.popleft()]
-        size = frames[0].ByteSize()
-        while self._frames and (size := size + self._frames[0].ByteSize()) <= BUNDLE_BYTES:
-            frames.append(self._frames.popleft())
+        frames: list[trunk_pb2.Frame] = []
+        total = 0
+        while self._frames and (not frames or total + self._frames[0][1] <= BUNDLE_BYTES):
+            frame, size = self._frames.popleft()
+            frames.append(frame)
+            total += size
+        self._bytes -= total
+        self._make_room()
         return frames
+
+    def _make_room(self) -> None:
+        if self._senders and not self.full:
+            for sender in self._senders:
+                sender.set()
+            self._senders.clear()

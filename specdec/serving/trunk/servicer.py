@@ -10,13 +10,23 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
-from specdec.serving.errors import STATUS_DETAILS, ProtocolError
+from specdec.serving.echo import echo
+from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
 from specdec.serving.interceptor import bind_request_id, guarded
-from specdec.serving.trunk.outgoing import Outgoing
+from specdec.serving.trunk.outgoing import MAX_UNWRITTEN_FRAMES, Outgoing
 from specdec.serving.trunk.stream import Stream
 from specdec.v1 import trunk_pb2, trunk_pb2_grpc
 
 log = structlog.get_logger()
+
+MAX_TRUNKS = 1024
+"""Of a service. An orchestrator has one."""
+
+MAX_STREAMS = 4096
+"""Of a trunk, at once."""
+
+MAX_BEGIN_BYTES = 1 << 13
+"""Of a stream's method and metadata together: what gRPC allows for headers."""
 
 
 class TrunkServicer(trunk_pb2_grpc.TrunkServiceServicer):
@@ -43,6 +53,8 @@ class TrunkServicer(trunk_pb2_grpc.TrunkServiceServicer):
         request_iterator: AsyncIterator[trunk_pb2.CarryRequest],
         context: grpc.aio.ServicerContext[trunk_pb2.CarryRequest, trunk_pb2.CarryResponse],
     ) -> None:
+        if len(self._trunks) >= MAX_TRUNKS:
+            raise OverloadedError(f"{len(self._trunks)} trunks are open, the limit is {MAX_TRUNKS}")
         trunk = Trunk(self._methods, context)
         self._trunks.add(trunk)
         if self._draining:
@@ -82,15 +94,16 @@ class Trunk:
             self._outgoing.finish()
 
     async def serve(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
-        """Until it is drained, or its caller ends it, and with it all that it carries."""
+        """Until it is drained, or its caller ends it, or does not read it, and with it all that it carries."""
         reading = asyncio.create_task(self._read(requests))
         writing = asyncio.create_task(
             self._outgoing.write(lambda frames: self._context.write(trunk_pb2.CarryResponse(frames=frames)))
         )
+        overflowing = asyncio.create_task(self._overflow())
+        tasks = [reading, writing, overflowing]
         try:
-            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            tasks = [reading, writing]
             for served, running in self._served.values():
                 served.over(trunk_pb2.End())
                 tasks.append(running)
@@ -99,6 +112,11 @@ class Trunk:
             await asyncio.wait(tasks)
         for task in done:
             task.result()
+
+    async def _overflow(self) -> None:
+        """Raise once the caller has left too much unread."""
+        await self._outgoing.overflowed.wait()
+        raise OverloadedError(f"{MAX_UNWRITTEN_FRAMES} frames are unread")
 
     async def _read(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
         async for request in requests:
@@ -112,14 +130,22 @@ class Trunk:
                         running.cancel()
 
     def _begin(self, number: int, begin: trunk_pb2.Begin) -> None:
-        if number in self._served:
-            raise ProtocolError(f"stream {number} begins twice")
+        if number in self._served or not number:
+            raise ProtocolError(f"stream {number} begins twice" if number else "a trunk begins in itself")
         method = self._methods.get(begin.method)
         served = Served(number, self._outgoing, begin, method, self._context.peer())
         if self._draining:
             served.say_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+        elif len(self._served) >= MAX_STREAMS:
+            served.say_end(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams are open on this trunk, the limit"
+            )
+        elif (size := begin.ByteSize()) > MAX_BEGIN_BYTES:
+            served.say_end(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"method and metadata have {size} bytes, at most {MAX_BEGIN_BYTES}"
+            )
         elif method is None:
-            served.say_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no stream {begin.method!r} here")
+            served.say_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no stream {echo(begin.method)} here")
         else:
             running = asyncio.create_task(self._run(served))
             self._served[number] = served, running
@@ -140,9 +166,9 @@ class Trunk:
     def _left(self, number: int, run: asyncio.Task[None]) -> None:
         served, _ = self._served.pop(number)
         error = None if run.cancelled() else run.exception()
-        if not served.closed and not served.ended:
+        if not served.closed and not served.ended:  # its method has ended without a word
+            served.say_status(to_status(InternalError()))
             log.error("stream_failed", method=served.begin.method, exc_info=error)
-            served.say_end(grpc.StatusCode.UNKNOWN, "its method has ended without a word")
         if self._draining and not self._served:
             self._outgoing.finish()
 
@@ -166,8 +192,7 @@ class Served(Stream):
         await self.send(self.method.response_serializer(response))
 
     async def abort_with_status(self, status: grpc.Status) -> NoReturn:
-        rich = [value for key, value in status.trailing_metadata or () if key == STATUS_DETAILS]
-        self.say_end(status.code, status.details, *(value for value in rich if isinstance(value, bytes)))
+        self.say_status(status)
         raise grpc.aio.AbortError
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
@@ -184,6 +209,10 @@ class Served(Stream):
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return tuple(self.begin.metadata.items())
+
+    def say_status(self, status: grpc.Status) -> None:
+        rich = [value for key, value in status.trailing_metadata or () if key == STATUS_DETAILS]
+        self.say_end(status.code, status.details, *(value for value in rich if isinstance(value, bytes)))
 
     def say_end(self, code: grpc.StatusCode, details: str = "", status: bytes = b"") -> None:
         self.ended = True

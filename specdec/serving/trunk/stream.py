@@ -48,8 +48,10 @@ class Stream:
         """As soon as there is room for it; InvalidStateError if the stream is closed, TooLargeError."""
         if len(message) > MOST_BYTES:
             raise TooLargeError(f"a message of {len(message)} bytes, at most {MOST_BYTES}")
-        while not self.closed and self._unread >= WINDOW:
+        while not self.closed and (self._unread >= WINDOW or self._outgoing.full):
             self._room.clear()
+            if self._outgoing.full:
+                self._outgoing.tell_of_room(self._room)
             await self._room.wait()
         if self.closed:
             raise asyncio.InvalidStateError("the stream is over")

@@ -1,0 +1,39 @@
+"""How many messages of candidates a draft may send: a bucket that commits fill.
+
+A draft sends candidates a few times a step, and stops when it has sent as many as its verifier has granted. One that
+goes on for ever would keep the verifier from its steps and the orchestrator from its other streams.
+"""
+
+from __future__ import annotations
+
+from specdec.serving.wire import MAX_NODES_A_MESSAGE
+from specdec.v1 import model_pb2
+
+MESSAGES_A_COMMIT = 16
+"""Four times what a draft is asked for."""
+
+
+class CandidateFlow:
+    """Counts the messages that the draft of one session may still send. `max_nodes`: candidates that it may have alive;
+    at worst it sends each by itself, and each again with its distribution."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self._most = 2 * max_nodes + MESSAGES_A_COMMIT
+        self._left = self._most
+
+    def committed(self) -> None:
+        """The text has gone on, and with it what is worth sending."""
+        self._left = min(self._most, self._left + MESSAGES_A_COMMIT)
+
+    def restart(self) -> None:
+        """It is to send everything again."""
+        self._left = self._most
+
+    def violation(self, extend: model_pb2.Extend) -> str:
+        """What is wrong with the draft that sends this message as well; empty if nothing is."""
+        self._left -= 1
+        if self._left < 0:
+            return f"it has sent {self._most} messages of candidates more than the text had use for"
+        if (nodes := len(extend.tokens)) > MAX_NODES_A_MESSAGE:
+            return f"it has sent {nodes} candidates in a message, {MAX_NODES_A_MESSAGE} are allowed"
+        return ""

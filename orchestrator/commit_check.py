@@ -1,0 +1,106 @@
+"""Checks a verifier's commit against what was asked of it.
+
+Which token follows is the verifier's to decide; whether it is the right one shows in no message, whether it has arrived
+as it was sent in the checksum. Everything else about a commit follows from the request and the text so far. One that
+differs means that the pod, or a message on its way, is broken: the session is lost, like one whose stream ends.
+"""
+
+from __future__ import annotations
+
+import math
+
+from orchestrator.request import Model, Sample
+from specdec.client.sources import ACCEPTED
+from specdec.v1 import model_pb2, verifier_pb2
+
+SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
+
+MAX_CANDIDATES_A_STEP = 1024
+MAX_PREEMPTIONS = 1 << 20
+MAX_QUEUED_US = 1 << 50
+"""Far beyond what any pod does; below them, sums fit the fields of a response."""
+
+
+class CommitCheck:
+    """Checks the commits of one session. `context_tokens`: the longest text that its verifier has room for."""
+
+    def __init__(self, sample: Sample, model: Model, context_tokens: int) -> None:
+        self._sample = sample
+        self._model = model
+        self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
+
+    def violation(self, commit: verifier_pb2.Commit, generated: int) -> str:
+        """What is wrong with a commit to a text with so many generated tokens; empty if nothing is."""
+        checks = (self._wrong_tokens, self._wrong_counts, self._wrong_end, self._wrong_logprobs, self._wrong_figures)
+        return next((problem for check in checks if (problem := check(commit, generated))), "")
+
+    def _wrong_tokens(self, commit: verifier_pb2.Commit, generated: int) -> str:
+        """They follow on, are some, fit, and are the model's."""
+        base, tokens = len(self._sample.prompt) + generated, commit.committed.tokens
+        if commit.committed.base != base:
+            return f"it follows on {commit.committed.base} tokens, the text has {base}"
+        if not tokens:
+            return "it has no tokens"
+        if base + len(tokens) > self._end:
+            return f"it makes {base + len(tokens)} tokens, the text ends with {self._end}"
+        if max(tokens) >= self._model.vocabulary:
+            return f"it has token {max(tokens)}, the vocabulary {self._model.vocabulary}"
+        return ""
+
+    def _wrong_counts(self, commit: verifier_pb2.Commit, _: int) -> str:
+        """Each step ends with a token of the target's own, but for the last if a candidate ends the text."""
+        tokens, sources = len(commit.committed.tokens), commit.sources
+        if len(sources) != tokens or not SOURCES.issuperset(sources):
+            return f"it has sources {list(sources[:8])} for {tokens} tokens"
+        accepted = sum(source in ACCEPTED for source in sources)
+        if commit.accepted != accepted:
+            return f"it tells of {commit.accepted} accepted candidates, its sources of {accepted}"
+        ends_with_candidate = bool(commit.finish_reason) and sources[-1] in ACCEPTED
+        if commit.steps != tokens - accepted + ends_with_candidate:
+            return f"it has {tokens} tokens of {commit.steps} steps with {accepted} accepted candidates"
+        if not accepted <= commit.offered <= commit.steps * MAX_CANDIDATES_A_STEP:
+            return f"it tells of {commit.offered} candidates in {commit.steps} steps"
+        return ""
+
+    def _wrong_end(self, commit: verifier_pb2.Commit, generated: int) -> str:
+        """The text ends where an end token or a limit says so, there and nowhere else."""
+        sample, tokens = self._sample, commit.committed.tokens
+        ends = [index for index, token in enumerate(tokens) if token in sample.end_tokens]
+        if ends and generated + ends[0] < sample.min_tokens:
+            return f"it has an end token, of {sample.min_tokens} tokens that must come before"
+        if ends and ends[0] < len(tokens) - 1:
+            return "it goes on behind an end token"
+        if ends:
+            wanted = model_pb2.FINISH_REASON_STOP
+        elif len(sample.prompt) + generated + len(tokens) < self._end:
+            wanted = model_pb2.FINISH_REASON_UNSPECIFIED
+        elif self._end == len(sample.prompt) + sample.max_tokens:
+            wanted = model_pb2.FINISH_REASON_LENGTH
+        else:
+            wanted = model_pb2.FINISH_REASON_CONTEXT
+        if commit.finish_reason != wanted:
+            return f"its finish reason is {commit.finish_reason}, must be {wanted}"
+        return ""
+
+    def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
+        """One entry for each token, if any were asked for, with as many of the best as were asked for."""
+        asked, vocabulary = self._sample.logprobs, self._model.vocabulary
+        if len(commit.logprobs) != (len(commit.committed.tokens) if asked else 0):
+            return f"it has log-probabilities of {len(commit.logprobs)} tokens"
+        best = min(asked - 1, vocabulary)
+        for each in commit.logprobs:
+            if len(each.top_tokens) != best or len(each.top_logprobs) != best:
+                return f"it has log-probabilities of {len(each.top_tokens)} best tokens, asked for were {best}"
+            if max(each.top_tokens, default=0) >= vocabulary or any(map(math.isnan, (each.chosen, *each.top_logprobs))):
+                return "it has log-probabilities that are none"
+        return ""
+
+    def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
+        """What it tells of itself could be."""
+        if not 0.0 <= commit.price <= 1.0:
+            return f"its price is {commit.price}"
+        if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:
+            return f"it tells of {commit.preemptions} preemptions and {commit.queued_us} us in a queue"
+        if commit.found_tokens > self._end:
+            return f"it tells of {commit.found_tokens} tokens in memory"
+        return ""

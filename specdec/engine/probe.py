@@ -1,0 +1,28 @@
+"""Whether an engine still computes: asked after a forward pass has failed."""
+
+from __future__ import annotations
+
+import numpy as np
+import structlog
+
+from specdec.decoding.processing import ABSURD
+from specdec.engine.engine import Engine
+from specdec.engine.kv import NOWHERE, Slots
+
+log = structlog.get_logger()
+
+
+def recovers(engine: Engine, written: Slots) -> bool:
+    """Whether a forward pass over a single token succeeds, once the slots that a failed one may have `written` are
+    overwritten: a NaN in them would spread to whoever reads them, masked or not."""
+    try:
+        engine.copy(np.full(len(written), NOWHERE), written)
+        packer = engine.packer()
+        row = packer.add_row(0, 0, NOWHERE)
+        packer.add_path(np.array([NOWHERE]), [row])
+        packer.want(row)
+        logits = engine.forward(packer.pack())
+    except Exception as error:
+        log.error("engine_fails", exc_info=error)
+        return False
+    return bool(abs(logits.max()) < ABSURD)

@@ -1,0 +1,20 @@
+"""What others sent, short enough to be repeated in errors and logs."""
+
+from __future__ import annotations
+
+ECHO_CHARACTERS = 64
+
+
+def cut(text: str, limit: int) -> str:
+    """The text in at most `limit` bytes of UTF-8, with an ellipsis where some were left out."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= limit:
+        return data.decode("utf-8")
+    return data[: limit - 3].decode("utf-8", "ignore") + "..."
+
+
+def echo(value: object) -> str:
+    """The value as an error message repeats it; of a text no more is looked at than is shown."""
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) <= ECHO_CHARACTERS else f"{value[:ECHO_CHARACTERS]!r}... ({len(value)} long)"
+    return cut(repr(value), ECHO_CHARACTERS)

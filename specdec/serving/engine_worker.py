@@ -1,0 +1,74 @@
+"""A worker that steps sessions with an engine, and what it does when a forward pass fails.
+
+An exception in a pass (out of memory, a device error, a text that the model cannot take) says nothing of whose it is.
+If the engine still computes, the sessions of the step are tried again, one by one (`Retrial`): a reader sees a pause.
+If it does not, all sessions end, so that they can go on at another pod, and the worker takes no more until it does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import structlog
+
+from specdec.engine.engine import Engine
+from specdec.engine.kv import Slots
+from specdec.engine.probe import recovers
+from specdec.serving.errors import EngineLostError, ModelFailureError
+from specdec.serving.retrial import Retrial
+from specdec.serving.worker import Worker
+
+log = structlog.get_logger()
+
+CHECK_SECONDS = 1.0
+"""Between two looks at whether an engine that has failed computes again."""
+
+Session = TypeVar("Session")
+
+
+class EngineWorker(Worker, Generic[Session]):
+    """Takes turns for as long as its engine works."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        super().__init__(name)
+        self._engine = engine
+        self._retrial: Retrial[Session] = Retrial()
+
+    @abstractmethod
+    def step(self) -> float | None:
+        """Do what can be done now, as `turn` would; the engine works."""
+
+    @abstractmethod
+    def end_session(self, session: Session, error: Exception) -> None:
+        """End a session with an error."""
+
+    @abstractmethod
+    def end_sessions(self, error: Exception) -> None:
+        """End all sessions, and forget what the engine has in memory."""
+
+    def turn(self) -> float | None:
+        if not self.works:
+            self.works = recovers(self._engine, np.arange(0))
+            if not self.works:
+                return CHECK_SECONDS
+            log.warning("engine_back")
+        return self.step()
+
+    def check_works(self) -> None:
+        """EngineLostError if nothing can be computed."""
+        if not self.works:
+            raise EngineLostError
+
+    def step_failed(self, sessions: Sequence[Session], written: Slots, error: Exception) -> None:
+        """A forward pass over rows of these sessions has failed; it may have `written` these slots."""
+        log.error("step_failed", sessions=len(sessions), exc_info=error)
+        self.works = recovers(self._engine, written)
+        if not self.works:
+            self.end_sessions(EngineLostError())
+            return
+        guilty = self._retrial.failed(sessions)
+        if guilty is not None:
+            self.end_session(guilty, ModelFailureError("every forward pass over this text fails"))

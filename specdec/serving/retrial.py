@@ -1,0 +1,38 @@
+"""What becomes of sessions whose step has failed: each is tried again alone, so that one that cannot be computed is
+found, and ended without the others.
+
+An exception in a forward pass (out of memory, a device error, a text that the model cannot take) says nothing of whose
+it is. While sessions are on trial, one step is of one of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Generic, TypeVar
+
+Session = TypeVar("Session")
+
+
+class Retrial(Generic[Session]):
+    """Sessions on trial, of one loop. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._failures: Counter[Session] = Counter()  # in a row, by session on trial, in order
+
+    def next(self, ready: Collection[Session]) -> Session | None:
+        """Who has the next step for itself; None if all may share it."""
+        return next((session for session in self._failures if session in ready), None)
+
+    def failed(self, sessions: Sequence[Session]) -> Session | None:
+        """A step of these has failed; the one to be ended, if it has failed before and is now known to do so alone."""
+        self._failures.update(sessions)
+        (session, *others) = sessions
+        if others or self._failures[session] < 2:
+            return None
+        self.forget(session)
+        return session
+
+    def forget(self, session: Session) -> None:
+        """It has had a step, or is gone."""
+        self._failures.pop(session, None)
