@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import Fields, in_one_line, read_text
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""What templates may name."""
 
 REMEMBERED_WORDS = 1000
 """Words whose tokens each thread that encodes remembers. The library's own 10,000 take it 5 MB, or 75 if they are long
@@ -38,23 +44,13 @@ class Tokenizer:
     """The tokenizer of a model directory."""
 
     def __init__(self, directory: ModelDirectory) -> None:
-        path = directory.path / "tokenizer.json"
-        try:
-            self._tokenizer = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelDirectoryError(f"{path}: cannot be read: {error}") from error
-        # What a training run left in the file must not shorten a prompt.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = _loaded(directory.path / "tokenizer.json")
         resize_cache: Callable[[int], None] | None = getattr(self._tokenizer.model, "_resize_cache", None)
         if resize_cache is not None:  # BPE and Unigram remember words
             resize_cache(REMEMBERED_WORDS)
-        self._special = {
-            name: value if isinstance(value, str) else (value or {}).get("content")
-            for name, value in directory.tokenizer_config.items()
-            if name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        self._template = _compiled(_chat_template(directory), directory)
+        settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
+        self._special = {name: _special_token(settings, name) for name in SPECIAL_TOKENS if settings.has(name)}
+        self._template = _compiled(*_chat_template(directory.path / "chat_template.jinja", settings))
 
     @property
     def has_chat_template(self) -> bool:
@@ -71,7 +67,7 @@ class Tokenizer:
         `limit` of them, TooManyTokensError.
 
         Other threads run meanwhile: it is `encode_batch_fast` that lets go of the interpreter, and `encode` that does
-        not (tokenizers 0.22: a text of 3 MB held it for three seconds).
+        not (tokenizers 0.23: a text of 3 MB held it for three seconds).
         """
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         if limit is not None and len(encoding) > limit:
@@ -97,6 +93,48 @@ class Tokenizer:
             raise ChatTemplateError(f"the model's chat template says: {error}") from error
 
 
+def _loaded(file: Path) -> FastTokenizer:
+    """Load the library's tokenizer, and try it: a file that it accepts may still make it panic over any text."""
+    try:
+        with _stderr_silenced():  # a panic prints lines of its own
+            tokenizer = FastTokenizer.from_file(str(file))
+            # What a training run left in the file must not shorten a prompt.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            with suppress(Exception):  # an error, unlike a panic, is about this text: not every vocabulary spells it
+                tokenizer.decode(tokenizer.encode("A trial, of 1 line.\n").ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and panics are no Exception at all
+        raise ModelDirectoryError(f"{file}: cannot be used: {in_one_line(error)}") from error
+    return tokenizer
+
+
+@contextmanager
+def _stderr_silenced() -> Iterator[None]:
+    """Drop what anybody writes to stderr, native code included."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+def _special_token(settings: Fields, name: str) -> str:
+    """Read a special token, which is its text or an object that has it as `content`."""
+    if isinstance(settings.content[name], dict):
+        return settings.fields(name).text("content")
+    return settings.text(name)
+
+
 class _GenerationTag(Extension):
     """`{% generation %}`, which marks the assistant's turns for training: its content, and nothing else."""
 
@@ -107,7 +145,7 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compiled(source: str | None, directory: ModelDirectory) -> Template | None:
+def _compiled(source: str | None, file: Path) -> Template | None:
     """The template, with what transformers gives to templates."""
     if source is None:
         return None
@@ -123,17 +161,19 @@ def _compiled(source: str | None, directory: ModelDirectory) -> Template | None:
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     try:
         return environment.from_string(source)
-    except TemplateError as error:
-        raise ModelDirectoryError(f"{directory.path}: the chat template cannot be read: {error}") from error
+    except Exception as error:  # of the template's syntax, or of the Python that it is made into
+        raise ModelDirectoryError(f"{file}: the chat template cannot be compiled: {in_one_line(error)}") from error
 
 
-def _chat_template(directory: ModelDirectory) -> str | None:
-    """From chat_template.jinja, else from tokenizer_config.json (where it may be a list of named ones)."""
-    file: Path = directory.path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = directory.tokenizer_config.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+def _chat_template(file: Path, settings: Fields) -> tuple[str | None, Path]:
+    """Read the template, if there is one, from its own file, else from tokenizer_config.json, where it may be a list
+    of named ones. Return also which file it is from."""
+    source = read_text(file)
+    if source is not None or not settings.has("chat_template"):
+        return source, file
+    if not isinstance(settings.content["chat_template"], list):
+        return settings.text("chat_template"), settings.file
+    named = {entry.text("name"): entry.text("template") for entry in settings.objects("chat_template")}
+    if "default" not in named:
+        raise settings.refusal("chat_template", "a template, or a list of named ones with one of the name default")
+    return named["default"], settings.file

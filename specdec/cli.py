@@ -96,6 +96,9 @@ def export(
 
     try:
         directory = ModelDirectory(model)
+        from specdec.serving import logs
+
+        logs.configure("export", "warning")  # before libraries are imported that chat on stderr
         from specdec.engine.export import export as run  # takes seconds: a wrong path is told before
 
         run(directory, target, dtype)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from specdec.engine.model_file import Fields, is_integer, opened, read_fields, shown, unreadable
+from specdec.engine.model_file import ModelDirectoryError as ModelDirectoryError
 
 GRAPH = "model.onnx"
 COPY_GRAPH = "copy.onnx"
@@ -18,84 +23,118 @@ SAMPLED_BYTES = 1 << 20
 """Of each weight file this much, in 64 evenly spaced pieces, enters the fingerprint beside header and
 size: enough to tell two trainings apart, quick for 140 GB."""
 
+LEAST_CONTEXT = 64
+"""Checks and measurements at start read texts of some thirty tokens."""
 
-class ModelDirectoryError(Exception):
-    """The directory is missing, incomplete, or holds what cannot be served."""
+LARGEST_VOCABULARY = 1 << 24
+LONGEST_CONTEXT = 1 << 30
+"""Far beyond any model we know, and within what token ids and positions are kept in: 32 bits."""
+
+MOST_END_TOKENS = 1000
+"""Every request carries them."""
+
+MOST_ID = (1 << 32) - 1
+"""Of tokenizer.json, where ids may lie beyond the model's vocabulary."""
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """What can be known of a model without loading it."""
+    """What can be known of a model without loading it.
+
+    All of it is read and checked when the object is made, so that a broken directory ends the start of a service
+    and not its requests; only the weights are looked at when they are asked for.
+    """
 
     path: Path
 
     def __post_init__(self) -> None:
-        if not self.path.is_dir():
-            raise ModelDirectoryError(f"{self.path}: no such directory")
-        for name in ("config.json", "tokenizer.json"):
-            if not (self.path / name).is_file():
-                raise ModelDirectoryError(f"{self.path}: no {name}")
-        if not isinstance(self.config.get("vocab_size"), int):
-            raise ModelDirectoryError(f"{self.path}: config.json names no vocab_size")
+        self._check_configuration()
+        _ = self.tokenizer_config, self.tokenizer_fingerprint
 
-    def _json(self, name: str) -> dict[str, Any]:
-        file = self.path / name
-        if not file.is_file():
-            return {}
+    def _check_configuration(self) -> None:
+        """Read everything that needs no tokenizer."""
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelDirectoryError(f"{file}: not JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise ModelDirectoryError(f"{file}: not a JSON object")
-        return content
+            is_directory = stat.S_ISDIR(self.path.stat().st_mode)
+        except FileNotFoundError:
+            is_directory = False
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if not is_directory:
+            raise ModelDirectoryError(f"{self.path}: no such directory")
+        _ = self.name, self.vocabulary, self.context, self.end_tokens
+        text = self._text_config
+        for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # pretrained.py looks into them
+            if text.has(key):
+                text.fields(key)
+        if text.has("sliding_window"):
+            text.integer("sliding_window", 0, LONGEST_CONTEXT)
+
+    def _needed(self, name: str) -> Fields:
+        """Read a file that every model has."""
+        found = read_fields(self.path / name)
+        if found is None:
+            raise ModelDirectoryError(f"{self.path}: no {name}")
+        return found
+
+    def _optional(self, name: str) -> Fields:
+        """Read a file that may be missing: then it has no fields."""
+        file = self.path / name
+        return read_fields(file) or Fields(file, {})
 
     @cached_property
+    def _whole_config(self) -> Fields:
+        return self._needed("config.json")
+
+    @cached_property
+    def _text_config(self) -> Fields:
+        whole = self._whole_config
+        return whole.fields("text_config") if whole.has("text_config") else whole
+
+    @property
     def config(self) -> dict[str, Any]:
         """config.json; for a multimodal wrapper, its text part."""
-        config = self._json("config.json")
-        text = config.get("text_config")
-        return text if isinstance(text, dict) else config
+        return self._text_config.content
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
-        return self._json("tokenizer_config.json")
+        return self._optional("tokenizer_config.json").content
 
-    @property
+    @cached_property
     def name(self) -> str:
-        return self.path.resolve().name
+        name = self.path.resolve().name
+        try:
+            name.encode()  # messages carry it
+        except UnicodeEncodeError as error:
+            raise ModelDirectoryError(f"{self.path}: the directory's name is not UTF-8") from error
+        return name
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """Width of the logits, padding included."""
-        return int(self.config["vocab_size"])
+        return self._text_config.integer("vocab_size", 2, LARGEST_VOCABULARY)
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Longest text in tokens."""
+        config = self._text_config
         for key in ("max_position_embeddings", "n_positions"):
-            if isinstance(self.config.get(key), int):
-                return int(self.config[key])
-        raise ModelDirectoryError(f"{self.path}: config.json names neither max_position_embeddings nor n_positions")
+            if config.has(key):
+                return config.integer(key, LEAST_CONTEXT, LONGEST_CONTEXT)
+        raise ModelDirectoryError(f"{config.file}: names neither max_position_embeddings nor n_positions")
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text, from generation_config.json, else config.json."""
-        sources = (self._json("generation_config.json"), self.config, self._json("config.json"))
-        found: Any = next((ids for source in sources if (ids := source.get("eos_token_id")) is not None), [])
-        return frozenset(found if isinstance(found, list) else [found])
+        """Ids that end a text, from generation_config.json, else config.json. What the first of them that names any
+        overrules is not looked at: models are corrected in generation_config.json alone."""
+        for source in (self._optional("generation_config.json"), self._text_config, self._whole_config):
+            if source.has("eos_token_id"):
+                return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MOST_END_TOKENS))
+        return frozenset()
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
         """SHA-256, hex, over which id means which text, however the file spells it."""
-        tokenizer = self._json("tokenizer.json")
-        vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-        pieces = (
-            {token: number for number, (token, _) in enumerate(vocabulary)}  # unigram: a list with scores
-            if isinstance(vocabulary, list)
-            else dict(vocabulary)
-        )
-        pieces |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens") or ()}
+        pieces = _pieces(self._needed("tokenizer.json"))
         meaning = sorted((number, token) for token, number in pieces.items())
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
@@ -104,19 +143,59 @@ class ModelDirectory:
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
             raise ModelDirectoryError(f"the tokenizers of {other.path} and {self.path} differ: they cannot be paired")
 
+    def weights(self) -> list[Path]:
+        """List the files of weights, each of which is there and can be read."""
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        files = [self.path / name for name in names if name.endswith(".safetensors") or ".onnx" in name]
+        for file in files:
+            with opened(file):
+                pass
+        return files
+
     @cached_property
     def model_fingerprint(self) -> str:
         """SHA-256, hex, over configuration and weights (see SAMPLED_BYTES)."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        weights = sorted([*self.path.glob("*.safetensors"), *self.path.glob("*.onnx*")])
+        weights = self.weights()
         if not weights:
             raise ModelDirectoryError(f"{self.path}: no weights (*.safetensors or *.onnx)")
         for file in weights:
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            with file.open("rb") as stream:
+            with opened(file) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                digest.update(os.fsencode(file.name) + f" {size}".encode())
                 pieces = 64
                 for i in range(pieces):
                     stream.seek(i * max(0, size - SAMPLED_BYTES // pieces) // (pieces - 1))
                     digest.update(stream.read(SAMPLED_BYTES // pieces))
         return digest.hexdigest()
+
+
+def _pieces(tokenizer: Fields) -> dict[str, int]:
+    """Read the tokens of tokenizer.json, added ones included, and their ids."""
+    model = tokenizer.fields("model")
+    vocabulary = model.content.get("vocab")
+    if isinstance(vocabulary, list):  # unigram: [token, score], in the order of their ids
+        for entry in vocabulary:
+            if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
+                raise ModelDirectoryError(
+                    f"{model.file}: model.vocab has the entry {shown(entry)}, must have pairs of a token and its score"
+                )
+        pieces = {token: number for number, (token, _) in enumerate(vocabulary)}
+    elif isinstance(vocabulary, dict):
+        for token, number in vocabulary.items():
+            if not is_integer(number, 0, MOST_ID):
+                raise ModelDirectoryError(
+                    f"{model.file}: model.vocab has {shown(number)} as the id of {shown(token)}, must have an integer "
+                    f"from 0 to {MOST_ID}"
+                )
+        pieces = dict(vocabulary)
+    else:
+        raise model.refusal("vocab", "an object or a list")
+    added = tokenizer.objects("added_tokens") if tokenizer.has("added_tokens") else []
+    pieces |= {entry.text("content"): entry.integer("id", 0, MOST_ID) for entry in added}
+    if not pieces:
+        raise ModelDirectoryError(f"{tokenizer.file}: model.vocab has no tokens")
+    return pieces

@@ -6,7 +6,6 @@ On a GPU keys and values live there: tokens, positions and masks go up with each
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from specdec.engine.kv import Slots
 from specdec.engine.lanes import LaneBatch, LanePacker
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import in_one_line, opened, read_fields
 from specdec.engine.providers import CPU, check_started, place_of, providers
 
 
@@ -41,18 +41,20 @@ class OnnxEngine:
         device: str = "cpu",
     ) -> None:
         file = directory.path / DESCRIPTION
-        try:
-            description = json.loads(file.read_text(encoding="utf-8"))
-            shapes = [(int(heads), int(key), int(value)) for heads, key, value in description["pools"]]
-            self.window: int | None = description["window"]
-            of_pools = np.dtype({"float32": np.float32, "float16": np.float16}[description["dtype"]])
-        except FileNotFoundError as error:
+        description = read_fields(file)
+        if description is None:
             raise ModelDirectoryError(
                 f"{directory.path}: not an exported model (no {DESCRIPTION}); `specdec export` makes one"
-            ) from error
-        except (ValueError, KeyError, TypeError) as error:
+            )
+        try:
+            shapes = [(int(heads), int(key), int(value)) for heads, key, value in description.content["pools"]]
+            window = description.content["window"]
+            self.window: int | None = None if window is None else int(window)
+            of_pools = np.dtype({"float32": np.float32, "float16": np.float16}[description.content["dtype"]])
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {in_one_line(error)}"
             raise ModelDirectoryError(
-                f"{file}: damaged, or of an earlier version; `specdec export` makes a new one ({error!r})"
+                f"{file}: damaged, or of an earlier version; `specdec export` makes a new one ({reason})"
             ) from error
         if dtype not in (None, of_pools.name):
             raise ModelDirectoryError(
@@ -69,6 +71,7 @@ class OnnxEngine:
         check_started(self._place, self._copies.get_providers())  # with a small graph first
         self._session = _session(directory.path / GRAPH, threads, chosen, half=half)
         check_started(self._place, self._session.get_providers())
+        _check_sizes(directory, self._session, shapes)
         self.threads: tuple[int, ...] = (threads,)
         self.exact = False  # all lanes of a batch are padded to one shape
         self.vocabulary = directory.vocabulary
@@ -143,7 +146,22 @@ def _session(
     if half and chosen[0][0] == CPU:
         # The next level, which is about convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    with opened(graph):  # or onnxruntime would wait for a named pipe
+        pass
     try:
         return ort.InferenceSession(str(graph), options, providers=chosen)
     except Exception as error:  # onnxruntime's errors have no common base
-        raise ModelDirectoryError(f"{graph}: cannot be loaded: {error}") from error
+        raise ModelDirectoryError(f"{graph}: cannot be loaded: {in_one_line(error)}") from error
+
+
+def _check_sizes(directory: ModelDirectory, graph: ort.InferenceSession, pools: list[tuple[int, int, int]]) -> None:
+    """Compare what the graph takes and gives with what the files beside it say: the first step would fail."""
+    told = {f"key_{layer}": (DESCRIPTION, [heads, key]) for layer, (heads, key, _) in enumerate(pools)}
+    told |= {f"value_{layer}": (DESCRIPTION, [heads, value]) for layer, (heads, _, value) in enumerate(pools)}
+    told["logits"] = ("config.json", [directory.vocabulary])
+    sizes = {node.name: node.shape[1:] for node in (*graph.get_inputs(), *graph.get_outputs())}
+    for name, (file, expected) in told.items():
+        if sizes.get(name) != expected:
+            raise ModelDirectoryError(
+                f"{directory.path / GRAPH}: {name} has the sizes {sizes.get(name)}, by {file} they are {expected}"
+            )

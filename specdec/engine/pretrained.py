@@ -18,6 +18,7 @@ from specdec.engine import attention
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.linear import is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import in_one_line
 from specdec.engine.random_weights import RandomWeights
 from specdec.engine.ranks import Ranks
 from specdec.engine.shards import check_plan
@@ -39,6 +40,8 @@ class LayerAttention(NamedTuple):
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
     """The model with our attention, or an error that says why not; with `ranks`, cut into parts by transformers. A
     quantised one keeps its own linear layers."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # what matters of its reports is an error here, in one line
     if ranks is None:
         _check_configuration(directory)
         return _whole(directory, dtype, device)
@@ -64,7 +67,7 @@ def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTra
 
 
 def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
+    directory.weights()  # what cannot be read is told by its name, and a named pipe is not waited for
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory.path,
@@ -73,14 +76,20 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below: transformers' error does not name them
             **options,
         )
     except Exception as error:  # transformers raises whatever it meets
         quantised = f" (quantised by {method})" if (method := quantised_by(directory.config)) else ""
-        raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {_reason(error)}") from error
+        raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {in_one_line(error)}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers
         missing = sorted(report["missing_keys"])
         raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
+    if report["mismatched_keys"]:
+        name, stored, expected = min(report["mismatched_keys"])
+        raise ModelDirectoryError(
+            f"{directory.path}: {name} has the sizes {list(stored)}, by config.json they are {list(expected)}"
+        )
     return model.eval()
 
 
@@ -102,11 +111,6 @@ def quantised_by(config: dict[str, Any]) -> str | None:
 
 def is_quantised(model: PreTrainedModel) -> bool:
     return getattr(model.config, "quantization_config", None) is not None
-
-
-def _reason(error: Exception) -> str:
-    """In one line."""
-    return " ".join(str(error).split())
 
 
 def _cut_into(parts: int) -> Any:
@@ -140,7 +144,10 @@ def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except Exception as error:  # transformers raises whatever it meets
-        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {_reason(error)}") from error
+        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if layers is not None and layers < 1:
+        raise ModelDirectoryError(f"{directory.path}: config.json asks for {layers} layers, must be at least 1")
     if kind is None:
         raise UnsupportedModelError(f"{directory.name}: {type(config).__name__} belongs to no causal language model")
     if not getattr(kind, "_supports_attention_backend", False):
@@ -199,7 +206,9 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever a foreign architecture does with a packed batch
-        raise UnsupportedModelError(f"{name} cannot run in a packed batch: {type(error).__name__}: {error}") from error
+        raise UnsupportedModelError(
+            f"{name} cannot run in a packed batch: {type(error).__name__}: {in_one_line(error)}"
+        ) from error
     finally:
         model.set_attn_implementation(attention.NAME)
     layers = config.num_hidden_layers

@@ -14,10 +14,7 @@ class RandomWeights(ModelDirectory):
     There is no tokenizer, and its text means nothing."""
 
     def __post_init__(self) -> None:
-        if not (self.path / "config.json").is_file():
-            raise ModelDirectoryError(f"{self.path}: no config.json")
-        if not isinstance(self.config.get("vocab_size"), int):
-            raise ModelDirectoryError(f"{self.path}: config.json names no vocab_size")
+        self._check_configuration()
 
     @cached_property
     def model_fingerprint(self) -> str:

@@ -587,9 +587,9 @@ class TestRefusals:
         ("content", "reason"),
         [
             (b"{", r"config.json: not JSON"),
-            (b"\xff\xfe", r"config.json: not JSON"),
+            (b"\xff\xfe", r"config.json: is not UTF-8"),
             (b"[1]", r"config.json: not a JSON object"),
-            (b"{}", r"config.json names no vocab_size"),
+            (b"{}", r"config.json: vocab_size is missing"),
         ],
     )
     def test_a_broken_configuration(self, llama: Path, content: bytes, reason: str) -> None:
@@ -626,7 +626,8 @@ class TestRefusals:
 
     def test_weights_of_another_shape(self, llama: Path) -> None:
         edit(llama / "config.json", intermediate_size=80)
-        with pytest.raises(ModelDirectoryError, match="cannot be loaded"):
+        sizes = r"mlp\.down_proj\.weight has the sizes \[64, 96\], by config\.json they are \[64, 80\]"
+        with pytest.raises(ModelDirectoryError, match=sizes):
             self.load(llama)
 
     def test_a_directory_that_is_not_exported(self, llama: Path) -> None:

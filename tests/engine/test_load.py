@@ -36,8 +36,7 @@ def test_a_device_that_is_not_there(llama: Path, kind: Kind, device: str, reason
 class TooLarge(ModelDirectory):
     """For the GPU."""
 
-    @property
-    def vocabulary(self) -> int:
+    def weights(self) -> list[Path]:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little. Of the rest ..."
         )

@@ -1,0 +1,170 @@
+"""Reads one file of a model directory into values that are known to be good.
+
+Whatever is wrong is told in one line that names the file, the field, its value and the limit. Nothing here knows
+which files and which fields a model has.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+MOST_BYTES = 1 << 28
+"""Largest text file that is read: eight times the largest tokenizer.json of models we know."""
+
+MOST_LEVELS = 64
+"""Deepest nesting of lists and objects. More is no configuration, and ends what walks it recursively: json, copy,
+transformers."""
+
+SHOWN_CHARACTERS = 60
+REASON_CHARACTERS = 300
+
+
+class ModelDirectoryError(Exception):
+    """The directory is missing, incomplete, or holds what cannot be served; the message is one line."""
+
+
+def shown(value: object) -> str:
+    """Spell a value as JSON for a message, cut if it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def in_one_line(error: BaseException) -> str:
+    """Say an error of another library in one line, cut if it is long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]}..."
+
+
+def unreadable(path: Path, error: OSError) -> ModelDirectoryError:
+    """Make the error that says why a file or directory cannot be read, and where it links to."""
+    link = f" (a link to {shown(os.readlink(path))})" if os.path.islink(path) else ""
+    return ModelDirectoryError(f"{path}{link}: cannot be read: {error.strerror or error}")
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """Open a regular file; ModelDirectoryError if it is missing, or opening or reading it fails."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):  # a named pipe would be waited for
+            raise ModelDirectoryError(f"{file}: is not a regular file")
+        with file.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def read_text(file: Path) -> str | None:
+    """Return what a UTF-8 file holds, None if there is no file of this name. A link to nothing is an error."""
+    try:
+        file.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(file, error) from error
+    with opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > MOST_BYTES:
+            raise ModelDirectoryError(f"{file}: has {size} bytes, must have at most {MOST_BYTES}")
+        try:
+            with io.TextIOWrapper(stream, encoding="utf-8") as text:
+                return text.read()
+        except UnicodeDecodeError as error:
+            raise ModelDirectoryError(f"{file}: is not UTF-8: {in_one_line(error)}") from error
+
+
+def read_fields(file: Path) -> Fields | None:
+    """Return the JSON object that a file holds, None if there is no file of this name."""
+    text = read_text(file)
+    if text is None:
+        return None
+    too_deep = ModelDirectoryError(f"{file}: is nested too deeply, must have at most {MOST_LEVELS} levels")
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise too_deep from error
+    except ValueError as error:
+        raise ModelDirectoryError(f"{file}: not JSON: {in_one_line(error)}") from error
+    if _is_deeper(content, MOST_LEVELS):
+        raise too_deep
+    if not isinstance(content, dict):
+        raise ModelDirectoryError(f"{file}: not a JSON object but {shown(content)}")
+    return Fields(file, content)
+
+
+def _is_deeper(content: object, levels: int) -> bool:
+    """Tell whether lists and objects are nested more than so many levels deep, level by level."""
+    level: list[Any] = [content] if isinstance(content, (dict, list)) else []
+    for _ in range(levels):
+        insides = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for inside in insides for value in inside if isinstance(value, (dict, list))]
+    return bool(level)
+
+
+def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
+    """Tell whether a JSON value is an integer of this range; true and 1.0 are none."""
+    return type(value) is int and least <= value <= most
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object, its fields read by name and checked: each method raises ModelDirectoryError unless the field is
+    what is asked for."""
+
+    file: Path
+    content: dict[str, Any]
+    place: str = ""
+    """Where in the file the object stands, as a prefix of its fields' names: `text_config.`"""
+
+    def has(self, key: str) -> bool:
+        """Tell whether the field is there; null counts as missing."""
+        return self.content.get(key) is not None
+
+    def refusal(self, key: str, limit: str) -> ModelDirectoryError:
+        """Make the error that names the field, its value and what it must be."""
+        found = f"is {shown(self.content[key])}" if key in self.content else "is missing"
+        return ModelDirectoryError(f"{self.file}: {self.place}{key} {found}, must be {limit}")
+
+    def integer(self, key: str, least: int, most: int) -> int:
+        value = self.content.get(key)
+        if not is_integer(value, least, most):
+            raise self.refusal(key, f"an integer from {least} to {most}")
+        return value
+
+    def integers(self, key: str, least: int, most: int, *, count: int) -> list[int]:
+        """Read an integer, or a list of at most `count` of them."""
+        value = self.content.get(key)
+        if not isinstance(value, list):
+            return [self.integer(key, least, most)]
+        if len(value) > count:
+            raise ModelDirectoryError(
+                f"{self.file}: {self.place}{key} has {len(value)} entries, must have at most {count}"
+            )
+        entries = Fields(self.file, {f"{key}[{index}]": entry for index, entry in enumerate(value)}, self.place)
+        return [entries.integer(name, least, most) for name in entries.content]
+
+    def text(self, key: str) -> str:
+        value = self.content.get(key)
+        if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
+            raise self.refusal(key, "a string of Unicode characters")  # half of a surrogate pair is none
+        return value
+
+    def fields(self, key: str) -> Fields:
+        value = self.content.get(key)
+        if not isinstance(value, dict):
+            raise self.refusal(key, "an object")
+        return Fields(self.file, value, f"{self.place}{key}.")
+
+    def objects(self, key: str) -> list[Fields]:
+        """Read a list of objects."""
+        value = self.content.get(key)
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise self.refusal(key, "a list of objects")
+        return [Fields(self.file, each, f"{self.place}{key}[{index}].") for index, each in enumerate(value)]

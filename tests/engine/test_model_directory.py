@@ -1,0 +1,378 @@
+"""Every way in which a model directory may be broken is refused at start, in one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from specdec.engine.export import copy_graph
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.onnx_engine import OnnxEngine
+from specdec.engine.pretrained import DTYPES, load
+from tests.models import CONTEXT, END, VOCABULARY, make
+
+ROOT = Path(__file__).parent.parent.parent
+LONGEST_LINE = 600
+NOBODY = 65534
+
+Break = Callable[[Path], None]
+"""Breaks a directory."""
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG)
+
+VOCABULARIES = "must be an integer from 2 to 16777216"
+CONTEXTS = "must be an integer from 64 to 1073741824"
+ENDS = f"must be an integer from 0 to {VOCABULARY - 1}"
+IDS = "an integer from 0 to 4294967295"
+TEXT = "must be a string of Unicode characters"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def directory(whole: Path, tmp_path: Path) -> Path:
+    """A directory that a test may break."""
+    return Path(shutil.copytree(whole, tmp_path / "llama"))
+
+
+def edit(name: str, **fields: Any) -> Break:
+    """Replace fields of a JSON file."""
+
+    def edited(directory: Path) -> None:
+        file = directory / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return edited
+
+
+def write(name: str, content: bytes) -> Break:
+    """Replace a whole file."""
+
+    def written(directory: Path) -> None:
+        (directory / name).write_bytes(content)
+
+    return written
+
+
+def become(name: str, making: Callable[[Path], object]) -> Break:
+    """Put something else in the place of a file."""
+
+    def replaced(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        making(directory / name)
+
+    return replaced
+
+
+ODD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "directory": (lambda file: file.mkdir(), "is not a regular file"),
+    "fifo": (os.mkfifo, "is not a regular file"),
+    "device": (lambda file: file.symlink_to("/dev/zero"), "is not a regular file"),
+    "dangling": (lambda file: file.symlink_to("gone"), '(a link to "gone"): cannot be read: No such file'),
+    "loop": (lambda file: file.symlink_to(file.name), "cannot be read: Too many levels of symbolic links"),
+}
+
+ODD_CONTENTS: dict[str, tuple[bytes, str]] = {
+    "list": (b"[1, 2]", "not a JSON object but [1, 2]"),
+    "utf-16": ('{"vocab_size": 5}'.encode("utf-16"), "is not UTF-8"),
+    "deep": (b'{"a": ' + b"[" * 100_000, "is nested too deeply, must have at most 64 levels"),
+    "deep, in order": (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "is nested too deeply, must have at most 64 levels"),
+}
+
+ODD_NUMBERS: dict[str, tuple[Any, str]] = {
+    "true": (True, "is true"),
+    "float": (320.0, "is 320.0"),
+    "string": ("320", 'is "320"'),
+    "list": ([320], "is [320]"),
+    "NaN": (float("nan"), "is NaN"),
+    "0": (0, "is 0"),
+    "1": (1, "is 1"),
+    "-5": (-5, "is -5"),
+    "2^40": (2**40, "is 1099511627776"),
+}
+
+ODD_ENDS: dict[str, tuple[Any, str]] = {
+    "string": ("</s>", f'eos_token_id is "</s>", {ENDS}'),
+    "true": (True, f"eos_token_id is true, {ENDS}"),
+    "float": (2.0, f"eos_token_id is 2.0, {ENDS}"),
+    "-1": (-1, f"eos_token_id is -1, {ENDS}"),
+    "vocab_size": (VOCABULARY, f"eos_token_id is {VOCABULARY}, {ENDS}"),
+    "2^40": (2**40, f"eos_token_id is {2**40}, {ENDS}"),
+    "object": ({"id": 2}, f'eos_token_id is {{"id": 2}}, {ENDS}'),
+    "nested": ([[2]], f"eos_token_id[0] is [2], {ENDS}"),
+    "null in a list": ([2, None], f"eos_token_id[1] is null, {ENDS}"),
+    "million": ([2] * 1_000_000, "eos_token_id has 1000000 entries, must have at most 1000"),
+}
+
+ODD_MODELS: dict[str, tuple[Any, str]] = {
+    "number": (5, "model is 5, must be an object"),
+    "no vocab": ({"type": "BPE"}, "model.vocab is missing, must be an object or a list"),
+    "vocab": ({"vocab": "ab"}, 'model.vocab is "ab", must be an object or a list'),
+    "id": ({"vocab": {"a": "1"}}, f'model.vocab has "1" as the id of "a", must have {IDS}'),
+    "negative id": ({"vocab": {"a": -1}}, f'model.vocab has -1 as the id of "a", must have {IDS}'),
+    "unigram": (
+        {"vocab": [["a", 0.5], [1]]},
+        "model.vocab has the entry [1], must have pairs of a token and its score",
+    ),
+    "unigram's token": ({"vocab": [[7, 0.5]]}, "model.vocab has the entry [7, 0.5], must have pairs"),
+}
+
+ODD_ADDED: dict[str, tuple[Any, str]] = {
+    "object": ({"a": 1}, 'added_tokens is {"a": 1}, must be a list of objects'),
+    "numbers": ([1], "added_tokens is [1], must be a list of objects"),
+    "no content": ([{"id": 1}], f"added_tokens[0].content is missing, {TEXT}"),
+    "no id": ([{"content": "a"}], f"added_tokens[0].id is missing, must be {IDS}"),
+    "id": ([{"content": "a", "id": "1"}], f'added_tokens[0].id is "1", must be {IDS}'),
+}
+
+
+def without_generation_config(then: Break) -> Break:
+    def broken(directory: Path) -> None:
+        (directory / GENERATION).unlink()
+        then(directory)
+
+    return broken
+
+
+def cases() -> Iterator[tuple[str, Break, str, str]]:
+    """Name, how to break a directory, the file that is named, and what is said of it."""
+    for file in FILES:
+        for name, (making, said) in ODD_FILES.items():
+            yield f"{file}-{name}", become(file, making), file, said
+        for name, (content, said) in ODD_CONTENTS.items():
+            yield f"{file}-{name}", write(file, content), file, said
+    for name, (value, said) in ODD_NUMBERS.items():
+        yield f"vocab_size-{name}", edit(CONFIG, vocab_size=value), CONFIG, f": vocab_size {said}, {VOCABULARIES}"
+        for key in ("max_position_embeddings", "n_positions"):
+            fields = {"max_position_embeddings": None, key: value}
+            if value != 320 or isinstance(value, float):
+                yield f"{key}-{name}", edit(CONFIG, **fields), CONFIG, f": {key} {said}, {CONTEXTS}"
+    names_none = ": names neither max_position_embeddings nor n_positions"
+    yield "no context", edit(CONFIG, max_position_embeddings=None), CONFIG, names_none
+    text = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+    for name, (value, said) in ODD_ENDS.items():
+        yield f"generation-{name}", edit(GENERATION, eos_token_id=value), GENERATION, f": {said}"
+        alone = without_generation_config(edit(CONFIG, eos_token_id=value))
+        yield f"config-{name}", alone, CONFIG, f": {said}"
+        wrapper = without_generation_config(edit(CONFIG, eos_token_id=value, text_config=text))
+        yield f"wrapper-{name}", wrapper, CONFIG, f": {said}"
+        inside = without_generation_config(edit(CONFIG, text_config=text | {"eos_token_id": value}))
+        yield f"text_config-{name}", inside, CONFIG, f": text_config.{said}"
+    for name, odd in {"list": [1], "string": "x", "number": 5, "true": True, "empty": []}.items():
+        for key in ("text_config", "quantization_config", "rope_scaling", "rope_parameters"):
+            said = f": {key} is {json.dumps(odd)}, must be an object"
+            yield f"{key}-{name}", edit(CONFIG, **{key: odd}), CONFIG, said
+    yield "text_config-0", edit(CONFIG, text_config=text | {"vocab_size": 0}), CONFIG, ": text_config.vocab_size is 0"
+    yield "window", edit(CONFIG, sliding_window="x"), CONFIG, ': sliding_window is "x", must be an integer from 0 to'
+    for name, (value, said) in ODD_MODELS.items():
+        yield f"model-{name}", edit(TOKENIZER, model=value), TOKENIZER, f": {said}"
+    for name, (value, said) in ODD_ADDED.items():
+        yield f"added-{name}", edit(TOKENIZER, added_tokens=value), TOKENIZER, f": {said}"
+    no_tokens = edit(TOKENIZER, model={"vocab": {}}, added_tokens=[])
+    yield "no tokens", no_tokens, TOKENIZER, ": model.vocab has no tokens"
+
+
+CASES = list(cases())
+
+
+def refused(make: Callable[[], object]) -> str:
+    """The line that something is refused with."""
+    with pytest.raises(ModelDirectoryError) as error:
+        make()
+    line = str(error.value)
+    assert len(line.splitlines()) == 1
+    assert len(line) < LONGEST_LINE
+    return line
+
+
+@pytest.mark.parametrize(
+    ("breaking", "file", "said"), [case[1:] for case in CASES], ids=[case[0].replace(" ", "_") for case in CASES]
+)
+def test_what_is_broken_is_named(directory: Path, breaking: Break, file: str, said: str) -> None:
+    breaking(directory)
+    line = refused(lambda: ModelDirectory(directory))
+    assert line.startswith(str(directory / file))
+    assert said in line
+
+
+def test_a_file_that_is_too_large_is_not_read(directory: Path) -> None:
+    with (directory / TOKENIZER_CONFIG).open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    line = refused(lambda: ModelDirectory(directory))
+    assert line == f"{directory / TOKENIZER_CONFIG}: has {1 << 40} bytes, must have at most {1 << 28}"
+
+
+def test_a_long_value_is_cut(directory: Path) -> None:
+    edit(CONFIG, vocab_size="x\n" * 10_000)(directory)
+    shown = '"' + "x\\n" * 20  # 61 characters
+    assert refused(lambda: ModelDirectory(directory)).endswith(f"vocab_size is {shown[:60]}..., {VOCABULARIES}")
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Be subject to permissions, as root is not."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_directory_that_may_not_be_entered(directory: Path) -> None:
+    directory.parent.chmod(0)
+    try:
+        with unprivileged():
+            assert refused(lambda: ModelDirectory(directory)) == f"{directory}: cannot be read: Permission denied"
+    finally:
+        directory.parent.chmod(0o700)
+
+
+def test_a_name_that_no_file_has(tmp_path: Path) -> None:
+    line = refused(lambda: ModelDirectory(tmp_path / ("x" * 300)))
+    assert line.endswith("cannot be read: File name too long")
+
+
+def test_a_name_that_no_message_can_carry(directory: Path) -> None:
+    odd = directory.rename(os.fsdecode(os.fsencode(directory.parent) + b"/\xff"))
+    assert refused(lambda: ModelDirectory(odd)).endswith("the directory's name is not UTF-8")
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_weights_that_cannot_be_read(directory: Path, kind: str) -> None:
+    making, said = ODD_FILES[kind]
+    become("model.safetensors", making)(directory)
+    model = ModelDirectory(directory)  # an orchestrator needs no weights
+    for use in (lambda: load(model, DTYPES["float32"], "cpu"), lambda: model.model_fingerprint):
+        line = refused(use)
+        assert line.startswith(str(directory / "model.safetensors"))
+        assert said in line
+
+
+def test_a_model_without_layers(directory: Path) -> None:
+    edit(CONFIG, num_hidden_layers=0)(directory)
+    line = refused(lambda: load(ModelDirectory(directory), DTYPES["float32"], "cpu"))
+    assert line == f"{directory}: config.json asks for 0 layers, must be at least 1"
+
+
+def test_what_overrules_a_wrong_end_token(directory: Path) -> None:
+    """Models are corrected in generation_config.json alone; null and nothing are the same."""
+    edit(CONFIG, eos_token_id=VOCABULARY, text_config=None, rope_scaling=None, n_positions=None)(directory)
+    edit(GENERATION, eos_token_id=[END, END, 7])(directory)
+    assert ModelDirectory(directory).end_tokens == {END, 7}
+    edit(CONFIG, eos_token_id=None)(directory)
+    edit(GENERATION, eos_token_id=None)(directory)
+    assert ModelDirectory(directory).end_tokens == frozenset()
+
+
+class TestExport:
+    """What an exported model has beside the rest."""
+
+    @pytest.fixture
+    def exported(self, directory: Path) -> Path:
+        """As large as a real one where that is looked at: it computes nothing."""
+        pools = {"key_0": [2, 16], "value_0": [2, 16]}
+        taken = {"all": ["n", VOCABULARY]} | {name: ["s", *sizes] for name, sizes in pools.items()}
+        given = {"logits": "all"} | {f"new_{name}": name for name in pools}
+        tensor = onnx.helper.make_tensor_value_info
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node("Identity", [source], [name]) for name, source in given.items()],
+            "model",
+            [tensor(name, onnx.TensorProto.FLOAT, sizes) for name, sizes in taken.items()],
+            [tensor(name, onnx.TensorProto.FLOAT, taken[source]) for name, source in given.items()],
+        )
+        opset = onnx.helper.make_opsetid("", 23)
+        onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10), directory / GRAPH)
+        onnx.save(copy_graph("float32"), directory / COPY_GRAPH)
+        description = {"dtype": "float32", "pools": [[2, 16, 16]], "window": None}
+        (directory / DESCRIPTION).write_text(json.dumps(description))
+        assert self.engine(directory).vocabulary == VOCABULARY
+        return directory
+
+    def engine(self, directory: Path) -> OnnxEngine:
+        return OnnxEngine(ModelDirectory(directory), capacity=64, threads=1)
+
+    @pytest.mark.parametrize("name", [GRAPH, COPY_GRAPH, DESCRIPTION])
+    @pytest.mark.parametrize("kind", ["directory", "fifo"])
+    def test_odd_files(self, exported: Path, name: str, kind: str) -> None:
+        making, said = ODD_FILES[kind]
+        become(name, making)(exported)
+        assert refused(lambda: self.engine(exported)) == f"{exported / name}: {said}"
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"pools": [[2, float("inf"), 16]]}, "damaged"),
+            ({"window": "x"}, "damaged"),
+            ({"window": [1]}, "damaged"),
+        ],
+    )
+    def test_odd_descriptions(self, exported: Path, fields: dict[str, Any], said: str) -> None:
+        edit(DESCRIPTION, **fields)(exported)
+        assert refused(lambda: self.engine(exported)).startswith(f"{exported / DESCRIPTION}: {said}")
+
+    def test_a_description_that_is_nested_deeply(self, exported: Path) -> None:
+        (exported / DESCRIPTION).write_bytes(b"[" * 100_000)
+        assert "nested too deeply" in refused(lambda: self.engine(exported))
+
+    @pytest.mark.parametrize(
+        ("file", "fields", "said"),
+        [
+            (DESCRIPTION, {"pools": [[2, -16, 16]]}, "key_0 has the sizes [2, 16], by specdec.json they are [2, -16]"),
+            (DESCRIPTION, {"pools": [[2, 16, 16]] * 2}, "key_1 has the sizes None, by specdec.json they are [2, 16]"),
+            (CONFIG, {"vocab_size": 640}, "logits has the sizes [320], by config.json they are [640]"),
+        ],
+    )
+    def test_a_graph_of_other_sizes(self, exported: Path, file: str, fields: dict[str, Any], said: str) -> None:
+        edit(file, **fields)(exported)
+        assert refused(lambda: self.engine(exported)) == f"{exported / GRAPH}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "breaking", "said"),
+    [
+        (["-m", "orchestrator", "--verifier", "127.0.0.1:1", "--model"], "orchestrator", "fifo", "chat_template.jinja"),
+        (["-m", "verifier_service", "--model"], "verifier", "eos", f'{GENERATION}: eos_token_id is "</s>", {ENDS}'),
+        (["-m", "draft_service", "--model"], "draft", "dangling", f'{CONFIG} (a link to "gone"): cannot be read'),
+        (["-m", "specdec.cli", "export"], "specdec", "deep", f"{TOKENIZER}: is nested too deeply"),
+    ],
+)
+def test_a_program_says_one_line_and_ends(
+    directory: Path, program: list[str], name: str, breaking: str, said: str
+) -> None:
+    breaks = {
+        "fifo": become("chat_template.jinja", os.mkfifo),
+        "eos": edit(GENERATION, eos_token_id="</s>"),
+        "dangling": become(CONFIG, ODD_FILES["dangling"][0]),
+        "deep": write(TOKENIZER, b"[" * 100_000),
+    }
+    breaks[breaking](directory)
+    command = [sys.executable, *program, str(directory)]
+    if name == "specdec":
+        command.append(str(directory.parent / "exported"))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        out, errors = process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    assert (process.returncode, out) == (1, "")
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith(f"{name}: {directory}/{said}")
