@@ -12,6 +12,9 @@ import structlog
 KEPT = 5
 """Bugs told in full."""
 
+CALLER_LEFT = "ExecuteBatchError raised in core"
+"""What gRPC says when a status meets a caller that has just left, as at a deadline."""
+
 
 class LogVolume:
     """Counts what is logged, instead of printing it."""
@@ -39,6 +42,8 @@ class _Bugs(logging.Handler):
         self._volume = volume
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith(CALLER_LEFT):
+            return
         self._volume.bugs.append(f"{record.name}: {record.getMessage()[:300]} {record.exc_info}")
 
 

@@ -20,7 +20,7 @@ from specdec.v1 import generation_pb2_grpc
 from tests.faults.cluster import Models
 from tests.hostile import log_volume
 from tests.hostile.lying_verifier import LIES, LyingVerifier
-from tests.hostile.texts import Outcome, ask, pulse_of
+from tests.hostile.texts import MOST_DETAILS, Outcome, ask, pulse_of
 from tests.hostile.vitals import resident_mib
 from tests.stack import Stack, served, stack, until
 
@@ -45,6 +45,10 @@ SHOWN = (
 WAITS = frozenset({"never commits", "never commits again", "shows life without end", "takes every step to be long"})
 """A verifier whose sessions wait for memory says no more than these do: alone, they may keep a text until its caller's
 deadline."""
+
+FAILS = frozenset({"fails inside", "fails inside before it opens"})
+"""A verifier whose model fails on a text says INTERNAL, and where no other verifier can show better, so is the caller
+told."""
 
 SAMPLED = {"temperature": 0.8, "seed": 5}
 ASKS: dict[str, Mapping[str, Any]] = {
@@ -111,12 +115,10 @@ async def test_a_lying_verifier_is_found_out(honest: Honest, name: str, alone: b
     faults = {
         each: got.fault(wanted[each].text, MOST_SECONDS, refusable=True) for each, got in zip(ASKS, asked, strict=True)
     }
-    if name in WAITS:
-        faults = {
-            each: fault
-            for (each, fault), got in zip(faults.items(), asked, strict=True)
-            if got.status != "DEADLINE_EXCEEDED"
-        }
+    excused = "DEADLINE_EXCEEDED" if name in WAITS else "INTERNAL" if name in FAILS and alone else ""
+    for each, got in zip(ASKS, asked, strict=True):
+        if got.status == excused and len(got.details) < MOST_DETAILS:
+            faults[each] = ""
     print(
         f"\n{name}, {'alone' if alone else 'beside'}: "
         + ", ".join(f"{got.status} {got.seconds:.1f} s" for got in asked)
