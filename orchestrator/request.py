@@ -276,4 +276,5 @@ def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violatio
     for index, stop in enumerate(message.stop):
         if not 0 < len(stop) <= LONGEST_STOP_STRING:
             violations.append((f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {LONGEST_STOP_STRING}"))
+            break
     violations += token_violations("stop_tokens", list(message.stop_tokens), model.vocabulary)

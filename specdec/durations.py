@@ -16,7 +16,7 @@ def duration(help: str | None = None, *, min: float = 0.0, max: float = DAY) -> 
 
     def check(value: float | None) -> float | None:
         if value is not None and math.isnan(value):
-            raise typer.BadParameter(f"{value} is not in the range {min:g}<=x<={max:g}.")
+            raise typer.BadParameter(f"{value} is no number; should be one from {min:g} to {max:g}")
         return value
 
     return typer.Option(min=min, max=max, help=help, callback=check)

@@ -113,6 +113,7 @@ class VerifierPod(Pod):
 
 @dataclass
 class DraftPod(Pod):
+    service: DraftServicer
     loop: GrowthLoop = field(kw_only=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -505,3 +506,96 @@ def test_a_frame_that_says_nothing_is_a_breach() -> None:
             Stream(1, Outgoing()).hear(trunk_pb2.Frame(stream=1))
 
     asyncio.run(main())
+
+
+async def test_a_stream_of_a_trunk_that_nobody_reads_waits() -> None:
+    """Its messages wait for those of all streams to be fewer, and it hears of its end all the same."""
+    outgoing = Outgoing()
+    streams = [Stream(number, outgoing) for number in range(1, 12)]
+    message = bytes(WINDOW - OVERHEAD)
+    for stream in streams[:5]:
+        await stream.send(message)
+    assert outgoing.full
+    waiting = [asyncio.create_task(stream.send(message)) for stream in streams[5:7]]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    streams[5].over(trunk_pb2.End())
+    with pytest.raises(asyncio.InvalidStateError):
+        await waiting[0]
+    written: list[trunk_pb2.Frame] = []
+
+    async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
+        written.extend(frames)
+
+    writing = asyncio.create_task(outgoing.write(write))
+    await waiting[1]
+    outgoing.finish()
+    await writing
+    assert len(written) == 6
+
+
+async def frames_to(to: Link, frames: AsyncIterator[list[trunk_pb2.Frame]]) -> Any:
+    """A trunk whose frames are these, and the call that carries it."""
+
+    async def requests() -> AsyncIterator[trunk_pb2.CarryRequest]:
+        async for some in frames:
+            yield trunk_pb2.CarryRequest(frames=some)
+
+    stub: Any = trunk_pb2_grpc.TrunkServiceStub(to.channel._channel)
+    return stub.Carry(requests())
+
+
+async def test_a_trunk_that_is_asked_and_not_read_ends() -> None:
+    """Each frame asks for an answer; without an end they took hundreds of megabytes."""
+    sent = 0
+
+    async def unknown() -> AsyncIterator[list[trunk_pb2.Frame]]:
+        nonlocal sent
+        begin = trunk_pb2.Begin(method="/no/such")
+        for first in range(1, 1_000_000, 1000):
+            yield [trunk_pb2.Frame(stream=number, begin=begin) for number in range(first, first + 1000)]
+            sent += 1000
+
+    async with link() as to:
+        call = await frames_to(to, unknown())
+        await until(lambda: any(trunk._outgoing.overflowed.is_set() for trunk in to.pod.trunks._trunks))
+        await to.answered()  # others are served
+        answers = 0
+        with contextlib.suppress(grpc.aio.AioRpcError):  # ours, or of gRPC here, which was still writing
+            while True:
+                answers += len((await call.read()).frames)
+        assert call.done()
+        assert answers < sent < 1_000_000
+
+
+async def test_a_trunk_carries_only_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.serving.trunk.servicer.MAX_STREAMS", 3)
+    async with link() as to:
+        calls = [to.begin("echo") for _ in range(3)]
+        for call in calls:
+            await call.write(b"here")
+            assert await call.read() == b"here"
+        with pytest.raises(grpc.aio.AioRpcError, match="3 streams are open") as refused:
+            await to.begin("echo").read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls[0].cancel()
+        await to.answered()
+
+
+async def test_what_begins_a_stream_is_short() -> None:
+    async with link() as to:
+        with pytest.raises(grpc.aio.AioRpcError, match="at most") as refused:
+            await to.begin("echo", metadata=(("key", "x" * 10_000),)).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        method = to.channel.stream_stream(f"/{SERVICE}/{'x' * 5000}", bytes, _readable)
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await method().read()
+        assert len(str(unknown.value.details())) < 200
+
+
+async def test_a_stream_that_fails_ends_though_that_cannot_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.serving.trunk.servicer.log", None)
+    async with link() as to:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await to.begin("vanish", timeout=20.0).read()
+        assert ended.value.code() is grpc.StatusCode.INTERNAL

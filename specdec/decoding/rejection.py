@@ -39,7 +39,8 @@ def propose(logits: Logits, ask: Ask) -> Proposal | None:
     """Draw a candidate from a draft's float32 logits [V]; None if they are broken, or become so by what the request
     does to them."""
     sampling = ask.chooser.sampling
-    z = adjusted(logits[None], [ask])
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = adjusted(logits[None], [ask])
     if not abs(z.max()) < ABSURD:
         return None
     z = tempered(z, [sampling])[0]

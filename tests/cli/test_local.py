@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from bench.processes import alive, children_of
+from draft_service.__main__ import main as draft
+from orchestrator.__main__ import main as orchestrator
+from specdec import cli
 from specdec.engine.export import export
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from tests.models import make, near
+from verifier_service.__main__ import main as verifier
 
 
 @dataclass(frozen=True)
@@ -215,3 +221,32 @@ def test_export_writes_what_the_draft_serves(tmp_path: Path) -> None:
     wrong = specdec("export", "/nonexistent", str(tmp_path / "other"))
     assert wrong.returncode == 1
     assert wrong.stderr == "specdec: /nonexistent: no such directory\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("orchestrator", "--model", "m", "--verifier", "h:1"), "--patience-ms"),
+        (("orchestrator", "--model", "m", "--verifier", "h:1"), "--silence-seconds"),
+        (("orchestrator", "--model", "m", "--verifier", "h:1"), "--failover-seconds"),
+        (("orchestrator", "--model", "m", "--verifier", "h:1"), "--drain-seconds"),
+        (("verifier", "--model", "m"), "--drain-seconds"),
+        (("draft", "--model", "m"), "--drain-seconds"),
+        (("load", "h:1"), "--every"),
+        (("generate", "x"), "--timeout"),
+    ],
+)
+@pytest.mark.parametrize("value", ["inf", "nan", "4294968000", "-1"])
+def test_a_duration_has_limits(command: tuple[str, ...], option: str, value: str) -> None:
+    """Each names the option, the value and its limits, and nothing starts."""
+    app: Any = {"orchestrator": orchestrator, "verifier": verifier, "draft": draft}.get(command[0])
+    if app is None:
+        done = CliRunner().invoke(cli.app, [*command, option, value])
+    else:
+        services = typer.Typer()
+        services.command()(app)
+        done = CliRunner().invoke(services, [*command[1:], option, value])
+    assert done.exit_code == 2
+    said = " ".join(done.output.replace("│", " ").split())
+    assert f"Invalid value for '{option}'" in said
+    assert "should be" in said

@@ -20,6 +20,7 @@ from scipy import stats
 
 from specdec.decoding import rejection
 from specdec.decoding.choice import Ask, Chooser, choose
+from specdec.decoding.processing import History
 from specdec.decoding.proposal import DraftRow, Proposal
 from specdec.decoding.rejection import draw
 from specdec.decoding.rejection import propose as propose_if_sound
@@ -244,3 +245,18 @@ def test_each_rule_has_rows_of_its_own() -> None:
         Rule.REJECTION: [True, False, False, False],
         Rule.CONTRASTIVE: [False, True, False, False],
     }
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, repetition_penalty=1e-38),
+        Sampling(temperature=1.0, banned_tokens=frozenset(range(VOCABULARY))),
+    ],
+    ids=["infinite", "nothing is left"],
+)
+def test_logits_that_the_request_has_broken_propose_nothing(sampling: Sampling) -> None:
+    chooser = Chooser(sampling, rule=Rule.REJECTION)
+    history = History(VOCABULARY, range(VOCABULARY), [])
+    logits = np.full(VOCABULARY, 5.0, dtype=np.float32)
+    assert propose_if_sound(logits, Ask(chooser, 0, history)) is None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from draft_service.growth_loop import GrowthLoop
 from draft_service.servicer import DraftServicer, Limits
+from draft_service.session import Session
+from specdec.serving.errors import InvalidRequestError
 from specdec.v1 import draft_pb2, model_pb2
-from tests.draft.test_growth_loop import Engine, session
+from tests.draft.test_growth_loop import VOCABULARY, Engine, session
 
 
 @pytest.mark.parametrize("granted", [1, 64, 200])
@@ -21,3 +25,39 @@ def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
         request = draft_pb2.DraftRequest(policy=draft_pb2.DraftPolicy(max_nodes=most))
         servicer.act(draft, request, 0.0)
         assert draft.policy.max_nodes == becomes
+
+
+def parsed(**fields: Any) -> Session:
+    """The session that an opening asks for, of a target that knows half of the draft's tokens."""
+    identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
+    servicer = DraftServicer(GrowthLoop(Engine()), identity, Limits())
+    usual: dict[str, Any] = {"prompt_tokens": [1, 2], "max_tokens": 10, "vocabulary_size": VOCABULARY // 2}
+    return servicer.parse(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(**(usual | fields))))
+
+
+UNKNOWN = VOCABULARY // 2
+"""A token that the draft knows, and its target does not."""
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt_tokens[1]", {"prompt_tokens": [1, UNKNOWN]}),
+        ("generated_tokens[0]", {"generated_tokens": [UNKNOWN]}),
+        (f"sampling.logit_bias[{UNKNOWN}]", {"sampling": model_pb2.Sampling(logit_bias={UNKNOWN: 1.0})}),
+        ("sampling.banned_tokens", {"sampling": model_pb2.Sampling(banned_tokens=[UNKNOWN])}),
+    ],
+)
+def test_tokens_that_the_target_does_not_know_are_refused(field: str, fields: dict[str, Any]) -> None:
+    """They are beyond what the session's penalties and biases have room for."""
+    fields["sampling"] = fields.get("sampling") or model_pb2.Sampling(repetition_penalty=1.5)
+    with pytest.raises(InvalidRequestError) as refused:
+        parsed(**fields)
+    ((found, problem),) = refused.value.violations
+    assert found == field
+    assert problem.endswith(f"a token id below {UNKNOWN}")
+
+
+def test_a_target_that_knows_more_is_served() -> None:
+    assert parsed(vocabulary_size=2 * VOCABULARY, prompt_tokens=[UNKNOWN]).vocabulary == VOCABULARY
+    assert parsed(vocabulary_size=0, prompt_tokens=[UNKNOWN]).vocabulary == VOCABULARY

@@ -592,6 +592,28 @@ async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
     assert got.finish.speculation.undrafted_reason == "draft_useless"
 
 
+async def test_a_text_that_cannot_be_drafted_says_nothing_of_its_draft(directories: Directories) -> None:
+    """However many there are, one after another: the pod goes on being asked."""
+    fields: dict[str, Any] = {"max_tokens": 150, "ignore_end_token": True}
+    async with stack(directories.target, None, target_delay=slow_target) as services:
+        want = await services.generate(PROMPT, **dict(fields))
+        token = next(token for token in range(3, 256) if token not in want.tokens)
+        draft = Wrong(services.verifiers[0].service.identity, token)
+        async with served(draft) as (address, _):
+            peers = peers_at(services, address)
+            assert peers.drafts is not None
+            (pod,) = peers.drafts
+            async with (
+                served(GenerationServicer(services.model, peers)) as (front, _),
+                grpc.aio.insecure_channel(front) as channel,
+            ):
+                stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+                request = generation_pb2.CompleteRequest(request=request_of(PROMPT, speculation=ALWAYS, **fields))
+                for answer in await asyncio.gather(*(stub.Complete(request) for _ in range(4))):
+                    assert answer.completions[0].finish.speculation.switches["draft_useless"]
+                    assert pod.breaker.state == "closed"
+
+
 async def test_contrast_goes_on_with_another_draft(directories: Directories) -> None:
     fields: dict[str, Any] = {"max_tokens": 60, "ignore_end_token": True, "rule": CONTRASTIVE}
     async with stack(directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target) as services:

@@ -30,7 +30,7 @@ class Outgoing:
         self._bytes = 0
         self._senders: list[asyncio.Event] = []  # to be set when there is room for messages again
         self._news = asyncio.Event()
-        self._finished = False
+        self._finished = self._abandoned = False
 
     @property
     def full(self) -> bool:
@@ -42,6 +42,8 @@ class Outgoing:
         self._senders.append(sender)
 
     def put(self, frame: trunk_pb2.Frame) -> None:
+        if self._abandoned:
+            return
         size = frame.ByteSize()
         self._frames.append((frame, size))
         self._bytes += size
@@ -62,6 +64,14 @@ class Outgoing:
         """What was put is the last."""
         self._finished = True
         self._news.set()
+
+    def abandon(self) -> None:
+        """Nothing more is written but what is being written, whatever was put, or will be."""
+        self._abandoned = True
+        self._frames.clear()
+        self._bytes = 0
+        self._make_room()
+        self.finish()
 
     async def write(self, write: Callable[[Sequence[trunk_pb2.Frame]], Awaitable[None]]) -> None:
         """Write bundles until it is finished."""

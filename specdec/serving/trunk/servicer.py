@@ -96,22 +96,29 @@ class Trunk:
     async def serve(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
         """Until it is drained, or its caller ends it, or does not read it, and with it all that it carries."""
         reading = asyncio.create_task(self._read(requests))
+        overflowing = asyncio.create_task(self._overflow())
         writing = asyncio.create_task(
             self._outgoing.write(lambda frames: self._context.write(trunk_pb2.CarryResponse(frames=frames)))
         )
-        overflowing = asyncio.create_task(self._overflow())
-        tasks = [reading, writing, overflowing]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({reading, writing, overflowing}, return_when=asyncio.FIRST_COMPLETED)
+            self._outgoing.abandon()
+            await self._end({reading, overflowing})
+            await asyncio.wait({writing})  # gRPC can send no status while it writes
         finally:
-            for served, running in self._served.values():
-                served.over(trunk_pb2.End())
-                tasks.append(running)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await self._end({reading, overflowing, writing})
         for task in done:
             task.result()
+
+    async def _end(self, tasks: set[asyncio.Task[None]]) -> None:
+        """End these, and all streams that it carries."""
+        ending = set(tasks)
+        for served, running in self._served.values():
+            served.over(trunk_pb2.End())
+            ending.add(running)
+        for task in ending:
+            task.cancel()
+        await asyncio.wait(ending)
 
     async def _overflow(self) -> None:
         """Raise once the caller has left too much unread."""

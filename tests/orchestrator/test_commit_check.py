@@ -1,0 +1,208 @@
+"""Every commit that a verifier may send is taken, and none that it may not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.commit_check import CommitCheck
+from orchestrator.request import Model, Sample, Speculation
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.v1 import model_pb2, verifier_pb2
+
+VOCABULARY, CONTEXT, END = 50, 40, 7
+PROMPT = [1, 2, 3]
+DRAFT, BONUS, PLAIN = model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS, model_pb2.TOKEN_SOURCE_PLAIN
+STOP, LENGTH, FULL = model_pb2.FINISH_REASON_STOP, model_pb2.FINISH_REASON_LENGTH, model_pb2.FINISH_REASON_CONTEXT
+NONE = model_pb2.FINISH_REASON_UNSPECIFIED
+
+MODEL: Model = Model("m", SimpleNamespace(), "", CONTEXT, VOCABULARY, frozenset({END}))  # type: ignore[arg-type]
+
+
+def sample(**fields: Any) -> Sample:
+    speculation = Speculation(True, True, False, 0, 0, 0, None)
+    usual: dict[str, Any] = {
+        "index": 0,
+        "prompt": PROMPT,
+        "generated": [],
+        "sampling": Sampling(),
+        "max_tokens": 20,
+        "min_tokens": 0,
+        "end_tokens": frozenset({END}),
+        "stop": (),
+        "logprobs": 0,
+        "speculation": speculation,
+        "tenant": "",
+        "rule": Rule.COUPLED,
+        "contrast": model_pb2.Contrast(),
+    }
+    return Sample(**(usual | fields))
+
+
+def commit(generated: int, steps: list[tuple[list[int], int]], finish: int = NONE, **fields: Any) -> Any:
+    """Of steps: (accepted candidates, the target's own token; -1 if the text ends with the last candidate)."""
+    tokens: list[int] = []
+    sources: list[int] = []
+    for accepted, own in steps:
+        tokens += accepted
+        sources += [DRAFT] * len(accepted)
+        if own >= 0:
+            tokens.append(own)
+            sources.append(BONUS if accepted else PLAIN)
+    usual: dict[str, Any] = {
+        "committed": model_pb2.Committed(base=len(PROMPT) + generated, tokens=tokens),
+        "sources": sources,
+        "accepted": sum(len(accepted) for accepted, _ in steps),
+        "offered": 8 * len(steps),
+        "steps": len(steps),
+        "finish_reason": finish,
+        "price": 0.5,
+    }
+    return verifier_pb2.Commit(**(usual | fields))
+
+
+def violation(found: Any, generated: int = 5, context: int = CONTEXT, **fields: Any) -> str:
+    return CommitCheck(sample(**fields), MODEL, context).violation(found, generated)
+
+
+ordinary = st.integers(10, VOCABULARY - 1)
+
+
+@given(
+    st.lists(st.tuples(st.lists(ordinary, max_size=3), ordinary), min_size=1, max_size=4),
+    st.sampled_from(["goes on", "end token", "end candidate", "length", "context"]),
+    st.integers(0, 3),
+)
+def test_what_a_verifier_sends_is_taken(steps: list[tuple[list[int], int]], end: str, asked: int) -> None:
+    """Steps of any number of candidates, ended in any way, with log-probabilities or without."""
+    finish, last = NONE, steps[-1]
+    if end == "end token":
+        steps, finish = [*steps[:-1], (last[0], END)], STOP
+    elif end == "end candidate":
+        steps, finish = [*steps[:-1], ([*last[0], END], -1)], STOP
+    count = sum(len(accepted) + (own >= 0) for accepted, own in steps)
+    most, context = 30, CONTEXT
+    if end == "length":
+        most, finish = count + 5, LENGTH
+    elif end == "context":
+        context, finish = len(PROMPT) + 5 + count, FULL
+    each = verifier_pb2.TokenLogprobs(chosen=-0.5, top_tokens=range(asked - 1), top_logprobs=[-1.0] * (asked - 1))
+    logprobs = [each] * count if asked else []
+    found = commit(5, steps, finish, logprobs=logprobs)
+    assert violation(found, context=context, max_tokens=most, logprobs=asked) == ""
+
+
+def changed(change: Callable[[Any], None], **options: Any) -> str:
+    """What is found wrong with a commit once it was changed, and right before."""
+    found = commit(5, [([10, 11], 12), ([], 13)], **options)
+    assert violation(found) == ""
+    change(found)
+    return violation(found)
+
+
+def put(field: str, value: Any) -> Callable[[Any], None]:
+    def change(found: Any) -> None:
+        setattr(found, field, value)
+
+    return change
+
+
+def put_in(field: str, values: list[Any]) -> Callable[[Any], None]:
+    def change(found: Any) -> None:
+        getattr(found, field)[:] = values
+
+    return change
+
+
+def put_tokens(values: list[int]) -> Callable[[Any], None]:
+    def change(found: Any) -> None:
+        found.committed.tokens[:] = values
+
+    return change
+
+
+def put_base(found: Any) -> None:
+    found.committed.base += 1
+
+
+LIES = {
+    "base": put_base,
+    "no tokens": put_tokens([]),
+    "a token beyond the vocabulary": put_tokens([10, 11, 12, VOCABULARY]),
+    "no steps": put("steps", 0),
+    "a step too few": put("steps", 1),
+    "a step too many": put("steps", 3),
+    "steps without end": put("steps", 2**32 - 1),
+    "a source too few": put_in("sources", [DRAFT, DRAFT, BONUS]),
+    "a source that is none": put_in("sources", [DRAFT, DRAFT, BONUS, 0]),
+    "a source that nobody knows": put_in("sources", [DRAFT, DRAFT, BONUS, 99]),
+    "other sources": put_in("sources", [DRAFT, BONUS, BONUS, PLAIN]),
+    "fewer accepted": put("accepted", 1),
+    "more accepted": put("accepted", 2**32 - 1),
+    "more accepted than offered": put("offered", 1),
+    "candidates without end": put("offered", 2**32 - 1),
+    "an early end": put("finish_reason", LENGTH),
+    "a stop without end token": put("finish_reason", STOP),
+    "a context that is not full": put("finish_reason", FULL),
+    "a reason that is none": put("finish_reason", 77),
+    "an end token in the midst": put_tokens([10, END, 12, 13]),
+    "an end token that ends nothing": put_tokens([10, 11, 12, END]),
+    "log-probabilities that nobody asked for": lambda found: found.logprobs.add(chosen=-1.0),
+    "a price of NaN": put("price", math.nan),
+    "a price above 1": put("price", 1.5),
+    "a price below 0": put("price", -0.5),
+    "preemptions without end": put("preemptions", 2**32 - 1),
+    "a queue without end": put("queued_us", 2**64 - 1),
+    "more found than there is": put("found_tokens", 2**32 - 1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_it_may_not_send_is_not(lie: str) -> None:
+    problem = changed(LIES[lie])
+    assert problem
+    assert len(problem) < 200
+
+
+def test_tokens_past_the_limits() -> None:
+    many = commit(5, [([], 10)] * 16)
+    assert "the text ends with 23" in violation(many)
+    assert "the text ends with 20" in violation(many, max_tokens=2**32 - 1, context=20)
+
+
+def test_a_text_that_is_full_must_end() -> None:
+    whole = commit(5, [([], 10)] * 15)
+    assert "finish reason is 0, must be 2" in violation(whole)
+    assert "finish reason is 0, must be 3" in violation(whole, max_tokens=2**32 - 1, context=23)
+
+
+def test_an_end_token_before_its_time() -> None:
+    found = commit(5, [([], END)], STOP)
+    assert violation(found) == violation(found, min_tokens=5) == ""
+    assert violation(found, min_tokens=6)
+    assert violation(found, end_tokens=frozenset())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[-1.0])] * 2,
+        [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1, 2], top_logprobs=[-1.0, -2.0])],
+        [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[-1.0, -2.0])],
+        [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[VOCABULARY], top_logprobs=[-1.0])],
+        [verifier_pb2.TokenLogprobs(chosen=math.nan, top_tokens=[1], top_logprobs=[-1.0])],
+        [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[math.nan])],
+    ],
+    ids=["none", "too many", "more best ones", "of other tokens", "beyond the vocabulary", "NaN", "NaN of the best"],
+)
+def test_log_probabilities_that_were_not_asked_for(wrong: list[Any]) -> None:
+    right = [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[-1.0])]
+    assert violation(commit(5, [([], 10)], logprobs=right), logprobs=2) == ""
+    assert violation(commit(5, [([], 10)], logprobs=wrong), logprobs=2)

@@ -1,0 +1,165 @@
+"""What is wrong with a request is said before it costs anything, a field at a time."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.request import MOST_STOP_STRINGS, MOST_STOP_TOKENS, Model, parse
+from orchestrator.tokenizer import Tokenizer, TooManyTokensError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.local import DEMO
+from specdec.serving.errors import InvalidRequestError, UnknownModelError
+from specdec.serving.wire import MAX_BIASES
+from specdec.v1 import generation_pb2
+from tests.models import CONTEXT, VOCABULARY, make
+from tests.stack import model_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of(ModelDirectory(make("llama", tmp_path_factory.mktemp("models") / "m")))
+
+
+def violations(model: Model, **fields: Any) -> list[tuple[str, str]]:
+    request = generation_pb2.GenerateRequest(**({"tokens": generation_pb2.TokenPrompt(ids=[5])} | fields))
+    with pytest.raises(InvalidRequestError) as refused:
+        parse(request, model)
+    return refused.value.violations
+
+
+def sampling(**fields: Any) -> generation_pb2.SamplingParameters:
+    return generation_pb2.SamplingParameters(**fields)
+
+
+class Untouched(Tokenizer):
+    """A tokenizer that nobody may ask for tokens."""
+
+    def __init__(self) -> None:
+        pass
+
+    longest_token = 4
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise AssertionError("it was encoded")
+
+    def render(self, *_: Any) -> str:
+        raise AssertionError("it was rendered")
+
+
+def turns(count: int, content: str) -> generation_pb2.ChatPrompt:
+    return generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content=content)] * count)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("text", {"text": "a b" * 5_000_000}),
+        ("text", {"text": "é" * (2 * CONTEXT + 1)}),
+        ("tokens.ids", {"tokens": generation_pb2.TokenPrompt(ids=[1] * 1_000_000)}),
+        ("chat.messages", {"chat": turns(100_000, "")}),
+        ("chat", {"chat": turns(3, "x" * 1_000_000)}),
+        ("generated_tokens", {"generated_tokens": [1] * 1_000_000}),
+        ("stop", {"stop": ["x"] * 100_000}),
+        ("stop_tokens", {"stop_tokens": [1] * 1_000_000}),
+        ("tenant", {"tenant": "x" * 1_000_000}),
+        ("model_fingerprint", {"model_fingerprint": "x" * 1_000_000}),
+        ("n", {"n": 2**32 - 1}),
+        ("sampling.logit_bias", {"sampling": sampling(logit_bias=dict.fromkeys(range(100000), math.nan))}),
+        ("sampling.banned_tokens", {"sampling": sampling(banned_tokens=[1] * 1_000_000)}),
+    ],
+)
+def test_what_cannot_fit_is_refused_unread(field: str, fields: dict[str, Any]) -> None:
+    """By its size, which is told; nothing of it is encoded, rendered or compared."""
+    model = Model("m", Untouched(), "", CONTEXT, VOCABULARY, frozenset())
+    ((found, problem),) = violations(model, **fields)
+    assert found == field
+    assert "at most" in problem
+    assert len(problem) < 100
+
+
+def test_the_first_of_many_wrong_values_is_named(model: Model) -> None:
+    """300 of them made an error that gRPC would not carry, and 1 MB of them 13 MB of log."""
+    biases = dict.fromkeys(range(300), math.nan)
+    ((field, problem),) = violations(model, sampling=sampling(logit_bias=biases))
+    assert field.startswith("sampling.logit_bias[")
+    assert problem == "is nan, must be in [-100, 100]"
+    ((field, problem),) = violations(model, sampling=sampling(banned_tokens=range(VOCABULARY, VOCABULARY + 100)))
+    assert (field, problem) == ("sampling.banned_tokens", "is 419, must be a token id below 320")
+    wrong = {"stop": [""] * MOST_STOP_STRINGS, "stop_tokens": [10**6] * MOST_STOP_TOKENS}
+    assert [field for field, _ in violations(model, **wrong)] == ["stop[0]", "stop_tokens[0]"]
+
+
+@pytest.mark.parametrize("penalty", [1e-30, 0.0, -1.0, 0.009, 101.0, math.inf, math.nan])
+def test_a_penalty_that_leaves_nothing_to_choose(model: Model, penalty: float) -> None:
+    ((field, problem),) = violations(model, sampling=sampling(repetition_penalty=penalty))
+    assert field == "sampling.repetition_penalty"
+    assert problem.endswith("must be in [0.01, 100]")
+
+
+@pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
+def test_a_penalty_at_its_limits(model: Model, penalty: float) -> None:
+    request = generation_pb2.GenerateRequest(
+        tokens=generation_pb2.TokenPrompt(ids=[5]), sampling=sampling(repetition_penalty=penalty)
+    )
+    assert parse(request, model).samples
+
+
+def test_as_many_biases_as_may_be(model: Model) -> None:
+    assert MAX_BIASES > VOCABULARY
+    biases = dict.fromkeys(range(VOCABULARY), 1.0)
+    request = generation_pb2.GenerateRequest(
+        tokens=generation_pb2.TokenPrompt(ids=[5]), sampling=sampling(logit_bias=biases)
+    )
+    assert len(parse(request, model).samples[0].sampling.logit_bias) == VOCABULARY
+
+
+def test_a_model_with_a_long_name(model: Model) -> None:
+    request = generation_pb2.GenerateRequest(model="x" * 10**6, tokens=generation_pb2.TokenPrompt(ids=[5]))
+    with pytest.raises(UnknownModelError) as unknown:
+        parse(request, model)
+    assert len(str(unknown.value)) < 200
+
+
+@pytest.mark.parametrize("fields", [{"text": "x" * CONTEXT}, {"tokens": generation_pb2.TokenPrompt(ids=[5] * CONTEXT)}])
+def test_a_prompt_that_leaves_no_room(model: Model, fields: dict[str, Any]) -> None:
+    ((field, problem),) = violations(model, **fields)
+    assert field == "prompt"
+    assert problem.endswith(f"tokens, the context of {CONTEXT} leaves no room")
+
+
+@pytest.mark.parametrize("text", ["", "a", "hello world\n" * 20, "é∞😀" * 10, " " * 100])
+def test_no_text_that_fits_is_longer_than_the_longest_tokens(model: Model, text: str) -> None:
+    tokens = model.tokenizer.encode(text)
+    assert len(text.encode()) <= len(tokens) * model.tokenizer.longest_token
+
+
+def test_a_long_text_leaves_the_interpreter_to_others() -> None:
+    """Who encodes in a thread holds up no event loop: its longest pause is a small part of the time that it takes."""
+    tokenizer = Tokenizer(ModelDirectory(Path(DEMO / "target")))
+    text = "def main(x): return 1\n" * 100_000
+    over = threading.Event()
+    longest = 0.0
+
+    def tick() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while not over.wait(0.001):
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    begin = time.perf_counter()
+    with pytest.raises(TooManyTokensError) as many:
+        tokenizer.encode(text, limit=1000)
+    seconds = time.perf_counter() - begin
+    over.set()
+    ticking.join()
+    assert many.value.count > 100_000
+    assert longest < 0.5 * seconds

@@ -1,0 +1,162 @@
+"""Whatever was sent, the error about it fits a status, tells where to look it up, and gives nothing away."""
+
+from __future__ import annotations
+
+import math
+import urllib.parse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.client.errors import from_rpc
+from specdec.serving.echo import ECHO_CHARACTERS, cut, echo
+from specdec.serving.errors import (
+    MAX_RETRY_SECONDS,
+    STATUS,
+    EngineLostError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    PeerLostError,
+    ServiceError,
+    to_status,
+)
+from specdec.v1 import generation_pb2
+from tests.stack import served
+
+MOST_HEADER_BYTES = 8192
+"""What gRPC allows for a status and all that goes with it."""
+
+texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=20).flatmap(
+    lambda text: st.integers(0, 3000).map(lambda times: text * times)
+)
+
+
+def header_bytes(error: ServiceError) -> int:
+    """As gRPC counts them: the message percent-encoded, binary values in base64, 32 more for each entry."""
+    status = to_status(error, "r" * 64)
+    ((key, value),) = status.trailing_metadata
+    message = urllib.parse.quote(status.details)
+    return len(message) + len("grpc-message") + len(value) * 4 // 3 + 4 + len(key) + 4 * 32
+
+
+@given(st.lists(st.tuples(texts, texts), max_size=30))
+def test_violations_fit_a_status(violations: list[tuple[str, str]]) -> None:
+    assert header_bytes(InvalidRequestError(violations)) < MOST_HEADER_BYTES
+
+
+@given(texts)
+def test_messages_fit_a_status(text: str) -> None:
+    for error in (OverloadedError(text), PeerLostError(text, text)):
+        assert header_bytes(error) < MOST_HEADER_BYTES
+        assert len(str(error).encode()) <= 1024
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1.0, 2.0**64, 1e300])
+def test_a_delay_can_be_told(seconds: float) -> None:
+    error = OverloadedError("full", seconds)
+    assert 0 <= error.retry_after <= MAX_RETRY_SECONDS
+    to_status(error)
+
+
+def test_the_rest_is_counted() -> None:
+    error = InvalidRequestError([(f"field{number}", "is wrong") for number in range(20)])
+    assert "field7: is wrong" in str(error)
+    assert str(error).endswith("and 12 more")
+
+
+@given(st.text(max_size=300), st.integers(4, 100))
+def test_a_text_is_cut_between_characters(text: str, limit: int) -> None:
+    found = cut(text, limit)
+    assert len(found.encode()) <= limit
+    assert found == text.encode("utf-8", "replace").decode() or found.endswith("...")
+
+
+def test_what_is_echoed_is_short() -> None:
+    assert echo("short") == "'short'"
+    assert len(echo("x" * 10**6)) < ECHO_CHARACTERS + 30
+    assert len(echo(list(range(1000)))) <= ECHO_CHARACTERS
+
+
+def test_every_error_of_ours_says_which_request() -> None:
+    """Where a person would have to look it up, in words too."""
+    for kind in STATUS:
+        error = kind() if kind in (InternalError, EngineLostError) else None
+        if error is not None:
+            assert "(request 0123abcd)" in to_status(error, "0123abcd").details
+
+
+class Service:
+    """Answers a call with what it was made with: an error, raised."""
+
+    name = "specdec.v1.GenerationService"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def register(self, server: Any) -> None:
+        methods: dict[str, Any] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self._fail, generation_pb2.GenerateRequest.FromString, bytes
+            ),
+            "Complete": grpc.unary_unary_rpc_method_handler(
+                self._fail, generation_pb2.CompleteRequest.FromString, bytes
+            ),
+        }
+        server.add_registered_method_handlers(self.name, methods)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.name, methods),))
+
+    async def close(self) -> None:
+        pass
+
+    async def _fail(self, request: Any, context: Any) -> None:
+        raise self._error
+
+
+@asynccontextmanager
+async def calling(error: Exception) -> AsyncIterator[grpc.aio.Channel]:
+    async with served(Service(error)) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        yield channel
+
+
+async def failure(channel: grpc.aio.Channel, method: str, message: bytes = b"") -> grpc.aio.AioRpcError:
+    """How a call ends, which on the wire is the same for one answer as for several."""
+    call: Any = channel.unary_stream(f"/{Service.name}/{method}")(
+        message,  # type: ignore[arg-type]
+        metadata=(("x-request-id", "from-the-caller"),),
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await call.read()
+    return failed.value
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_what_nobody_expected_is_told_by_its_request_id_alone(method: str) -> None:
+    async with calling(KeyError("10.0.0.1:50051 of /models/secret")) as channel:
+        error = await failure(channel, method)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    told = f"{error.details()} {error.trailing_metadata()}"
+    assert not [word for word in ("10.0.0.1", "secret", "KeyError") if word in told]
+    seen = from_rpc(error)
+    assert (seen.reason, seen.request_id) == ("INTERNAL", "from-the-caller")
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_a_request_that_cannot_be_decoded_is_invalid(method: str) -> None:
+    async with calling(AssertionError()) as channel:
+        error = await failure(channel, method, b"\xff\xff\xff\xff")
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    ((field, problem),) = from_rpc(error).violations
+    assert (field, problem) == ("request", "cannot be decoded as this method's request")
+
+
+async def test_the_longest_error_arrives_as_it_is() -> None:
+    async with calling(InvalidRequestError([("é" * 100, "ü" * 1000)] * 300)) as channel:
+        error = await failure(channel, "Complete")
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(from_rpc(error).violations) == 8

@@ -1,0 +1,52 @@
+"""Calls that do not say what they want are ended, and only so many are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from specdec.serving import opening
+from specdec.serving.errors import DeadlineError, OverloadedError
+from specdec.serving.opening import Openings
+
+
+async def silence() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def words(*messages: bytes) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message
+
+
+async def test_the_first_message_is_the_first() -> None:
+    openings = Openings(5.0)
+    requests = words(b"one", b"two")
+    assert await openings.first(requests) == b"one"
+    assert [message async for message in requests] == [b"two"]
+
+
+async def test_a_call_may_end_without_one() -> None:
+    assert await Openings(5.0).first(words()) is None
+
+
+async def test_silence_is_ended() -> None:
+    with pytest.raises(DeadlineError, match=r"within 0\.01 s"):
+        await Openings(0.01).first(silence())
+
+
+async def test_so_many_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "MAX_UNOPENED", 3)
+    openings = Openings(60.0)
+    waiting = [asyncio.create_task(openings.first(silence())) for _ in range(3)]
+    await asyncio.sleep(0)  # each waits now
+    with pytest.raises(OverloadedError):
+        await openings.first(words(b"one"))
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    assert await openings.first(words(b"one")) == b"one"
+    for task in waiting:
+        task.cancel()

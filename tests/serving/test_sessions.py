@@ -1,0 +1,161 @@
+"""A session's requests reach the worker a few at a time, and its answers wait for their reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from specdec.serving.errors import DeadlineError, EngineLostError
+from specdec.serving.opening import Openings
+from specdec.serving.outbox import MAX_WAITING, Outbox
+from specdec.serving.session_stream import INBOX_REQUESTS, SessionServicer
+from specdec.serving.worker import Worker
+from specdec.v1 import verifier_pb2
+
+OPEN = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[1]))
+MORE = verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=1))
+
+
+class Turns(Worker):
+    """A worker that does what it is told when `let` is called, in the caller's thread."""
+
+    def __init__(self) -> None:
+        super().__init__("turns")
+        self.turns = 0
+
+    def turn(self) -> float | None:
+        return None
+
+    def let(self) -> None:
+        self._receive(0)
+
+
+class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse]):
+    """Sessions that count what they are asked."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker, 10)
+        self.acted = 0
+
+    def parse(self, request: verifier_pb2.VerifyRequest) -> Any:
+        return object()
+
+    def attach(self, session: Any, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
+        pass
+
+    def detach(self, session: Any) -> None:
+        pass
+
+    def act(self, session: Any, request: verifier_pb2.VerifyRequest, arrived: float) -> None:
+        self.acted += 1
+
+    def opened(self, session: Any) -> verifier_pb2.VerifyResponse:
+        return verifier_pb2.VerifyResponse()
+
+    def progress(self) -> verifier_pb2.VerifyResponse:
+        return verifier_pb2.VerifyResponse()
+
+    def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:
+        return False
+
+
+class Context:
+    """Takes what is written."""
+
+    async def write(self, response: Any) -> None:
+        pass
+
+
+class Flood:
+    """`open`, and requests without end."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    async def __aiter__(self) -> AsyncIterator[verifier_pb2.VerifyRequest]:
+        yield OPEN
+        while True:
+            self.read += 1
+            yield MORE
+
+
+async def settled() -> None:
+    """Everything that can go on has."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_a_flood_waits_for_its_worker() -> None:
+    """Who sends without end has a few requests in memory, and one turn deals with no more of them."""
+    worker, flood = Turns(), Flood()
+    sessions = Sessions(worker)
+    context: Any = Context()
+    serving = asyncio.create_task(sessions.run(aiter(flood), context))
+    for turn in range(1, 4):
+        await settled()
+        assert flood.read == INBOX_REQUESTS * turn
+        worker.let()
+        assert sessions.acted == INBOX_REQUESTS * turn
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+async def test_a_session_that_does_not_open_is_ended() -> None:
+    async def silence() -> AsyncIterator[verifier_pb2.VerifyRequest]:
+        await asyncio.Event().wait()
+        yield OPEN
+
+    sessions = Sessions(Turns())
+    sessions._openings = Openings(0.01)
+    context: Any = Context()
+    with pytest.raises(DeadlineError):
+        await sessions.run(silence(), context)
+    assert sessions.room == 10
+
+
+async def test_a_pod_whose_engine_is_lost_takes_no_session() -> None:
+    worker = Turns()
+    sessions = Sessions(worker)
+    worker.works = False
+    context: Any = Context()
+    with pytest.raises(EngineLostError):
+        await sessions.run(aiter(Flood()), context)
+    assert not sessions.works
+
+
+async def test_an_outbox_tells_when_nobody_reads_it() -> None:
+    class Slow:
+        """A stream that takes one message."""
+
+        def __init__(self) -> None:
+            self.may_read = asyncio.Event()
+
+        async def write(self, message: str) -> None:
+            await self.may_read.wait()
+
+    outbox: Outbox[str] = Outbox()
+    stream: Any = Slow()
+    writing = asyncio.create_task(outbox.write_to(stream, progress=lambda: "alive"))
+    for number in range(MAX_WAITING + 1):
+        assert not outbox.full
+        outbox.put(str(number))
+        await asyncio.sleep(0)
+    await settled()
+    assert outbox.full
+    stream.may_read.set()
+    await settled()
+    assert not outbox.full
+    writing.cancel()
+    await asyncio.wait([writing])
+
+
+async def test_an_unexpected_error_ends_the_stream_as_it_is() -> None:
+    """What its caller is told of it is the interceptor's business."""
+    outbox: Outbox[str] = Outbox()
+    context: Any = Context()
+    outbox.put(KeyError("somewhere inside"))
+    with pytest.raises(KeyError):
+        await outbox.write_to(context, progress=lambda: "alive")
