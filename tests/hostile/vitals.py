@@ -36,13 +36,13 @@ LONGEST = 1500
 
 
 def memory(cluster: Cluster) -> dict[str, float]:
-    """MiB of each pod that lie in memory."""
+    """MiB of each pod's own."""
     return {name: resident_mib(pod.pid) for name, pod in cluster.pods.items()}
 
 
 def resident_mib(pid: int | str = "self") -> float:
-    """MiB of a process that lie in memory."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    """MiB of a process's own in memory: what it maps from files comes and goes as the kernel likes."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 
