@@ -23,12 +23,13 @@ $(VENV)/.done: pyproject.toml constraints.txt
 demo: setup  ## Three services, one completion: drafted, then plain.
 	$(BIN)/python -m demo.run
 
-# Two files at a time, since many wait for processes to start; faults by themselves, since they are matters of time.
+# Two files at a time, since many wait for processes to start; faults and attacks by themselves, since they are matters of
+# time.
 test: setup  ## Everything that must hold, in minutes.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore tests/faults
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore tests/faults --ignore tests/hostile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
 
-verify: setup  ## The long equality suites.
+verify: setup  ## The long equality suites, and a hundred thousand hostile messages.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600
 
 bench: setup  ## Speed on the demo pair beside transformers, in two minutes if nothing else runs.

@@ -9,11 +9,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-NUMBERS = (0, 1, 2, 3, 7, 63, 64, 255, 256, 1000, 2**31 - 1, 2**31, 2**32 - 1)
-FLOATS = (0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"))
+from tests.hostile.mutation import filled
 
 
 async def call_with_nonsense(address: str, kind: type[Message], method: str, seed: int) -> Counter[str]:
@@ -53,42 +51,3 @@ async def call_with_nonsense(address: str, kind: type[Message], method: str, see
         except asyncio.CancelledError:
             return ends
     return ends
-
-
-def filled(message: Message, generator: random.Random, depth: int = 0) -> Message:
-    """With anything in some of its fields."""
-    for field in message.DESCRIPTOR.fields:
-        if generator.random() < 0.5 or depth > 4:
-            continue
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name)[generator.choice(NUMBERS)] = generator.choice(FLOATS)
-        elif field.is_repeated:
-            values = getattr(message, field.name)
-            for _ in range(generator.randrange(6)):
-                if field.message_type is not None:
-                    filled(values.add(), generator, depth + 1)
-                else:
-                    values.append(_value(field, generator))
-        elif field.message_type is not None:
-            part = getattr(message, field.name)
-            part.SetInParent()
-            filled(part, generator, depth + 1)
-        else:
-            setattr(message, field.name, _value(field, generator))
-    return message
-
-
-def _value(field: Any, generator: random.Random) -> Any:
-    match field.cpp_type:
-        case FieldDescriptor.CPPTYPE_FLOAT:
-            return generator.choice(FLOATS)
-        case FieldDescriptor.CPPTYPE_BOOL:
-            return generator.random() < 0.5
-        case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
-            return generator.randbytes(generator.randrange(64))
-        case FieldDescriptor.CPPTYPE_STRING:
-            return "x" * generator.randrange(300)
-        case FieldDescriptor.CPPTYPE_ENUM:
-            return generator.randrange(5)
-        case _:
-            return generator.choice(NUMBERS)

@@ -1,0 +1,115 @@
+"""Which attack comes next: a function of a seed and a number, so that each can be made again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from tests.hostile.conduct import CONDUCTS, METADATA, Metadata
+from tests.hostile.conversations import DRAFT, METHODS, VERIFY, draft, verify
+from tests.hostile.distortion import DISTORTIONS
+from tests.hostile.frames import MISUSES, misused
+from tests.hostile.raw_bytes import NOISES
+
+CARRY = "/specdec.v1.TrunkService/Carry"
+CARRIED = {"verifier": (VERIFY, verify), "draft": (DRAFT, draft)}
+"""The stream that the multiplexer of a role carries."""
+
+ROLES = ("verifier", "draft", "orchestrator")
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What is said to whom. `pieces` makes it: the messages of a call, or bytes for a connection where there is no
+    `path`."""
+
+    number: int
+    kind: str
+    role: str
+    generator: random.Random
+    pieces: Callable[[], list[bytes]]
+    path: str = ""
+    manner: str = ""
+    deadline: float = 0.0
+    metadata: Metadata = ()
+    compression: grpc.Compression = grpc.Compression.NoCompression
+
+    @property
+    def method(self) -> str:
+        """What it is counted under."""
+        return (self.path.rpartition("/")[2] or "(none)") if self.path else "raw bytes"
+
+    def __str__(self) -> str:
+        return f"attack {self.number}: {self.kind}, {self.role} {self.method}, {self.manner}"
+
+
+def attack(seed: int, number: int) -> Attack:
+    """The one of this number."""
+    generator = random.Random(f"{seed}:{number}")
+    make = weighted(((_call, 84), (_misuse_of_frames, 10), (_noise, 6)), generator)
+    return make(number, generator)
+
+
+def kinds() -> list[str]:
+    """All that there are."""
+    return [
+        *DISTORTIONS,
+        *(f"frames: {_words(misuse)}" for misuse in MISUSES),
+        *(f"raw: {_words(noise)}" for noise in NOISES),
+    ]
+
+
+def weighted(choices: Iterable[tuple[Choice, float]], generator: random.Random) -> Choice:
+    """One of them, as often as its weight says."""
+    found = list(choices)
+    chosen, _ = generator.choices(found, [weight for _, weight in found])[0]
+    return chosen
+
+
+def _call(number: int, generator: random.Random) -> Attack:
+    """A conversation with a method, distorted."""
+    method = weighted(((each, each.weight) for each in METHODS), generator)
+    kind = weighted(((name, weight) for name, (_, weight) in DISTORTIONS.items()), generator)
+    distort, _ = DISTORTIONS[kind]
+
+    def pieces() -> list[bytes]:
+        return distort(method.conversation(generator), generator)
+
+    return _spoken(number, kind, method.role, method.path, generator, pieces)
+
+
+def _misuse_of_frames(number: int, generator: random.Random) -> Attack:
+    """A stream of the multiplexer whose frames make no sense."""
+    role = generator.choice(sorted(CARRIED))
+    misuse = generator.choice(MISUSES)
+    pieces = partial(misused, misuse, *CARRIED[role], generator)
+    return _spoken(number, f"frames: {_words(misuse)}", role, CARRY, generator, pieces)
+
+
+def _noise(number: int, generator: random.Random) -> Attack:
+    """Bytes on a connection of their own."""
+    noise = generator.choice(NOISES)
+    role = generator.choice(ROLES)
+    return Attack(number, f"raw: {_words(noise)}", role, generator, partial(noise, generator))
+
+
+def _spoken(
+    number: int, kind: str, role: str, path: str, generator: random.Random, pieces: Callable[[], list[bytes]]
+) -> Attack:
+    """A call, and how its caller behaves in it."""
+    manner = weighted(((each, CONDUCTS[each].weight) for each in CONDUCTS), generator)
+    deadline = generator.choice(CONDUCTS[manner].deadlines)
+    metadata = generator.choice(METADATA) if generator.random() < 0.1 else ()
+    compression = weighted(((grpc.Compression.NoCompression, 9), (grpc.Compression.Gzip, 1)), generator)
+    return Attack(number, kind, role, generator, pieces, path, manner, deadline, metadata, compression)
+
+
+def _words(function: Callable[..., object]) -> str:
+    return function.__name__.replace("_", " ")

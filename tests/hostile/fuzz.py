@@ -1,0 +1,132 @@
+"""The fuzzer: calls every port of a cluster in every wrong way, as often as it is told, and counts what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from specdec.v1 import trunk_pb2
+from tests.hostile.attacks import CARRY, Attack, attack
+from tests.hostile.conduct import CONDUCTS, Talk
+from tests.hostile.raw_bytes import send
+from tests.hostile.tally import NAMES, Tally
+
+AT_ONCE = 24
+"""Attacks under way. More would fill the key/value memory of a small pod, and then there is no room for anybody."""
+
+LONGEST_ATTACK = 20.0
+"""Seconds, after which an attack is taken for stuck; none waits for longer than its deadline."""
+
+OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+
+ANY = ""
+"""Kind of attack."""
+
+
+class Fuzzer:
+    """Attacks the addresses of each role, and keeps count in `tally`."""
+
+    def __init__(self, addresses: Mapping[str, Sequence[str]], seed: int) -> None:
+        self.tally = Tally()
+        self.stuck: list[str] = []  # attacks that did not end
+        self._addresses = addresses
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    async def run(self, messages: int) -> None:
+        """Until so many were sent, and every attack is over."""
+        goal = self.tally.total + messages
+        await self._run(lambda: self.tally.total < goal, ANY)
+
+    async def run_only(self, kind: str, attacks: int) -> None:
+        """Until about so many of a kind were made, and are over."""
+        await self._run(lambda: self.tally.attacks[kind] < attacks, kind)
+
+    async def _run(self, on: Callable[[], bool], kind: str) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(self._attack_on(on, kind))
+
+    async def _attack_on(self, on: Callable[[], bool], kind: str) -> None:
+        """With connections of its own."""
+        async with Connections() as connections:
+            while on():
+                found = attack(self._seed, next(self._numbers))
+                if kind in (ANY, found.kind):
+                    await self.make(found, connections)
+
+    async def make(self, attack: Attack, connections: Connections) -> None:
+        """Make an attack, and wait for its end."""
+        self.tally.attacks[attack.kind] += 1
+        self.tally.attacks[attack.manner] += bool(attack.manner)
+        try:
+            async with asyncio.timeout(LONGEST_ATTACK):
+                await (self._call(attack, connections) if attack.path else self._send_noise(attack))
+        except TimeoutError:
+            self.stuck.append(str(attack))
+
+    async def _send_noise(self, attack: Attack) -> None:
+        address = attack.generator.choice(self._addresses[attack.role])
+        end = await send(address, attack.pieces(), attack.generator, lambda: self.tally.sent(attack.method))
+        self.tally.statuses[attack.method, end] += 1
+
+    async def _call(self, attack: Attack, connections: Connections) -> None:
+        generator, carries = attack.generator, attack.path == CARRY
+        address = generator.choice(self._addresses[attack.role])
+        channel = await connections.to(address, anew=generator.random() < 0.02)
+        begin: Any = channel.stream_stream(attack.path)
+        call = begin(timeout=attack.deadline, metadata=attack.metadata, compression=attack.compression)
+
+        def sent(message: bytes) -> None:
+            self.tally.sent(attack.method)
+            if carries:
+                self.tally.frames += _frames_in(message)
+
+        def heard(answer: bytes) -> None:
+            if carries:
+                self._hear_frames(answer, attack)
+
+        await CONDUCTS[attack.manner].behave(Talk(call, attack.pieces(), generator, sent, heard))
+        self.tally.ended(attack.method, (await call.code()).name, await call.details() or "", str(attack))
+
+    def _hear_frames(self, answer: bytes, attack: Attack) -> None:
+        """Streams of the multiplexer have statuses too."""
+        for frame in trunk_pb2.CarryResponse.FromString(answer).frames:
+            if frame.HasField("end") and frame.stream:
+                status = NAMES.get(frame.end.code, str(frame.end.code))
+                self.tally.ended("Carry: a stream", status, frame.end.message, str(attack))
+
+
+def _frames_in(message: bytes) -> int:
+    """As far as it can be read."""
+    with contextlib.suppress(DecodeError):
+        return len(trunk_pb2.CarryRequest.FromString(message).frames)
+    return 0
+
+
+class Connections:
+    """Channels of one attacker, which share no connection with those of others."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> Connections:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def to(self, address: str, *, anew: bool) -> grpc.aio.Channel:
+        """The one to an address; `anew` leaves that of before."""
+        if anew and address in self._channels:
+            await self._channels.pop(address).close()
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=OPTIONS)
+        return self._channels[address]

@@ -1,0 +1,362 @@
+"""A draft that lies: a table of ways, each a function of the session that it spoils.
+
+What a draft says decides no token under the COUPLED rule, so none of this may change a text, or hold it up for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from specdec.v1 import draft_pb2, model_pb2
+
+Extend = model_pb2.Extend
+
+NOT_A_NUMBER = float("nan")
+INFINITE = float("inf")
+MOST = 2**32 - 1
+CHAIN = (11, 12, 13, 14)
+
+STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+
+
+class LyingSession:
+    """One session, as the liar has it: what it has heard, and ways to say anything."""
+
+    def __init__(self, number: int, requests: AsyncIterator[Any], context: Any, identity: model_pb2.ModelIdentity):
+        self.number = number  # of the liar's sessions
+        self.context = context
+        self.identity = identity
+        self.base = 0  # committed tokens, as far as it was told
+        self._requests = requests
+
+    async def heard(self) -> AsyncIterator[None]:
+        """Once when the session begins, and whenever a commit comes."""
+        async for request in self._requests:
+            match request.WhichOneof("message"):
+                case "open":
+                    self.base = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
+                    yield
+                case "committed":
+                    self.base = request.committed.base + len(request.committed.tokens)
+                    yield
+
+    async def opened(self, **changes: Any) -> None:
+        identity = model_pb2.ModelIdentity()
+        identity.CopyFrom(self.identity)
+        for field, value in changes.items():
+            setattr(identity, field, value)
+        await self.context.write(draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=identity)))
+
+    async def extend(self, extend: Extend) -> None:
+        await self.context.write(draft_pb2.DraftResponse(extend=extend))
+
+    async def progress(self, progress: model_pb2.Progress) -> None:
+        await self.context.write(draft_pb2.DraftResponse(progress=progress))
+
+    async def end(self, code: grpc.StatusCode, details: str) -> None:
+        await self.context.abort(code, details)
+
+
+Lie = Callable[[LyingSession], Awaitable[None]]
+
+
+class LyingDraft:
+    """A DraftService that lies in one way."""
+
+    name = "specdec.v1.DraftService"
+
+    def __init__(self, lie: Lie, identity: model_pb2.ModelIdentity) -> None:
+        self._lie = lie
+        self._identity = identity
+        self.sessions = 0  # so far
+
+    def register(self, server: Any) -> None:
+        """With messages that may be bytes as well, for those that cannot be read."""
+        handler = grpc.stream_stream_rpc_method_handler(self._draft, draft_pb2.DraftRequest.FromString, _serialized)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.name, {"Draft": handler}),))
+        server.add_registered_method_handlers(self.name, {"Draft": handler})
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+    async def _draft(self, requests: AsyncIterator[Any], context: Any) -> None:
+        self.sessions += 1
+        await self._lie(LyingSession(self.sessions, requests, context, self._identity))
+
+
+def _serialized(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
+
+
+# --- lies about candidates --------------------------------------------------------------------------
+
+
+def chain(base: int, tokens: tuple[int, ...] = CHAIN, **changes: Any) -> Extend:
+    """Candidates one below the other, well-formed but for the changes."""
+    fields = {"parents": range(len(tokens)), "score_bytes": bytes(len(tokens))} | changes
+    return Extend(base=base, tokens=tokens, **fields)
+
+
+def row(**changes: Any) -> model_pb2.DraftRow:
+    fields: dict[str, Any] = {"parent": 0, "ids": [5, 9], "values": struct.pack("<2e", 1.0, 2.0)}
+    return model_pb2.DraftRow(**fields | changes)
+
+
+CANDIDATES: dict[str, Callable[[int], Extend]] = {
+    "guesses at random": lambda base: chain(base, tuple(3 + (base * 7 + i) % 300 for i in range(20))),
+    "names tokens beyond the vocabulary": lambda base: chain(base, (320, 321, 2**31, MOST)),
+    "is one token ahead": lambda base: chain(base + 1),
+    "is far ahead": lambda base: chain(base + 100_000),
+    "is behind": lambda base: chain(max(0, base - 3)),
+    "starts from nothing": lambda base: chain(0),
+    "starts from the largest number": lambda base: chain(MOST),
+    "has parents that do not precede": lambda base: chain(base, parents=(1, 2, 3, 4)),
+    "has parents in a circle": lambda base: chain(base, parents=(2, 1, 4, 3)),
+    "has parents that do not exist": lambda base: chain(base, parents=(0, 99, MOST, 3)),
+    "has too few parents": lambda base: chain(base, parents=(0,)),
+    "has too many parents": lambda base: chain(base, parents=range(1000)),
+    "has scores that are no numbers": lambda base: chain(base, score_bytes=b"", scores=[NOT_A_NUMBER] * 4),
+    "has scores above all": lambda base: chain(base, score_bytes=b"", scores=[INFINITE, 1e30, 5.0, 0.1]),
+    "has scores below all": lambda base: chain(base, score_bytes=b"", scores=[-INFINITE] * 4),
+    "has no scores": lambda base: chain(base, score_bytes=b""),
+    "has too few score bytes": lambda base: chain(base, score_bytes=b"\x00"),
+    "has too many score bytes": lambda base: chain(base, score_bytes=bytes(5000)),
+    "offers thousands of nodes": lambda base: chain(base, tuple(3 + i % 300 for i in range(5000))),
+    "offers as many nodes as it may": lambda base: chain(
+        base, tuple(3 + i % 300 for i in range(1024)), parents=[0] * 1024
+    ),
+    "offers the deepest chain": lambda base: chain(base, tuple(3 + i % 300 for i in range(1024))),
+    "offers one token many times": lambda base: chain(base, (9,) * 50, parents=[0] * 50),
+    "offers nothing": lambda base: Extend(base=base),
+    "offers nothing at no base": lambda base: Extend(),
+    "sends rows that nobody needs": lambda base: chain(base, rows=[row(parent=i) for i in range(5)]),
+    "sends rows that are cut": lambda base: chain(
+        base, rows=[row(values=b"\x00"), row(ids=[], values=b"\x01\x02\x03")]
+    ),
+    "sends rows of no numbers": lambda base: chain(base, rows=[row(values=struct.pack("<2e", NOT_A_NUMBER, -1.0))]),
+    "sends rows out of order": lambda base: chain(base, rows=[row(ids=[9, 5]), row(ids=[5, 5]), row(ids=[MOST, 0])]),
+    "sends rows of other nodes": lambda base: chain(base, rows=[row(parent=77), row(parent=MOST)]),
+    "sends rows of a huge vocabulary": lambda base: chain(base, rows=[row(ids=[], values=bytes(2 << 18))]),
+    "has known everything for an hour": lambda base: chain(base, held_us=MOST),
+}
+"""What it offers below each committed text, by what it does."""
+
+
+def offering(candidates: Callable[[int], Extend]) -> Lie:
+    """A well-behaved session but for what it offers."""
+
+    async def lie(session: LyingSession) -> None:
+        begun = False
+        async for _ in session.heard():
+            if not begun:
+                await session.opened()
+                begun = True
+            await session.extend(candidates(session.base))
+
+    return lie
+
+
+# --- lies about the session -------------------------------------------------------------------------
+
+
+async def begun(session: LyingSession, **changes: Any) -> AsyncIterator[None]:
+    """A session that was opened as it should be, but for the changes to its identity; again at each commit."""
+    first = True
+    async for _ in session.heard():
+        if first:
+            await session.opened(**changes)
+            first = False
+        yield
+
+
+async def for_ever(say: Callable[[], Awaitable[None]]) -> None:
+    """As fast as the connection takes it."""
+    while True:
+        await say()
+        await asyncio.sleep(0)
+
+
+async def talks_without_end(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await for_ever(lambda: session.extend(chain(session.base)))
+
+
+async def talks_nonsense_without_end(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await for_ever(lambda: session.extend(chain(MOST)))
+
+
+async def talks_at_length_without_end(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await for_ever(lambda: session.extend(chain(session.base, tuple(3 + i % 300 for i in range(1024)))))
+
+
+async def shows_life_without_end(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await for_ever(lambda: session.progress(model_pb2.Progress(steps=1)))
+
+
+async def says_nothing_without_end(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await for_ever(lambda: session.context.write(draft_pb2.DraftResponse()))
+
+
+async def never_opens(session: LyingSession) -> None:
+    await asyncio.Event().wait()
+
+
+async def shows_life_and_never_opens(session: LyingSession) -> None:
+    while True:
+        await session.progress(model_pb2.Progress(steps=1))
+        await asyncio.sleep(0.05)
+
+
+async def opens_twice(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await session.opened()
+        await session.extend(chain(session.base))
+
+
+async def guesses_before_it_opens(session: LyingSession) -> None:
+    async for _ in session.heard():
+        await session.extend(chain(session.base))
+        await session.opened()
+
+
+async def serves_another_tokenizer(session: LyingSession) -> None:
+    async for _ in begun(session, tokenizer_fingerprint="0" * 64):
+        await session.extend(chain(session.base))
+
+
+async def speaks_another_protocol(session: LyingSession) -> None:
+    async for _ in begun(session, protocol_version=MOST):
+        await session.extend(chain(session.base))
+
+
+async def has_an_absurd_context(session: LyingSession) -> None:
+    async for _ in begun(session, context_tokens=0, vocabulary_size=MOST, numerics_mode=99):
+        await session.extend(chain(session.base))
+
+
+async def has_a_huge_name(session: LyingSession) -> None:
+    async for _ in begun(session, model="m" * 1_000_000, numerics_fingerprint="\x00\n" * 100_000):
+        await session.extend(chain(session.base))
+
+
+async def has_a_huge_other_tokenizer(session: LyingSession) -> None:
+    async for _ in begun(session, model="m" * 1_000_000, tokenizer_fingerprint="t" * 1_000_000):
+        await session.extend(chain(session.base))
+
+
+async def is_busier_than_can_be(session: LyingSession) -> None:
+    load = model_pb2.Load(sessions=MOST, room=MOST, wait_us=2**64 - 1)
+    async for _ in begun(session):
+        await session.progress(model_pb2.Progress(steps=2**64 - 1, load=load, step_age_us=2**64 - 1))
+        await session.extend(chain(session.base))
+
+
+async def ends_with_every_status(session: LyingSession) -> None:
+    """One session after the other; every second one before it has opened."""
+    if session.number % 2:
+        async for _ in begun(session):
+            break
+    await session.end(STATUSES[session.number // 2 % len(STATUSES)], "the liar says so")
+
+
+async def ends_at_once(session: LyingSession) -> None:
+    """As if all were well."""
+
+
+async def ends_in_the_midst(session: LyingSession) -> None:
+    commits = itertools.count()
+    async for _ in begun(session):
+        await session.extend(chain(session.base))
+        if next(commits) == 3:
+            return
+
+
+async def ends_with_a_long_story(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await session.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "full " * 1200)
+
+
+async def falls_silent(session: LyingSession) -> None:
+    async for _ in begun(session):
+        await session.extend(chain(session.base))
+        await asyncio.Event().wait()
+
+
+async def breaks_off_in_a_message(session: LyingSession) -> None:
+    async for _ in begun(session):
+        whole = draft_pb2.DraftResponse(extend=chain(session.base)).SerializeToString()
+        await session.context.write(whole[: len(whole) // 2])
+        await asyncio.Event().wait()
+
+
+async def guesses_for_other_texts(session: LyingSession) -> None:
+    async for _ in begun(session):
+        for distance in (-5, -1, 1, 2, 50):
+            await session.extend(chain(max(0, session.base + distance)))
+
+
+async def repeats_itself(session: LyingSession) -> None:
+    first: Extend | None = None
+    async for _ in begun(session):
+        first = first or chain(session.base)
+        await session.extend(first)
+
+
+async def replays_all_it_said(session: LyingSession) -> None:
+    said: list[Extend] = []
+    async for _ in begun(session):
+        said.append(chain(session.base))
+        for extend in said:
+            await session.extend(extend)
+
+
+async def does_not_listen(session: LyingSession) -> None:
+    """Opens, shows life, and never reads what is decided."""
+    await session.opened()
+    while True:
+        await session.progress(model_pb2.Progress(steps=1))
+        await asyncio.sleep(0.05)
+
+
+CONDUCTS: tuple[Lie, ...] = (
+    talks_without_end,
+    talks_nonsense_without_end,
+    talks_at_length_without_end,
+    shows_life_without_end,
+    says_nothing_without_end,
+    never_opens,
+    shows_life_and_never_opens,
+    opens_twice,
+    guesses_before_it_opens,
+    serves_another_tokenizer,
+    speaks_another_protocol,
+    has_an_absurd_context,
+    has_a_huge_name,
+    has_a_huge_other_tokenizer,
+    is_busier_than_can_be,
+    ends_with_every_status,
+    ends_at_once,
+    ends_in_the_midst,
+    ends_with_a_long_story,
+    falls_silent,
+    breaks_off_in_a_message,
+    guesses_for_other_texts,
+    repeats_itself,
+    replays_all_it_said,
+    does_not_listen,
+)
+
+LIES: dict[str, Lie] = {name: offering(candidates) for name, candidates in CANDIDATES.items()} | {
+    lie.__name__.replace("_", " "): lie for lie in CONDUCTS
+}
+"""Every way to lie, by what a draft does that does it."""

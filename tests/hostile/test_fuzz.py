@@ -1,0 +1,77 @@
+"""Nothing that arrives can stop the services: every port is called in every wrong way, and two callers with manners
+notice nothing of it.
+
+A hundred thousand messages take some minutes: python -m pytest -s -m verify tests/hostile/test_fuzz.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.faults.cluster import Cluster, Models
+from tests.hostile import vitals
+from tests.hostile.deployment import deployed, fuzzer_of
+from tests.hostile.fuzz import Fuzzer
+from tests.hostile.neighbour import Neighbour
+
+SEED = 2026
+ROUNDS = 10
+"""After each everything comes to rest, and is weighed. The first two warm up; of the next three and of the last three
+the middle one counts, since a message of a megabyte moves what lies in memory for a while."""
+
+FIRST, LAST = slice(2, 5), slice(-3, None)
+
+MOST_LOG_BYTES = 20_000_000
+"""Of a pod, whatever it is told."""
+
+MOST_GROWTH_MIB = 32.0
+"""Of a pod, from the end of the warm-up on: an allocator's fragments, not 400 bytes for each message."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "messages",
+    [1_500, pytest.param(100_000, marks=[pytest.mark.verify, pytest.mark.timeout(2400)])],
+)
+async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, messages: int) -> None:
+    async with deployed(models, tmp_path) as cluster:
+        fuzzer, neighbour = fuzzer_of(cluster, SEED), Neighbour(cluster.address)
+        await neighbour.first()
+        asking = asyncio.create_task(neighbour.ask_on())
+        weights = [await weight_after(cluster, fuzzer, messages // ROUNDS) for _ in range(ROUNDS)]
+        asking.cancel()
+        await neighbour.ask()
+        await neighbour.close()
+
+        growth = {name: growth_of([each[name] for each in weights]) for name in weights[0]}
+        written, bugs = vitals.log_bytes(cluster), vitals.bugs(cluster)
+        print(f"\n{fuzzer.tally.report()}\n{neighbour.report()}")
+        for name in growth:
+            sizes = " ".join(f"{each[name]:.0f}" for each in weights)
+            print(f"{name}: {sizes} MiB, {growth[name]:+.1f} since the warm-up, {written[name]:,} bytes of log")
+        print("\n".join(bugs))
+
+        assert cluster.died == []
+        assert await vitals.serving(cluster) == []
+        assert neighbour.faults == []
+        assert fuzzer.tally.broken == {}
+        assert fuzzer.stuck == []
+        assert bugs == []
+        assert max(written.values()) < MOST_LOG_BYTES
+        assert max(growth.values()) < MOST_GROWTH_MIB
+
+
+def growth_of(weights: list[float]) -> float:
+    """MiB from the end of the warm-up to the end."""
+    return median(weights[LAST]) - median(weights[FIRST])
+
+
+async def weight_after(cluster: Cluster, fuzzer: Fuzzer, messages: int) -> dict[str, float]:
+    """MiB of each pod once it has rested from so many messages."""
+    await fuzzer.run(messages)
+    await vitals.at_rest(cluster)
+    return vitals.memory(cluster)

@@ -1,0 +1,35 @@
+"""No attack makes the services write much: a disk is as easily filled as a memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster import Models
+from tests.hostile import vitals
+from tests.hostile.attacks import kinds
+from tests.hostile.deployment import deployed, fuzzer_of
+
+ATTACKS = 48
+"""Of each kind; most have a handful of messages."""
+
+MOST_BYTES = 500_000
+"""Written by all pods together about these: a good deal more than a refusal for each message, and a good deal less than
+the longest strings that are sent."""
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1200)
+async def test_no_attack_fills_the_logs(models: Models, tmp_path: Path) -> None:
+    """One kind of attack after the other."""
+    written = {}
+    async with deployed(models, tmp_path) as cluster:
+        for kind in kinds():
+            fuzzer = fuzzer_of(cluster, seed=1)
+            before = sum(vitals.log_bytes(cluster).values())
+            await fuzzer.run_only(kind, ATTACKS)
+            await vitals.at_rest(cluster)
+            written[kind] = sum(vitals.log_bytes(cluster).values()) - before
+            print(f"{kind:40} {fuzzer.tally.total:6} messages, {written[kind]:9,} bytes of log")
+    assert {kind: size for kind, size in written.items() if size > MOST_BYTES} == {}

@@ -1,0 +1,149 @@
+"""A draft that lies costs no token and little time: texts are as without it, whatever it says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
+from specdec.v1 import generation_pb2_grpc, model_pb2
+from tests.faults.cluster import Models
+from tests.hostile import log_volume
+from tests.hostile.lying_draft import LIES, LyingDraft
+from tests.hostile.texts import Outcome, ask, pulse_of
+from tests.services.test_equality import slow_target
+from tests.stack import ALWAYS, Stack, served, stack, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SHOWN = (
+    "guesses at random",
+    "names tokens beyond the vocabulary",
+    "starts from the largest number",
+    "has parents in a circle",
+    "has scores that are no numbers",
+    "offers thousands of nodes",
+    "sends rows that are cut",
+    "talks without end",
+    "talks at length without end",
+    "never opens",
+    "has a huge other tokenizer",
+    "ends with every status",
+)
+"""Lies that every run of the tests tries; `make verify` tries them all."""
+
+SAMPLED = {"temperature": 0.8, "seed": 5}
+ASKS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": 60, "ignore_end_token": True, "speculation": ALWAYS},
+    "sampled": {"max_tokens": 60, "ignore_end_token": True, "speculation": ALWAYS, "sampling": SAMPLED},
+    "where it pays": {"max_tokens": 60, "ignore_end_token": True, "sampling": SAMPLED},
+}
+REJECTION = {
+    "max_tokens": 60,
+    "ignore_end_token": True,
+    "speculation": ALWAYS,
+    "sampling": SAMPLED,
+    "rule": model_pb2.ACCEPTANCE_RULE_REJECTION,
+}
+CONTRASTIVE = {"max_tokens": 20, "ignore_end_token": True, "rule": model_pb2.ACCEPTANCE_RULE_CONTRASTIVE}
+
+SILENCE_SECONDS = 1.5
+FAILOVER_SECONDS = 1.0
+CONTRASTIVE_DEADLINE = 2.0
+"""Without a draft such a text is given up; with one that lives and says nothing of use, it waits as its caller does."""
+
+DEADLINE = 30.0
+MOST_PULSE = 1.0
+MOST_LOG_BYTES = 100_000
+
+
+def most_seconds(undrafted: float) -> float:
+    """Time that a text may take beside a lying draft: some of it goes by until the draft is found out."""
+    return 3 * undrafted + 3.0
+
+
+@dataclass(frozen=True)
+class Honest:
+    """The verifier of the tests, and how long what texts take without a draft."""
+
+    services: Stack
+    wanted: dict[str, Outcome]
+
+    @property
+    def neighbour_seconds(self) -> float:
+        return self.wanted["greedy"].seconds
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def honest(models: Models) -> AsyncIterator[Honest]:
+    async with stack(models.target, None, target_delay=slow_target) as services:
+        await ask(services.stub, DEADLINE, ASKS["greedy"])  # whoever is first waits for what is made once
+        asked = await asyncio.gather(*(ask(services.stub, DEADLINE, fields) for fields in ASKS.values()))
+        yield Honest(services, dict(zip(ASKS, asked, strict=True)))
+
+
+@asynccontextmanager
+async def orchestrator_with(services: Stack, draft: str) -> AsyncIterator[Any]:
+    """A stub of an orchestrator of its own, at the stack's verifiers and this draft."""
+    peers = Peers(
+        Pods(pod.address for pod in services.verifiers),
+        Pods([draft]),
+        patience_seconds=0.02,
+        silence_seconds=SILENCE_SECONDS,
+        failover_seconds=FAILOVER_SECONDS,
+    )
+    async with AsyncExitStack() as exits:
+        address, _ = await exits.enter_async_context(served(GenerationServicer(services.model, peers)))
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.verify) for name in LIES]
+)
+async def test_a_lying_draft_costs_no_token(honest: Honest, name: str) -> None:
+    services = honest.services
+    liar = LyingDraft(LIES[name], services.verifiers[0].service.identity)
+    with log_volume.measured() as volume:
+        async with (
+            served(liar) as (address, _),
+            orchestrator_with(services, address) as stub,
+            pulse_of(stub) as pulse,
+        ):
+            *texts, rejection, contrastive, neighbour = await asyncio.gather(
+                *(ask(stub, DEADLINE, fields) for fields in ASKS.values()),
+                ask(stub, DEADLINE, REJECTION),
+                ask(stub, CONTRASTIVE_DEADLINE, CONTRASTIVE),
+                ask(services.stub, DEADLINE, ASKS["greedy"] | {"plain": True}),
+            )
+        await until(lambda: services.idle)
+    wanted = honest.wanted
+    faults = {
+        each: got.fault(wanted[each].text, most_seconds(wanted[each].seconds), refusable=False)
+        for each, got in zip(ASKS, texts, strict=True)
+    }
+    faults["rejection"] = rejection.fault(None, most_seconds(honest.neighbour_seconds), refusable=False)
+    faults["contrastive"] = contrastive.fault(None, CONTRASTIVE_DEADLINE + 1.0, refusable=True)
+    faults["neighbour"] = neighbour.fault(
+        wanted["greedy"].text, most_seconds(honest.neighbour_seconds), refusable=False
+    )
+    slowest = max(outcome.seconds for outcome in texts)
+    print(
+        f"\n{name}: texts {slowest:.2f} s, neighbour {neighbour.seconds:.2f} s, undrafted "
+        f"{honest.neighbour_seconds:.2f} s, contrastive {contrastive.status} after {contrastive.seconds:.2f} s, pulse "
+        f"{pulse.seconds:.2f} s, {volume.bytes} bytes of log, {liar.sessions} sessions"
+    )
+    assert {each: fault for each, fault in faults.items() if fault} == {}
+    assert liar.sessions > 0
+    assert volume.bugs == []
+    assert volume.bytes < MOST_LOG_BYTES
+    assert pulse.seconds < MOST_PULSE

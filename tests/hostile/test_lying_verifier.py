@@ -1,0 +1,132 @@
+"""A verifier that lies is found out: the text goes on at an honest one with the same tokens, or ends with a refusal
+that says why. A token that is merely wrong, with a checksum that fits, cannot be found out, and is not tried here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
+from specdec.v1 import generation_pb2_grpc
+from tests.faults.cluster import Models
+from tests.hostile import log_volume
+from tests.hostile.lying_verifier import LIES, LyingVerifier
+from tests.hostile.texts import MOST_DETAILS, Outcome, ask, pulse_of
+from tests.hostile.vitals import resident_mib
+from tests.stack import Stack, served, stack, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SHOWN = (
+    "made no step",
+    "made forty million steps",
+    "names unknown sources",
+    "goes on past the end",
+    "stops without an end token",
+    "finishes for an unknown reason",
+    "tells log-probabilities that are no numbers",
+    "was preempted more than can be",
+    "has a huge name",
+    "fails inside",
+    "is full beyond all numbers",
+    "opens twice",
+)
+"""Lies that every run of the tests tries; `make verify` tries them all."""
+
+WAITS = frozenset({"never commits", "never commits again", "shows life without end", "takes every step to be long"})
+"""A verifier whose sessions wait for memory says no more than these do: alone, they may keep a text until its caller's
+deadline."""
+
+FAILS = frozenset({"fails inside", "fails inside before it opens"})
+"""A verifier whose model fails on a text says INTERNAL, and where no other verifier can show better, so is the caller
+told."""
+
+SAMPLED = {"temperature": 0.8, "seed": 5}
+ASKS: dict[str, Mapping[str, Any]] = {
+    "greedy": {"max_tokens": 40, "ignore_end_token": True},
+    "sampled": {"max_tokens": 40, "ignore_end_token": True, "sampling": SAMPLED},
+    "with log-probabilities": {"max_tokens": 40, "ignore_end_token": True, "sampling": SAMPLED, "logprobs": 2},
+    "to an end token": {"max_tokens": 100, "sampling": SAMPLED, "stop_tokens": range(3, 320, 16)},
+    "to the context's end": {"ignore_end_token": True, "generated_tokens": [9] * 220, "sampling": SAMPLED},
+}
+SILENCE_SECONDS = 1.0
+FAILOVER_SECONDS = 1.5
+
+DEADLINE = 8.0
+MOST_SECONDS = 7.0
+"""For a text whose verifier lies: silence, failover, and the text itself, on a busy machine."""
+
+MOST_PULSE = 1.0
+MOST_LOG_BYTES = 100_000
+MOST_GROWTH_MIB = 64.0
+
+
+@dataclass(frozen=True)
+class Honest:
+    """The verifier of the tests, and what it says."""
+
+    services: Stack
+    wanted: dict[str, Outcome]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def honest(models: Models) -> AsyncIterator[Honest]:
+    async with stack(models.target, None) as services:
+        asked = await asyncio.gather(*(ask(services.stub, 120.0, fields) for fields in ASKS.values()))
+        yield Honest(services, dict(zip(ASKS, asked, strict=True)))
+
+
+@asynccontextmanager
+async def orchestrator_with(services: Stack, verifiers: Sequence[str]) -> AsyncIterator[Any]:
+    """A stub of an orchestrator of its own, at these verifiers."""
+    peers = Peers(Pods(verifiers), silence_seconds=SILENCE_SECONDS, failover_seconds=FAILOVER_SECONDS)
+    async with AsyncExitStack() as exits:
+        address, _ = await exits.enter_async_context(served(GenerationServicer(services.model, peers)))
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside an honest one", "alone"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.verify) for name in LIES]
+)
+async def test_a_lying_verifier_is_found_out(honest: Honest, name: str, alone: bool) -> None:
+    services, wanted = honest.services, honest.wanted
+    liar = LyingVerifier(LIES[name], services.verifiers[0].address)
+    before = resident_mib()
+    with log_volume.measured() as volume:
+        async with AsyncExitStack() as exits:
+            address, _ = await exits.enter_async_context(served(liar))
+            verifiers = [address] if alone else [address, services.verifiers[0].address]
+            stub = await exits.enter_async_context(orchestrator_with(services, verifiers))
+            pulse = await exits.enter_async_context(pulse_of(stub))
+            asked = await asyncio.gather(*(ask(stub, DEADLINE, fields) for fields in ASKS.values()))
+        await until(lambda: services.idle)
+    growth = resident_mib() - before
+    faults = {
+        each: got.fault(wanted[each].text, MOST_SECONDS, refusable=True) for each, got in zip(ASKS, asked, strict=True)
+    }
+    excused = "DEADLINE_EXCEEDED" if name in WAITS else "INTERNAL" if name in FAILS and alone else ""
+    for each, got in zip(ASKS, asked, strict=True):
+        if got.status == excused and len(got.details) < MOST_DETAILS:
+            faults[each] = ""
+    print(
+        f"\n{name}, {'alone' if alone else 'beside'}: "
+        + ", ".join(f"{got.status} {got.seconds:.1f} s" for got in asked)
+        + f", pulse {pulse.seconds:.2f} s, {volume.bytes} bytes of log, {growth:+.0f} MiB, {liar.sessions} sessions"
+    )
+    assert {each: fault for each, fault in faults.items() if fault} == {}
+    assert liar.sessions > 0
+    assert volume.bugs == []
+    assert volume.bytes < MOST_LOG_BYTES
+    assert pulse.seconds < MOST_PULSE
+    assert growth < MOST_GROWTH_MIB

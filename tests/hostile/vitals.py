@@ -1,0 +1,107 @@
+"""Whether the pods of a cluster are well: alive, at rest once nobody wants anything, no fatter than before, and without
+a traceback in what they wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from tests.faults.cluster import Cluster
+from tests.faults.pods import Pod
+
+REST_SECONDS = 20.0
+"""Until sessions of callers that are gone are gone too."""
+
+BUG = re.compile(rb"Traceback|exc_info|\"exception\"|Segmentation|terminate called")
+"""What a log holds only if something broke that should not have."""
+
+SERVICES = {
+    "verifier": "specdec.v1.VerifierService",
+    "draft": "specdec.v1.DraftService",
+    "orchestrator": "specdec.v1.GenerationService",
+}
+"""What the pods of a role serve."""
+
+KEPT = 5
+"""Such places of a log that are told, each with the lines that follow."""
+
+FOLLOWING = 12
+LONGEST = 1500
+
+
+def memory(cluster: Cluster) -> dict[str, float]:
+    """MiB of each pod's own."""
+    return {name: resident_mib(pod.pid) for name, pod in cluster.pods.items()}
+
+
+def resident_mib(pid: int | str = "self") -> float:
+    """MiB of a process's own in memory: what it maps from files comes and goes as the kernel likes."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def log_bytes(cluster: Cluster) -> dict[str, int]:
+    """What each pod has written so far."""
+    return {name: pod.log.stat().st_size for name, pod in cluster.pods.items()}
+
+
+def bugs(cluster: Cluster) -> list[str]:
+    """The first lines of each log that tell of a bug, with what follows them, and how many there are."""
+    found = []
+    for name, pod in cluster.pods.items():
+        lines = pod.log.read_bytes().splitlines()
+        places = [place for place, line in enumerate(lines) if BUG.search(line)]
+        for place in places[:KEPT]:
+            told = b"\n".join(lines[place : place + FOLLOWING]).decode(errors="replace")
+            found.append(f"{name}: {told[:LONGEST]}")
+        found += [f"{name}: {len(places)} in all"] * bool(places)
+    return found
+
+
+async def at_rest(cluster: Cluster) -> None:
+    """Wait until no verifier and no draft has a session; TimeoutError if one keeps some."""
+    for role, sessions in (("verifier", _verifier_sessions), ("draft", _draft_sessions)):
+        for pod in cluster.of(role):
+            async with asyncio.timeout(REST_SECONDS):
+                while await sessions(pod):
+                    await asyncio.sleep(0.05)
+
+
+async def serving(cluster: Cluster) -> list[str]:
+    """Pods whose health is not SERVING."""
+    found = []
+    for role, service in SERVICES.items():
+        for pod in cluster.of(role):
+            async with grpc.aio.insecure_channel(pod.address) as channel:
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0)
+            if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                found.append(pod.name)
+    return found
+
+
+async def _verifier_sessions(pod: Pod) -> int:
+    async with grpc.aio.insecure_channel(pod.address) as channel:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        load = await stub.GetLoad(verifier_pb2.GetLoadRequest(), timeout=5.0)
+    return int(load.running + load.waiting)
+
+
+async def _draft_sessions(pod: Pod) -> int:
+    """Besides the one that asks."""
+    opened = draft_pb2.DraftOpen(prompt_tokens=[5], max_tokens=1)
+    async with grpc.aio.insecure_channel(pod.address) as channel:
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        call = stub.Draft(timeout=5.0)
+        await call.write(draft_pb2.DraftRequest(open=opened))
+        while not (answer := await call.read()).HasField("progress"):
+            pass
+        call.cancel()
+    return int(answer.progress.load.sessions) - 1
