@@ -7,8 +7,6 @@ differs means that the pod, or a message on its way, is broken: the session is l
 
 from __future__ import annotations
 
-import math
-
 from orchestrator.request import Model, Sample
 from specdec.client.sources import ACCEPTED
 from specdec.v1 import model_pb2, verifier_pb2
@@ -16,6 +14,9 @@ from specdec.v1 import model_pb2, verifier_pb2
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
 
 MAX_CANDIDATES_A_STEP = 1024
+ROUNDING = 1e-3
+"""By which a logarithm of a probability may exceed 0."""
+
 MAX_PREEMPTIONS = 1 << 20
 MAX_QUEUED_US = 1 << 50
 """Far beyond what any pod does; below them, sums fit the fields of a response."""
@@ -91,8 +92,9 @@ class CommitCheck:
         for each in commit.logprobs:
             if len(each.top_tokens) != best or len(each.top_logprobs) != best:
                 return f"it has log-probabilities of {len(each.top_tokens)} best tokens, asked for were {best}"
-            if max(each.top_tokens, default=0) >= vocabulary or any(map(math.isnan, (each.chosen, *each.top_logprobs))):
-                return "it has log-probabilities that are none"
+            numbers = (each.chosen, *each.top_logprobs)
+            if max(each.top_tokens, default=0) >= vocabulary or not all(number <= ROUNDING for number in numbers):
+                return f"it has log-probabilities {numbers} of tokens {list(each.top_tokens)}"
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:

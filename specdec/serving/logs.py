@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import grpc
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
@@ -67,6 +68,10 @@ class _ToStructlog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         log = structlog.get_logger()
+        if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
+            # gRPC's word for a status or a message that met a caller who has just left: no fault, and no news.
+            log.debug("caller_left", message=_message(record))
+            return
         log.log(record.levelno, "library", logger=record.name, message=_message(record), exc_info=record.exc_info)
 
 

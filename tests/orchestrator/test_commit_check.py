@@ -199,8 +199,20 @@ def test_an_end_token_before_its_time() -> None:
         [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[VOCABULARY], top_logprobs=[-1.0])],
         [verifier_pb2.TokenLogprobs(chosen=math.nan, top_tokens=[1], top_logprobs=[-1.0])],
         [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[math.nan])],
+        [verifier_pb2.TokenLogprobs(chosen=5.0, top_tokens=[1], top_logprobs=[-1.0])],
+        [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[math.inf])],
     ],
-    ids=["none", "too many", "more best ones", "of other tokens", "beyond the vocabulary", "NaN", "NaN of the best"],
+    ids=[
+        "none",
+        "too many",
+        "more best ones",
+        "of other tokens",
+        "beyond the vocabulary",
+        "NaN",
+        "NaN of the best",
+        "above zero",
+        "infinite",
+    ],
 )
 def test_log_probabilities_that_were_not_asked_for(wrong: list[Any]) -> None:
     right = [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[-1.0])]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import structlog
 from structlog.testing import capture_logs
@@ -166,6 +167,19 @@ def test_libraries_log_the_same_way(configured: Path) -> None:
     assert len(json.dumps(one)) < 3000
     assert two["message"] == "%d"
     assert "KeyError" in three["exception"]
+
+
+def test_a_caller_that_has_left_is_no_fault(configured: Path) -> None:
+    """gRPC logs a traceback where a status meets nobody."""
+    library = logging.Logger("grpc._cython.cygrpc")
+    library.handlers = [
+        handler for handler in logging.getLogger().handlers if type(handler).__module__ == logs.__name__
+    ]
+    try:
+        raise grpc.aio.InternalError("execute_batch")
+    except grpc.aio.InternalError:
+        library.exception("raised in core")
+    assert lines(configured) == []
 
 
 def test_tests_can_still_read_what_is_logged() -> None:
