@@ -120,7 +120,9 @@ class ModelDirectory:
         for key in ("max_position_embeddings", "n_positions"):
             if config.has(key):
                 return config.integer(key, LEAST_CONTEXT, LONGEST_CONTEXT)
-        raise ModelDirectoryError(f"{config.file}: names neither max_position_embeddings nor n_positions")
+        raise ModelDirectoryError(
+            f"{config.file}: names neither max_position_embeddings nor n_positions: has no longest text"
+        )
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:

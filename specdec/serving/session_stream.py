@@ -35,10 +35,10 @@ OPEN_SECONDS = 10.0
 LONG_BYTES = 1 << 14
 """A request that is longer is parsed in a thread: a long prompt takes a tenth of a second."""
 
-INBOX_REQUESTS = 8
+INBOX_REQUESTS = 32
 INBOX_BYTES = 1 << 20
 """Requests of one session that its worker may have before it; more are read when it has dealt with these. An honest
-session sends a handful in the time of a step, and one that floods costs the others no more than that."""
+session sends a handful in the time of a step, and one that floods costs the others 20 ms of it at most."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

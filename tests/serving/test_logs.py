@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from structlog.testing import capture_logs
 
 from specdec.serving import logs
 from specdec.serving.log_limits import BURST, LINES_A_SECOND, MAX_VALUE_CHARACTERS, LimitRate, cut_values
@@ -180,9 +179,3 @@ def test_a_caller_that_has_left_is_no_fault(configured: Path) -> None:
     except grpc.aio.InternalError:
         library.exception("raised in core")
     assert lines(configured) == []
-
-
-def test_tests_can_still_read_what_is_logged() -> None:
-    with capture_logs() as entries:
-        structlog.get_logger().info("something", value=1)
-    assert entries == [{"event": "something", "value": 1, "log_level": "info"}]
