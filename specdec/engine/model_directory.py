@@ -121,7 +121,7 @@ class ModelDirectory:
             if config.has(key):
                 return config.integer(key, LEAST_CONTEXT, LONGEST_CONTEXT)
         raise ModelDirectoryError(
-            f"{config.file}: names neither max_position_embeddings nor n_positions: has no longest text"
+            f"{config.file}: names neither max_position_embeddings nor n_positions, the longest text it takes"
         )
 
     @cached_property
