@@ -246,7 +246,7 @@ def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: l
             case "tokens":
                 ids = list(message.tokens.ids)
                 if len(ids) > most:
-                    raise TooManyTokensError(len(ids))
+                    raise TooManyTokensError(f"{len(ids)} tokens")
                 if not ids:
                     violations.append(("tokens.ids", "is empty, must hold at least 1 token"))
                 violations += token_violations("tokens.ids", ids, model.vocabulary)
@@ -260,7 +260,7 @@ def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: l
     except ChatTemplateError as error:
         violations.append(("chat", str(error)))
     except TooManyTokensError as error:
-        violations.append(("prompt", f"has {error.count} tokens, the context of {model.context} leaves no room"))
+        violations.append(("prompt", f"has {error}, the context of {model.context} leaves no room"))
     return []
 
 

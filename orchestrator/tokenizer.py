@@ -32,12 +32,15 @@ class ChatTemplateError(Exception):
     """The conversation cannot be rendered."""
 
 
-class TooManyTokensError(Exception):
-    """A text has more tokens than were asked for; `count`, so many."""
+SPARSE = 8
+"""Characters for each token that a text may have, from which on it is counted in pieces first; prose has four."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(f"{count} tokens")
-        self.count = count
+PIECE = 1 << 16
+"""Characters."""
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than it may; the message says how many."""
 
 
 class Tokenizer:
@@ -69,10 +72,22 @@ class Tokenizer:
         Other threads run meanwhile: it is `encode_batch_fast` that lets go of the interpreter, and `encode` that does
         not (tokenizers 0.23: a text of 3 MB held it for three seconds).
         """
+        if limit is not None and len(text) > SPARSE * limit:
+            self._count_in_pieces(text, 2 * limit)
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         if limit is not None and len(encoding) > limit:
-            raise TooManyTokensError(len(encoding))
+            raise TooManyTokensError(f"{len(encoding)} tokens")
         return list(encoding.ids)
+
+    def _count_in_pieces(self, text: str, limit: int) -> None:
+        """TooManyTokensError as soon as the pieces of a text have more tokens than so many. Where it is cut it has a
+        few more than as a whole; a text of millions of tokens would take a gigabyte as a whole, and leave it taken."""
+        count = 0
+        for start in range(0, len(text), PIECE):
+            (encoding,) = self._tokenizer.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)
+            count += len(encoding)
+            if count > limit:
+                raise TooManyTokensError(f"more than {limit} tokens")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

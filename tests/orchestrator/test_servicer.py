@@ -31,7 +31,7 @@ class Blocked(Tokenizer):
         if len(text) > LONG_BYTES:
             self.begun += 1
             assert self.may_go.wait(60)
-        raise TooManyTokensError(len(text))
+        raise TooManyTokensError(f"{len(text)} tokens")
 
 
 async def test_long_prompts_wait_for_each_other_and_only_so_many() -> None:
