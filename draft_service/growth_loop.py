@@ -23,6 +23,9 @@ log = structlog.get_logger()
 
 STEP_SMOOTHING = 0.1
 
+UNREAD_SECONDS = 0.25
+"""Until a session whose reader is far behind is looked at again."""
+
 
 @dataclass
 class Attached:
@@ -113,8 +116,10 @@ class GrowthLoop(EngineWorker[Session]):
             logits = self._engine.forward(packer.pack())
         except Exception as error:  # nothing of the step counts; its sessions are tried again
             for attached in planned:
-                attached.session.restart()
-            self.step_failed([attached.session for attached in planned], np.asarray(packer.slots), error)
+                attached.session.undo()
+            self.step_failed(
+                [attached.session for attached in planned], np.asarray(packer.slots, dtype=np.int64), error
+            )
             return
         self.steps += 1
         for attached in planned:
@@ -130,9 +135,10 @@ class GrowthLoop(EngineWorker[Session]):
         wake: float | None = None
         for attached in self._attached.values():
             session = attached.session
-            due = session.due(self._step_seconds)
             if not attached.takes_more():
-                continue  # its next request will wake the loop
+                wake = now + UNREAD_SECONDS if wake is None else min(wake, now + UNREAD_SECONDS)
+                continue
+            due = session.due(self._step_seconds)
             if due <= now:
                 attached.emit(session.spell_unsent(now))
             elif due < math.inf:

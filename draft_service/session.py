@@ -107,32 +107,35 @@ class Session:
             History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
         )
         self.slots: Slots = np.zeros(0, dtype=np.int64)
-        self.rhythm = Rhythm()
-        self._begin(request.prompt + request.generated)
-
-    def _begin(self, text: list[int]) -> None:
-        """Nothing is read of this text yet, and nothing guessed."""
-        request = self.request
-        self.tree = TokenTree(
-            text, vocabulary=self.vocabulary, last_position=self.end - 1, end_tokens=request.end_tokens
-        )
+        text = request.prompt + request.generated
+        self.tree = TokenTree(text, vocabulary=vocabulary, last_position=self.end - 1, end_tokens=request.end_tokens)
         self.prefix: list[int] = []
         self.unsent: list[Node] = []
         self.unsent_rows: list[Node] = []  # nodes whose distribution over their children is to be sent
         self._unread = Ranking()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # of them, as long as root and policy stay
         self._kept = Ranking()  # not worth a message until the text has come nearer
-        self._free: list[int] = self.slots.tolist()
+        self.rhythm = Rhythm()
+        self._free: list[int] = []
         self._planned: list[tuple[Node, int]] = []  # (node, index among the results)
+        self._read = 0  # tokens of the prefix before the step that is planned
+        self._reading: list[Node] = []  # nodes that it reads
 
     def own(self, slots: Slots) -> None:
         """Take possession of memory, enough for the text and every node."""
         self.slots = slots
         self._free = slots.tolist()
 
-    def restart(self) -> None:
-        """Read the text anew: after a step that has failed nobody knows how much of it is in memory."""
-        self._begin(self.tree.committed)
+    def undo(self) -> None:
+        """Take back what was planned for a step that has failed: it counts as not read."""
+        self._free += self.prefix[self._read :]
+        del self.prefix[self._read :]
+        for node in self._reading:
+            assert isinstance(node.state, int)
+            self._free.append(node.state)
+            node.state = None
+            self._unread.add(node.reach(), node)
+        self._reading, self._planned = [], []
 
     @property
     def _needed(self) -> bool:
@@ -244,11 +247,11 @@ class Session:
 
     def plan_text(self, packer: Packer, budget: int) -> int:
         """Catching up, after a correction or at the start: one chain of at most `budget` rows; how many."""
-        start = len(self.prefix)
+        start = self._read = len(self.prefix)
         text = self.tree.committed[start : start + budget]
         slots = [self._free.pop() for _ in text]
-        rows = packer.add_rows(text, start, slots)
         self.prefix += slots
+        rows = packer.add_rows(text, start, slots)
         packer.add_path(np.asarray(self.prefix), list(rows))
         if len(self.prefix) == self.tree.base:
             self._planned.append((self.tree.root, packer.want(rows[-1])))
@@ -258,7 +261,7 @@ class Session:
         """The nodes most worth reading, `most` at most; how many.
 
         One lane: the prefix, the nodes' ancestors, the nodes; a mask says who sees whom."""
-        chosen: list[Node] = []
+        self._read, chosen = len(self.prefix), self._reading
         while len(chosen) < most and self.best_reach() > -math.inf:
             _, node = self._unread.take()
             node.state = self._free.pop()
@@ -300,7 +303,7 @@ class Session:
                     self._branch(node, row, ask)
             elif self._needed:
                 raise FloatingPointError("the draft's logits are not finite")
-        self._planned = []
+        self._reading, self._planned = [], []
 
     def _sample(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
         """One child, drawn. Whether there is one must not depend on which it is, so nothing is asked of it."""

@@ -1,4 +1,4 @@
-"""How many messages of candidates a draft may send: a bucket that commits fill.
+"""Limits the messages of candidates that a draft sends, by a token bucket that commits fill.
 
 A draft sends candidates a few times a step, and stops when it has sent as many as its verifier has granted. One that
 goes on for ever would keep the verifier from its steps and the orchestrator from its other streams.
@@ -10,7 +10,8 @@ from specdec.serving.wire import MAX_NODES_A_MESSAGE
 from specdec.v1 import model_pb2
 
 MESSAGES_A_COMMIT = 16
-"""Four times what a draft is asked for."""
+"""Four times what a draft is asked for; and one more for every four candidates that it may have, since whole
+distributions (CONTRASTIVE) are not kept waiting for each other."""
 
 
 class CandidateFlow:
@@ -18,22 +19,21 @@ class CandidateFlow:
     at worst it sends each by itself, and each again with its distribution."""
 
     def __init__(self, max_nodes: int) -> None:
-        self._most = 2 * max_nodes + MESSAGES_A_COMMIT
+        self._refill = MESSAGES_A_COMMIT + max_nodes // 4
+        self._most = 2 * max_nodes + self._refill
         self._left = self._most
 
     def committed(self) -> None:
         """The text has gone on, and with it what is worth sending."""
-        self._left = min(self._most, self._left + MESSAGES_A_COMMIT)
-
-    def restart(self) -> None:
-        """It is to send everything again."""
-        self._left = self._most
+        self._left = min(self._most, self._left + self._refill)
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """What is wrong with the draft that sends this message as well; empty if nothing is."""
         self._left -= 1
         if self._left < 0:
-            return f"it has sent {self._most} messages of candidates more than the text had use for"
+            return (
+                f"it sends candidates without end: {self._most} messages at once, {self._refill} a commit are allowed"
+            )
         if (nodes := len(extend.tokens)) > MAX_NODES_A_MESSAGE:
             return f"it has sent {nodes} candidates in a message, {MAX_NODES_A_MESSAGE} are allowed"
         return ""

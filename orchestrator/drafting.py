@@ -7,6 +7,7 @@ or lost costs speed, nothing else: another replica takes over, and while there i
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from types import TracebackType
 from typing import Self
@@ -23,13 +24,16 @@ from orchestrator.request import Model, Sample
 from orchestrator.switches import Reason, Switches
 from orchestrator.transcript import Transcript
 from specdec.decoding.sampling import Rule
-from specdec.serving.errors import PeerLostError, ServiceError
+from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError
 from specdec.v1 import draft_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
 FRUITLESS_STEPS = 128
 """In a row in which candidates were wanted, and none was accepted: a draft that lags or guesses at random."""
+
+USELESS_SECONDS = 60.0
+"""For which a text does not ask a draft again that was no use to it."""
 
 LONGEST_PAUSE = 1.0
 """Seconds between two rounds of asking for a draft."""
@@ -78,6 +82,7 @@ class Drafting:
         self._flow: CandidateFlow | None = None  # likewise
         self._fruitless = self._offered = 0  # steps in a row, and candidates verified in them
         self._without = False  # there is no draft now
+        self._useless_until: dict[Pod, float] = {}  # for this text
         self._trouble = "no_draft", "no pod"  # with the last one: (reason, why)
         self._given_up: ServiceError | None = None
         self.undrafted_reason = "" if self._pods is not None else "no_draft" if sample.speculation.enabled else "off"
@@ -115,7 +120,7 @@ class Drafting:
         elif self._pods is not None and self._working is None:
             self._working = asyncio.create_task(self._work())
         elif self._draft is not None and self._pacing is not None and self._flow is not None:
-            self._flow.restart()
+            self._flow = CandidateFlow(verifier.max_nodes)
             for message in self._pacing.another_verifier(verifier.max_nodes):
                 self._draft.tell(message)
 
@@ -163,7 +168,9 @@ class Drafting:
         await self._worthwhile.wait()
         tried: set[Pod] = set()  # since a draft was at work, or the last pause
         while True:
-            pod = self._pods.choose(but=tried)
+            now = time.monotonic()
+            useless = {pod for pod, until in self._useless_until.items() if until > now}
+            pod = self._pods.choose(but=tried | useless)
             if pod is not None:
                 was_at_work = await self._draft_at(pod)
                 tried = {pod} if was_at_work else {*tried, pod}
@@ -184,6 +191,7 @@ class Drafting:
             except OtherTokenizerError as unfit:
                 pod.found_unfit("tokenizer_mismatch", str(unfit))
             except UselessError as useless:  # for this text: the pod serves others
+                self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 self._left(link, "draft_useless", useless)
             except LaggingError as lagging:
                 pod.breaker.failed()
@@ -195,6 +203,8 @@ class Drafting:
                 pod.breaker.failed(conclusive=lost.conclusive)
                 self._left(link, "draft_lost", lost)
             except Exception as error:  # it is full, or has found something to object to
+                if isinstance(error, ModelFailureError | InvalidRequestError):
+                    self._useless_until[pod] = math.inf
                 self._trouble = "no_draft", f"{pod}: {error}"
             finally:
                 self._draft = self._pacing = self._flow = None

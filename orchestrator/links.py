@@ -31,10 +31,9 @@ SAID_BYTES = 1024
 MAX_IDENTITY_BYTES = 4096
 MAX_GRANTED_NODES = 1 << 16
 
-MAX_SIGNS = 256
+MAX_SIGNS = 64
 SIGNS_A_SECOND = 16
-"""Signs of life that may come at once, and in the long run: those of a minute in which we stood still, and four times
-as many as a peer should send."""
+"""Signs of life that may come at once, and in the long run: four times as many as a peer should send."""
 
 log = structlog.get_logger()
 
@@ -155,10 +154,11 @@ class Link:
     def _sign_of_life(self) -> None:
         """LostError if they come faster than any peer sends them: they are for free, and nothing else bounds them."""
         now = asyncio.get_running_loop().time()
-        self._signs = min(MAX_SIGNS, self._signs + SIGNS_A_SECOND * (now - self._last_sign)) - 1
+        since = SIGNS_A_SECOND * (now - self._last_sign)  # those of a pause in which nobody has listened come at once
+        self._signs = min(max(MAX_SIGNS, since), self._signs + since) - 1
         self._last_sign = now
         if self._signs < 0:
-            raise LostError("it floods us with signs of life", conclusive=True)
+            raise LostError("it floods us with signs of life")
 
     def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
         """UnfitError unless we can talk."""
@@ -227,7 +227,12 @@ class VerifierLink(Link):
         self.identity, self.max_nodes, self.price = opened.identity, max(1, opened.max_nodes), opened.price
         self._check(self.identity, model)
         if self.identity.context_tokens > model.context:
-            raise LostError(f"its context is {self.identity.context_tokens} tokens, the model's {model.context}")
+            raise UnfitError(
+                ProtocolError(
+                    f"verifier: has a context of {self.identity.context_tokens} tokens, {model.name!r} has "
+                    f"{model.context} here"
+                )
+            )
         if not self.price >= 0 or self.max_nodes > MAX_GRANTED_NODES:
             raise LostError(f"it grants {self.max_nodes} candidates at a price of {self.price}")
         if revision and self.identity.model_fingerprint != revision:

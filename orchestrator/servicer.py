@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from orchestrator.generation import Generation
 from orchestrator.joining import Responses, joined
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
-from specdec.serving.errors import OverloadedError
+from orchestrator.turns import Turns
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
@@ -28,11 +27,12 @@ LONG_BYTES = 1 << 18
 tokenise."""
 
 
-MAX_LONG = 16
-"""Long requests in work or waiting for it: each is megabytes."""
-
 PARSING_THREADS = 2
 """For other requests. Each thread that tokenises has memory for it, which it keeps."""
+
+MAX_WAITING_SHORT = 1024
+MAX_WAITING_LONG = 16
+"""Requests that wait for a thread. Long ones are megabytes each."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -44,16 +44,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
         self._model = model
         self._peers = peers
-        self._short = ThreadPoolExecutor(PARSING_THREADS, "prompts")
-        self._long = ThreadPoolExecutor(1, "long-prompts")
-        self._waiting_long = 0  # requests, the one in work included
+        self._short = Turns("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
+        self._long = Turns("long prompts", 1, MAX_WAITING_LONG)
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def close(self) -> None:
-        for executor in (self._short, self._long):
-            executor.shutdown(cancel_futures=True)
+        self._short.close()
+        self._long.close()
         await self._peers.close()
 
     async def Generate(  # type: ignore[override]
@@ -110,16 +109,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
             return parse(request, self._model, streamed=streamed)
         work = partial(parse, request, self._model, streamed=streamed)
-        loop = asyncio.get_running_loop()
-        if size <= LONG_BYTES:
-            return await loop.run_in_executor(self._short, work)
-        if self._waiting_long >= MAX_LONG:
-            raise OverloadedError(f"{MAX_LONG} long prompts are being tokenised, the limit is reached")
-        self._waiting_long += 1
-        try:
-            return await loop.run_in_executor(self._long, work)
-        finally:
-            self._waiting_long -= 1
+        return await (self._short if size <= LONG_BYTES else self._long).run(work)
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
         """Responses of all samples as they come."""

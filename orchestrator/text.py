@@ -36,7 +36,11 @@ class Detokenizer:
         self._pending.append(token)
         text = self._tokenizer.decode(self._window + self._pending)
         incomplete = text.endswith(INCOMPLETE) and len(self._pending) < MOST_PENDING
-        if len(text) <= len(self._window_text) or incomplete:
+        if len(text) <= len(self._window_text):
+            if len(self._pending) >= MOST_PENDING:
+                self._pending.clear()  # they spell nothing, whatever follows: special tokens
+            return ""
+        if incomplete:
             return ""
         return self._turn(text)
 

@@ -74,7 +74,7 @@ class Tokenizer:
         """
         if limit is not None and len(text) > SPARSE * limit:
             self._count_in_pieces(text, 2 * limit)
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        (encoding,) = self._library(self._tokenizer.encode_batch_fast, [text], add_special_tokens=special)
         if limit is not None and len(encoding) > limit:
             raise TooManyTokensError(f"{len(encoding)} tokens")
         return list(encoding.ids)
@@ -84,13 +84,24 @@ class Tokenizer:
         few more than as a whole; a text of millions of tokens would take a gigabyte as a whole, and leave it taken."""
         count = 0
         for start in range(0, len(text), PIECE):
-            (encoding,) = self._tokenizer.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)
+            piece = text[start : start + PIECE]
+            (encoding,) = self._library(self._tokenizer.encode_batch_fast, [piece], add_special_tokens=False)
             count += len(encoding)
             if count > limit:
                 raise TooManyTokensError(f"more than {limit} tokens")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self._library(self._tokenizer.decode, list(tokens), skip_special_tokens=True))
+
+    @staticmethod
+    def _library(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
+        """Call the library, whose panics are no Exceptions and would be nobody's to answer; RuntimeError for one."""
+        try:
+            return function(*values, **options)
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":
+                raise RuntimeError(f"the tokenizer panicked: {in_one_line(error)}") from None
+            raise
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
         """A conversation of (role, content) as the prompt text of the assistant's next turn."""

@@ -139,7 +139,7 @@ class VerifierServicer(
                     raise ValueError("; ".join(" ".join(each) for each in wrong))
                 session.adopt(self._policy(request.policy))
             case "consumed":
-                session.consumed = len(session.request.prompt) + request.consumed.tokens
+                session.consumed = min(session.tree.base, len(session.request.prompt) + request.consumed.tokens)
 
     def _extend(self, session: Session, extend: model_pb2.Extend, arrived: float) -> None:
         """Candidates that cannot be are dropped: they are a draft's doing, and a draft costs no token."""

@@ -210,7 +210,9 @@ class StepLoop(EngineWorker[Session]):
             walk([descent for _, descent in descents], results)
             self._look([descent for _, descent in descents if descent.error is None], results)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
-            self.step_failed([attached.session for attached, _ in planned], np.asarray(packer.slots), error)
+            self.step_failed(
+                [attached.session for attached, _ in planned], np.asarray(packer.slots, dtype=np.int64), error
+            )
             return
 
         # 3. Commit: keep what was accepted, tell everybody.

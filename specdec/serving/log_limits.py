@@ -53,7 +53,7 @@ class LimitRate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._allowances: dict[str, _Allowance] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage may log in the midst of it
 
     def __call__(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if method == "critical":

@@ -6,6 +6,7 @@ line that cannot be written now is dropped and counted.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -72,10 +73,18 @@ def guard_stderr() -> LossyStream:
 
 
 def _descriptor(stream: TextIO | None) -> int:
-    """A descriptor of our own of where a stream writes to, which outlives it."""
+    """Open again, for ourselves, what a stream writes to: so that it does not block us, and blocks others as before."""
+    fd = 2
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
+            stream.flush()
+            fd = stream.fileno()
     try:
-        assert stream is not None  # as in a process without a console
-        stream.flush()
-        return os.dup(stream.fileno())
-    except (AssertionError, OSError, ValueError):  # closed, or no file at all
-        return 2
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+    except OSError:  # a socket, or the file of another user
+        pass
+    try:
+        return os.dup(fd)
+    except OSError:  # it is closed: what is opened next must not become its place
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        return nowhere if nowhere == 2 else os.dup2(nowhere, 2)

@@ -51,7 +51,7 @@ def configure(service: str, level: str = "info") -> None:
             _renderer(stream),
         ],
         wrapper_class=Logger,
-        logger_factory=structlog.WriteLoggerFactory(stream),  # type: ignore[arg-type]
+        logger_factory=lambda *_: _Lines(stream),
     )
     structlog.contextvars.bind_contextvars(service=service)
     logging.basicConfig(handlers=[_ToStructlog()], level=logging.WARNING, force=True)
@@ -63,6 +63,18 @@ def _renderer(stream: LossyStream) -> structlog.typing.Processor:
     return structlog.dev.ConsoleRenderer() if stream.isatty() else structlog.processors.JSONRenderer()
 
 
+class _Lines:
+    """Writes each line at once. It needs no lock of its own, which a thread that logs while it logs would wait for."""
+
+    def __init__(self, stream: LossyStream) -> None:
+        self._stream = stream
+
+    def msg(self, line: str) -> None:
+        self._stream.write(f"{line}\n")
+
+    log = debug = info = warning = error = critical = msg
+
+
 class _ToStructlog(logging.Handler):
     """Passes the records of the standard library's logging on."""
 
@@ -72,7 +84,8 @@ class _ToStructlog(logging.Handler):
             # gRPC's word for a status or a message that met a caller who has just left: no fault, and no news.
             log.debug("caller_left", message=_message(record))
             return
-        log.log(record.levelno, "library", logger=record.name, message=_message(record), exc_info=record.exc_info)
+        level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)  # libraries have others
+        log.log(level, "library", logger=record.name, message=_message(record), exc_info=record.exc_info)
 
 
 def _message(record: logging.LogRecord) -> str:

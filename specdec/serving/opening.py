@@ -1,4 +1,4 @@
-"""Calls that have begun and not yet said what they want: how long, and how many of them."""
+"""Awaits the first message of calls that have begun and not yet said what they want, within limits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from specdec.serving.errors import DeadlineError, OverloadedError
+from specdec.serving.errors import DeadlineError
 
 MAX_UNOPENED = 1024
-"""Calls that wait for their first message at once. A caller sends it together with the call."""
+"""Calls that wait for their first message at once. A caller sends it together with the call, so the one that has waited
+longest is the one to end."""
 
 
 class Openings:
@@ -17,17 +18,19 @@ class Openings:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._unopened = 0
+        self._waiting: dict[asyncio.Timeout, None] = {}  # the oldest first
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """The first message, or None if the caller ends its side without one; DeadlineError, OverloadedError."""
-        if self._unopened >= MAX_UNOPENED:
-            raise OverloadedError(f"{self._unopened} calls have not sent their first message, the limit is reached")
-        self._unopened += 1
+        """The first message, or None if the caller ends its side without one; DeadlineError if it takes too long."""
+        if len(self._waiting) >= MAX_UNOPENED:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._seconds) as limit:
+                self._waiting[limit] = None
                 return await anext(aiter(requests), None)
         except TimeoutError:
-            raise DeadlineError(f"no message came within {self._seconds:g} s of the call") from None
+            raise DeadlineError(f"no message came in time, {self._seconds:g} s after the call at most") from None
         finally:
-            self._unopened -= 1
+            self._waiting.pop(limit, None)

@@ -165,28 +165,36 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
             outbox.put(error)
 
     async def _read(self, requests: AsyncIterator[Request], session: Session, outbox: Outbox[Response]) -> None:
-        """Hand requests to the worker, in order."""
+        """Hand requests to the worker, in order, until one of them has ended the session."""
+        submitted = submitted_bytes = 0
+        done = done_bytes = 0  # of these, by the worker; written in its thread
+        over = False
 
-        def act(request: Request, arrived: float) -> None:
+        def act(request: Any, arrived: float, size: int) -> None:
+            nonlocal done, done_bytes, over
             try:
-                self.act(session, request, arrived)
+                if not over:
+                    self.act(session, request, arrived)
             except ValueError as error:
+                over = True
                 outbox.put(ProtocolError(f"{_kind(request)}: {error}"))
             except Exception as error:  # it ends this session, not the worker
+                over = True
                 outbox.put(error)
+            done, done_bytes = done + 1, done_bytes + size
 
-        waiting_requests = waiting_bytes = 0
         try:
             async for request in requests:
+                if over:
+                    return
                 if _kind(request) in ("open", None):
                     outbox.put(ProtocolError("a session is opened once, and messages are not empty"))
                     return
-                self._worker.submit(partial(act, request, time.monotonic()))
-                waiting_requests += 1
-                waiting_bytes += request.ByteSize()  # type: ignore[attr-defined]
-                if waiting_requests >= INBOX_REQUESTS or waiting_bytes >= INBOX_BYTES:
+                size = request.ByteSize()  # type: ignore[attr-defined]
+                self._worker.submit(partial(act, request, time.monotonic(), size))
+                submitted, submitted_bytes = submitted + 1, submitted_bytes + size
+                if submitted - done >= INBOX_REQUESTS or submitted_bytes - done_bytes >= INBOX_BYTES:
                     await self._worker.caught_up()
-                    waiting_requests = waiting_bytes = 0
         except Exception as error:  # what cannot be read ends the session
             log.info("stream_unreadable", error=repr(error))
             outbox.put(ProtocolError("the stream cannot be read"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,8 @@ class Engine:
         raise AssertionError("there is one")
 
 
-def session(tokens: int = 200, **policy: Any) -> Session:
-    request = SessionRequest([1, 2, 3], [], Chooser(Sampling()), frozenset(), tokens, 10_000)
+def session(tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), **policy: Any) -> Session:
+    request = SessionRequest(list(prompt), [], Chooser(Sampling()), frozenset(), tokens, 10_000)
     return Session(request, GrowthPolicy(**policy), VOCABULARY, Calibration())
 
 
@@ -228,6 +229,22 @@ def test_a_text_that_no_pass_takes_is_ended_alone() -> None:
     assert [type(error) for error in pod.failed] == [ModelFailureError]
     good.commit(good.tree.base, [7])
     pod.run(20)
+    assert good.tree.size
+
+
+@pytest.mark.parametrize("at", [0, 100, 600, 1400])
+def test_a_token_that_no_pass_takes_is_found_wherever_it_is(at: int) -> None:
+    """In whatever piece of the text, whoever reads at the same time."""
+    engine = FailingEngine()
+    engine.poison = 9
+    pod = Pod(engine)
+    text = [1] * 1500
+    text[at] = 9
+    doomed, good = session(prompt=text), session(prompt=[1] * 1500, max_nodes=24)
+    pod.attach(doomed)
+    pod.attach(good)
+    pod.run(30)
+    assert [type(error) for error in pod.failed] == [ModelFailureError]
     assert good.tree.size
 
 

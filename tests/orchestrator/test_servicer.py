@@ -12,7 +12,7 @@ import pytest
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.request import Model
-from orchestrator.servicer import LONG_BYTES, MAX_LONG, GenerationServicer
+from orchestrator.servicer import LONG_BYTES, MAX_WAITING_LONG, GenerationServicer
 from orchestrator.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 from tests.stack import served, until
@@ -50,9 +50,11 @@ async def test_long_prompts_wait_for_each_other_and_only_so_many() -> None:
                 await stub.Complete(generation_pb2.CompleteRequest(request=request))
             return refused.value.code()
 
-        long = [asyncio.create_task(ask(2 * LONG_BYTES)) for _ in range(MAX_LONG)]
-        await until(lambda: servicer._waiting_long == MAX_LONG)
+        long = [asyncio.create_task(ask(2 * LONG_BYTES)) for _ in range(MAX_WAITING_LONG + 1)]
+        await until(lambda: servicer._long.waiting == MAX_WAITING_LONG)
         assert await ask(2 * LONG_BYTES) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        long.pop().cancel()  # whoever leaves makes room
+        await until(lambda: servicer._long.waiting == MAX_WAITING_LONG - 1)
         assert await ask(10) is grpc.StatusCode.INVALID_ARGUMENT
         assert tokenizer.begun == 1
         tokenizer.may_go.set()

@@ -28,7 +28,7 @@ class Outgoing:
         """Set once more frames wait than a peer that reads would leave waiting."""
         self._frames: deque[tuple[trunk_pb2.Frame, int]] = deque()  # each with its bytes
         self._bytes = 0
-        self._senders: list[asyncio.Event] = []  # to be set when there is room for messages again
+        self._senders: set[asyncio.Event] = set()  # to be set when there is room for messages again
         self._news = asyncio.Event()
         self._finished = self._abandoned = False
 
@@ -39,7 +39,7 @@ class Outgoing:
 
     def tell_of_room(self, sender: asyncio.Event) -> None:
         """Set this event as soon as messages need not wait any more."""
-        self._senders.append(sender)
+        self._senders.add(sender)
 
     def put(self, frame: trunk_pb2.Frame) -> None:
         if self._abandoned:

@@ -19,6 +19,9 @@ from specdec.v1 import trunk_pb2, trunk_pb2_grpc
 
 log = structlog.get_logger()
 
+LINGER_SECONDS = 5.0
+"""For a caller to read what is being written when its trunk ends, and then the reason."""
+
 MAX_TRUNKS = 1024
 """Of a service. An orchestrator has one."""
 
@@ -104,7 +107,7 @@ class Trunk:
             done, _ = await asyncio.wait({reading, writing, overflowing}, return_when=asyncio.FIRST_COMPLETED)
             self._outgoing.abandon()
             await self._end({reading, overflowing})
-            await asyncio.wait({writing})  # gRPC can send no status while it writes
+            await asyncio.wait({writing}, timeout=LINGER_SECONDS)  # gRPC can send no status while it writes
         finally:
             await self._end({reading, overflowing, writing})
         for task in done:
