@@ -24,11 +24,11 @@ class CandidateFlow:
         self._left = self._most
 
     def committed(self) -> None:
-        """The text has gone on, and with it what is worth sending."""
+        """Fill the bucket: the text has gone on, and with it what is worth sending."""
         self._left = min(self._most, self._left + self._refill)
 
     def violation(self, extend: model_pb2.Extend) -> str:
-        """What is wrong with the draft that sends this message as well; empty if nothing is."""
+        """Count a message, and say what is wrong with the draft that sends it; empty if nothing is."""
         self._left -= 1
         if self._left < 0:
             return (

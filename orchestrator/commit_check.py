@@ -31,12 +31,12 @@ class CommitCheck:
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
 
     def violation(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """What is wrong with a commit to a text with so many generated tokens; empty if nothing is."""
+        """Say what is wrong with a commit to a text with so many generated tokens; empty if nothing is."""
         checks = (self._wrong_tokens, self._wrong_counts, self._wrong_end, self._wrong_logprobs, self._wrong_figures)
         return next((problem for check in checks if (problem := check(commit, generated))), "")
 
     def _wrong_tokens(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """They follow on, are some, fit, and are the model's."""
+        """Check that the tokens follow on, are some, do not pass the end, and are in the vocabulary."""
         base, tokens = len(self._sample.prompt) + generated, commit.committed.tokens
         if commit.committed.base != base:
             return f"it follows on {commit.committed.base} tokens, the text has {base}"
@@ -49,7 +49,7 @@ class CommitCheck:
         return ""
 
     def _wrong_counts(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Each step ends with a token of the target's own, but for the last if a candidate ends the text."""
+        """Check steps, sources and candidates: each step ends with a token of the target's own, or with the text."""
         tokens, sources = len(commit.committed.tokens), commit.sources
         if len(sources) != tokens or not SOURCES.issuperset(sources):
             return f"it has sources {list(sources[:8])} for {tokens} tokens"
@@ -64,7 +64,7 @@ class CommitCheck:
         return ""
 
     def _wrong_end(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """The text ends where an end token or a limit says so, there and nowhere else."""
+        """Check that the text ends where an end token or a limit says so, there and nowhere else."""
         sample, tokens = self._sample, commit.committed.tokens
         ends = [index for index, token in enumerate(tokens) if token in sample.end_tokens]
         if ends and generated + ends[0] < sample.min_tokens:
@@ -84,7 +84,7 @@ class CommitCheck:
         return ""
 
     def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """One entry for each token, if any were asked for, with as many of the best as were asked for."""
+        """Check that there is an entry for each token, if any were asked for, with as many of the best as asked for."""
         asked, vocabulary = self._sample.logprobs, self._model.vocabulary
         if len(commit.logprobs) != (len(commit.committed.tokens) if asked else 0):
             return f"it has log-probabilities of {len(commit.logprobs)} tokens"
@@ -98,7 +98,7 @@ class CommitCheck:
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """What it tells of itself could be."""
+        """Check that the figures of the pod are in their ranges."""
         if not 0.0 <= commit.price <= 1.0:
             return f"its price is {commit.price}"
         if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:

@@ -1,4 +1,4 @@
-"""Whether an engine still computes: asked after a forward pass has failed."""
+"""Finds out, after a forward pass has failed, whether the engine still computes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class EngineWorker(Worker, Generic[Session]):
         return self.step()
 
     def check_works(self) -> None:
-        """EngineLostError if nothing can be computed."""
+        """Raise EngineLostError if nothing can be computed."""
         if not self.works:
             raise EngineLostError
 

@@ -1,8 +1,5 @@
-"""What becomes of sessions whose step has failed: each is tried again alone, so that one that cannot be computed is
-found, and ended without the others.
-
-An exception in a forward pass (out of memory, a device error, a text that the model cannot take) says nothing of whose
-it is. While sessions are on trial, one step is of one of them.
+"""Keeps account of sessions whose step has failed: each is tried again in a step of its own, so that one that cannot be
+computed is found, and ended without the others.
 """
 
 from __future__ import annotations

@@ -110,4 +110,4 @@ class Worker(ABC):
 
 
 def _nothing() -> None:
-    """The action of who only waits for those before it."""
+    """Do nothing: the action of a caller who waits for all actions before it."""

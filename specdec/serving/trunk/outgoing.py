@@ -1,4 +1,4 @@
-"""What is on its way into a trunk."""
+"""Queues the frames that are to be written into a trunk, and bounds them."""
 
 from __future__ import annotations
 
