@@ -14,6 +14,10 @@ MESSAGES_A_COMMIT = 16
 distributions (CONTRASTIVE) are not kept waiting for each other."""
 
 
+NODES_FOR_ONE = 64
+"""Candidates, with those above them, that make a message count for one more."""
+
+
 class CandidateFlow:
     """Counts the messages that the draft of one session may still send. `max_nodes`: candidates that it may have alive;
     at worst it sends each by itself, and each again with its distribution."""
@@ -29,7 +33,7 @@ class CandidateFlow:
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """Count a message, and say what is wrong with the draft that sends it; empty if nothing is."""
-        self._left -= 1
+        self._left -= 1 + len(extend.tokens) // NODES_FOR_ONE
         if self._left < 0:
             return (
                 f"it sends candidates without end: {self._most} messages at once, {self._refill} a commit are allowed"

@@ -44,3 +44,10 @@ def test_a_message_holds_only_so_many() -> None:
     flow = CandidateFlow(NODES)
     assert not flow.violation(model_pb2.Extend(tokens=[1] * MAX_NODES_A_MESSAGE))
     assert flow.violation(model_pb2.Extend(tokens=[1] * (MAX_NODES_A_MESSAGE + 1)))
+
+
+def test_a_draft_that_talks_at_length_is_given_up_sooner() -> None:
+    flow = CandidateFlow(256)
+    long = model_pb2.Extend(tokens=[1] * MAX_NODES_A_MESSAGE)
+    sent = next(sent for sent in range(10_000) if flow.violation(long))
+    assert sent < 40
