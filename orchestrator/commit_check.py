@@ -15,7 +15,7 @@ SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UN
 
 MAX_CANDIDATES_A_STEP = 1024
 ROUNDING = 1e-3
-"""By which a logarithm of a probability may exceed 0."""
+"""A logarithm of a probability may exceed 0 by so much."""
 
 MAX_PREEMPTIONS = 1 << 20
 MAX_QUEUED_US = 1 << 50

@@ -26,7 +26,7 @@ STUCK_STEPS = 20
 DEADLINE_SLACK_SECONDS = 0.1
 
 SAID_BYTES = 1024
-"""Of a peer's words for why it ended a session, in our log."""
+"""Our log repeats so many bytes of a peer's words for why it ended a session."""
 
 MAX_IDENTITY_BYTES = 4096
 MAX_GRANTED_NODES = 1 << 16

@@ -183,7 +183,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
 
 
 def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
-    """What of a request is too long to be looked at. Cheap, however long it is."""
+    """Find what of a request is too long to be looked at. Cheap, however long it is."""
     chat = message.chat.messages
     context = model.context
     found: list[tuple[str, str] | None] = [

@@ -13,7 +13,7 @@ log = structlog.get_logger()
 
 
 def recovers(engine: Engine, written: Slots) -> bool:
-    """Whether a forward pass over a single token succeeds, once the slots that a failed one may have `written` are
+    """Tell whether a forward pass over a single token succeeds, once the slots that a failed one may have `written` are
     overwritten: a NaN in them would spread to whoever reads them, masked or not."""
     try:
         engine.copy(np.full(len(written), NOWHERE), written)

@@ -1,4 +1,4 @@
-"""What others sent, short enough to be repeated in errors and logs."""
+"""Shortens what others sent, so that errors and logs can repeat it."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ from specdec.serving.echo import cut
 DOMAIN = "specdec"
 
 MESSAGE_BYTES = 1024
-"""Of an error's message. It travels twice, once with each byte that is not ASCII written as three."""
+"""An error's message has so many at most. It travels twice, once with each byte that is not ASCII written as three."""
 
 MAX_VIOLATIONS = 8
 FIELD_BYTES = 64
 PROBLEM_BYTES = 200
-"""Of each violation."""
+"""A violation has so many at most."""
 
 MAX_RETRY_SECONDS = 3600.0
 
@@ -174,7 +174,7 @@ def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
 
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
-    """What a peer's refusal means to our own caller, in our own words: a peer's may name addresses and exceptions, and
+    """Translate a peer's refusal for our own caller, in our own words: a peer's may name addresses and exceptions, and
     belong into the log. Only the fields that it found wrong are passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
