@@ -21,7 +21,7 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields, in_one_line, read_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""What templates may name."""
+"""Special tokens that chat templates may name."""
 
 REMEMBERED_WORDS = 1000
 """Words whose tokens each thread that encodes remembers. The library's own 10,000 take it 5 MB, or 75 if they are long

@@ -121,7 +121,7 @@ class Fields:
     file: Path
     content: dict[str, Any]
     place: str = ""
-    """Where in the file the object stands, as a prefix of its fields' names: `text_config.`"""
+    """The place of the object in the file, as a prefix of its fields' names: `text_config.`"""
 
     def has(self, key: str) -> bool:
         """Tell whether the field is there; null counts as missing."""

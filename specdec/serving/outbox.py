@@ -32,7 +32,7 @@ class Outbox(Generic[Response]):
 
     @property
     def full(self) -> bool:
-        """Whether its reader is so far behind that what can wait should. Any thread may ask."""
+        """True while so many messages are unread that what can wait should. Any thread may ask."""
         return self._queue.qsize() >= MAX_WAITING
 
     def put(self, item: Response | Exception) -> None:

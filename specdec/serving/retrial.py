@@ -18,7 +18,7 @@ class Retrial(Generic[Session]):
         self._failures: Counter[Session] = Counter()  # in a row, by session on trial, in order
 
     def next(self, ready: Collection[Session]) -> Session | None:
-        """Who has the next step for itself; None if all may share it."""
+        """Choose the session that has the next step for itself; None if all may share it."""
         return next((session for session in self._failures if session in ready), None)
 
     def failed(self, sessions: Sequence[Session]) -> Session | None:

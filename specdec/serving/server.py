@@ -59,7 +59,7 @@ class StartError(Exception):
 
 
 class Servicer(Protocol):
-    """What answers the calls of one gRPC service."""
+    """Answers the calls of one gRPC service."""
 
     name: str
     """Full name of the gRPC service."""
@@ -78,7 +78,7 @@ class Service(Servicer, Protocol):
 
     @property
     def works(self) -> bool:
-        """Whether it can serve anybody now; else the process is not SERVING."""
+        """True while it can serve somebody; else the process is not SERVING."""
 
 
 @dataclass(frozen=True)

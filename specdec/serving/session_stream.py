@@ -63,7 +63,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @property
     def works(self) -> bool:
-        """Whether it can serve anybody."""
+        """True while its engine works."""
         return self._worker.works
 
     @property

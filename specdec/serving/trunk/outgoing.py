@@ -34,7 +34,7 @@ class Outgoing:
 
     @property
     def full(self) -> bool:
-        """Whether messages should wait."""
+        """True while messages should wait."""
         return self._bytes >= MAX_UNWRITTEN_BYTES
 
     def tell_of_room(self, sender: asyncio.Event) -> None:

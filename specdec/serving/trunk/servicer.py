@@ -23,10 +23,10 @@ LINGER_SECONDS = 5.0
 """For a caller to read what is being written when its trunk ends, and then the reason."""
 
 MAX_TRUNKS = 1024
-"""Of a service. An orchestrator has one."""
+"""A service has so many at most. An orchestrator opens one."""
 
 MAX_STREAMS = 4096
-"""Of a trunk, at once."""
+"""A trunk carries so many at once."""
 
 MAX_BEGIN_BYTES = 1 << 13
 """Of a stream's method and metadata together: what gRPC allows for headers."""
