@@ -48,15 +48,17 @@ class Language:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
-        self._seeds = [0]
+        self.seeds = [0]
+        self.tokens = [0]  # the last of each text
         self._logits: dict[int, NDArray[np.float32]] = {}
         self.prefixes: list[NDArray[np.int64]] = [np.arange(0)]  # numbers of a text's beginnings, itself the last
 
     def number(self, before: int, token: int) -> int:
         number = self._numbers.get((before, token))
         if number is None:
-            number = self._numbers[before, token] = len(self._seeds)
-            self._seeds.append(zlib.crc32(bytes([token]), self._seeds[before]))
+            number = self._numbers[before, token] = len(self.seeds)
+            self.seeds.append(zlib.crc32(bytes([token]), self.seeds[before]))
+            self.tokens.append(token)
             self.prefixes.append(np.append(self.prefixes[before], number))
         return number
 
@@ -68,7 +70,7 @@ class Language:
 
     def logits(self, number: int) -> NDArray[np.float32]:
         if number not in self._logits:
-            random = np.random.default_rng(self._seeds[number])
+            random = np.random.default_rng(self.seeds[number])
             self._logits[number] = random.normal(size=VOCABULARY).astype(np.float32)
         return self._logits[number]
 
@@ -117,6 +119,10 @@ class TextEngine:
     def packer(self) -> PathPacker:
         return PathPacker(rows=self._rows)
 
+    def speak(self, number: int) -> NDArray[np.float32]:
+        """Logits [V] of what follows a text."""
+        return LANGUAGE.logits(number)
+
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         assert isinstance(batch, PathBatch)
         batch.check(self.capacity)
@@ -140,7 +146,7 @@ class TextEngine:
         for row, path in enumerate(paths):
             if self.memory[path].tolist() != LANGUAGE.prefixes[numbers[row]].tolist():
                 self.faults.append(f"row {row} at position {len(path) - 1} does not read one text")
-        logits = np.array([LANGUAGE.logits(number) for number in numbers[batch.wanted].tolist()], dtype=np.float32)
+        logits = np.array([self.speak(number) for number in numbers[batch.wanted].tolist()], dtype=np.float32)
         logits = logits.reshape(-1, VOCABULARY)
         logits[self.broken[batch.slots[batch.wanted]]] = np.nan
         return logits

@@ -1,0 +1,131 @@
+"""Recordings of both loops, and what they cost, to be compared before and after a change.
+
+    python -m tests.replay keep                        # write the recordings that the tests look at
+    python -m tests.replay record build/before         # the same, and costs.json, into a folder
+    python -m tests.replay record build/before --target DIR --draft DIR --dtype bfloat16 --fast --threads 2
+    python -m tests.replay compare build/before build/after
+
+Recordings by real models are the same on the same machine only; the clock is virtual all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from specdec.engine.blocks import BLOCK
+from specdec.engine.engine import Engine
+from specdec.engine.load import load_engine
+from specdec.engine.model_directory import ModelDirectory
+from tests.replay.deployment import Engines, Recording, made_up, record
+from tests.replay.scenarios import SCENARIOS, Scenario
+from verifier_service.step_loop import MOST_CANDIDATES
+
+KEPT = Path(__file__).parent / "recordings"
+MESSAGES = KEPT / "messages.txt"
+"""Of one scenario, byte by byte."""
+
+SPELT_OUT = "drafted"
+
+MOST_MORE = 1.02
+"""What a committed token may cost of what it cost before."""
+
+
+def file_name(scenario: str) -> str:
+    return scenario.replace(" ", "-") + ".txt"
+
+
+def written(recording: Recording) -> str:
+    return "\n".join(recording.lines) + "\n"
+
+
+def real_engines(args: argparse.Namespace) -> Engines:
+    """Engines of real models, loaded once; each scenario has as much of their memory as it says."""
+    threads = tuple(range(args.threads, 0, -1))
+    directories = [ModelDirectory(args.target), ModelDirectory(args.draft), ModelDirectory(args.draft)]
+    target, draft, local = (
+        load_engine("torch", d, capacity=1 << 15, threads=threads[:1], dtype=args.dtype, exact=not args.fast and not i)
+        for i, d in enumerate(directories)
+    )
+
+    def engines(scenario: Scenario) -> tuple[Engine, Engine, Engine | None]:
+        target.capacity = scenario.blocks * BLOCK + MOST_CANDIDATES
+        return target, draft, local if scenario.local_draft else None
+
+    return engines
+
+
+def keep() -> None:
+    KEPT.mkdir(exist_ok=True)
+    for name, scenario in SCENARIOS.items():
+        recording = record(scenario, made_up)
+        (KEPT / file_name(name)).write_text(written(recording))
+        if name == SPELT_OUT:
+            MESSAGES.write_text("\n".join(recording.messages) + "\n")
+
+
+def save(args: argparse.Namespace) -> None:
+    engines = made_up if args.target is None else real_engines(args)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    costs = {}
+    for name, scenario in SCENARIOS.items():
+        recording = record(scenario, engines)
+        (args.folder / file_name(name)).write_text(written(recording))
+        costs[name] = asdict(recording.costs)
+    (args.folder / "costs.json").write_text(json.dumps(costs, indent=1) + "\n")
+
+
+def compare(before: Path, after: Path) -> int:
+    """Print what differs; 1 if a recording does, or a token costs more."""
+    differing = 0
+    for name in SCENARIOS:
+        old, new = ((folder / file_name(name)).read_text().splitlines() for folder in (before, after))
+        if old != new:
+            differing += 1
+            print(f"{name}: differs")
+            print("\n".join([*difflib.unified_diff(old, new, lineterm="", n=0)][:12]))
+    print(f"{len(SCENARIOS) - differing} of {len(SCENARIOS)} recordings are equal")
+    old_costs, new_costs = (json.loads((folder / "costs.json").read_text()) for folder in (before, after))
+    dearer = False
+    print("\n| scenario | " + " | ".join(kinds := [k for k in next(iter(old_costs.values())) if k != "tokens"]) + " |")
+    print("|---" * (1 + len(kinds)) + "|")
+    for name in SCENARIOS:
+        old, new = old_costs[name], new_costs[name]
+        ratios = [(new[k] / new["tokens"]) / (old[k] / old["tokens"]) if old[k] else 1.0 + new[k] for k in kinds]
+        dearer |= max(ratios) > MOST_MORE
+        print(f"| {name} | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
+    return int(dearer or differing > 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("keep")
+    saving = commands.add_parser("record")
+    saving.add_argument("folder", type=Path)
+    saving.add_argument("--target", type=Path)
+    saving.add_argument("--draft", type=Path)
+    saving.add_argument("--dtype", default="float32")
+    saving.add_argument("--fast", action="store_true")
+    saving.add_argument("--threads", type=int, default=1)
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    args = parser.parse_args(arguments)
+    match args.command:
+        case "keep":
+            keep()
+        case "record":
+            save(args)
+        case _:
+            return compare(args.before, args.after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Engines for recordings: they take the time of a model on the virtual clock, and count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.batch import PackedBatch, Packer
+from specdec.engine.engine import Engine
+from specdec.engine.kv import Slots
+from tests.replay.clock import Clock
+from tests.verifier.fakes import LANGUAGE, VOCABULARY, TextEngine
+
+FEWER_THREADS = 1.3
+"""A pass takes so many times as long with fewer threads than all."""
+
+_HABIT = 3.0 * np.random.default_rng(7).normal(size=(VOCABULARY, VOCABULARY))
+"""[before, next]: which token usually follows which. It makes text repeat itself, so that lookups find something."""
+
+
+class TimedEngine:
+    """An engine whose passes take `base` + `row` n seconds over n rows, whatever they take."""
+
+    def __init__(self, engine: Engine, clock: Clock, base: float, row: float) -> None:
+        self.inner = engine
+        self.capacity, self.vocabulary = engine.capacity, engine.vocabulary
+        self.numerics, self.exact, self.threads = engine.numerics, engine.exact, engine.threads
+        self.passes = self.rows = 0
+        self._clock, self._base, self._row = clock, base, row
+        self._slowness = 1.0
+
+    def packer(self) -> Packer:
+        return self.inner.packer()
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        logits = self.inner.forward(batch)
+        self.passes += 1
+        self.rows += len(batch.tokens)
+        self._clock.now += self._slowness * (self._base + self._row * len(batch.tokens))
+        return logits
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self.inner.copy(source, target)
+
+    def use_threads(self, count: int) -> None:
+        self.inner.use_threads(count)
+        self._slowness = 1.0 if count == self.threads[0] else FEWER_THREADS
+
+
+class HabitEngine(TextEngine):
+    """Speaks a language of habits; with `noise`, like a draft that has learnt it not quite."""
+
+    bad = -1
+
+    def __init__(self, blocks: int, noise: float = 0.0, threads: Sequence[int] = (1,)) -> None:
+        self.threads = tuple(threads)
+        super().__init__(blocks)
+        self._noise = noise
+        self._spoken: dict[int, NDArray[np.float32]] = {}
+
+    def speak(self, number: int) -> NDArray[np.float32]:
+        if number not in self._spoken:
+            logits = LANGUAGE.logits(number) + _HABIT[LANGUAGE.tokens[number]]
+            if self._noise:
+                seeds = [LANGUAGE.seeds[number], len(LANGUAGE.prefixes[number])]
+                logits = logits + self._noise * np.random.default_rng(seeds).normal(size=VOCABULARY)
+            self._spoken[number] = logits.astype(np.float32)
+        return self._spoken[number]

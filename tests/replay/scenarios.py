@@ -1,0 +1,166 @@
+"""What is asked of a verifier and a draft in a recording, and when. Times are ticks: turns of the step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+COUPLED, REJECTION, CONTRASTIVE = 1, 2, 3  # specdec.v1.AcceptanceRule
+GREEDY: Mapping[str, Any] = {}
+WARM: Mapping[str, Any] = {"temperature": 0.9, "seed": 5}
+BIASED: Mapping[str, Any] = {"logit_bias": {3: 1.5}, "banned_tokens": [5], "repetition_penalty": 1.2}
+PENALISED: Mapping[str, Any] = {
+    "temperature": 1.0, "seed": 3, "top_k": 6, "top_p": 0.95, "repetition_penalty": 1.3,
+    "frequency_penalty": 0.2, "presence_penalty": 0.1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text. `policy` and `later` are fields of VerifyPolicy; `later` by the tick at which they are sent."""
+
+    arrives: int = 0
+    prompt: int = 8  # tokens
+    generated: int = 0  # of them before
+    same: int | None = None  # whose prompt it begins with, by its number
+    tokens: int = 32
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    rule: int = COUPLED
+    options: Mapping[str, Any] = field(default_factory=dict)  # of VerifyOpen
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    later: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    draft: Mapping[str, Any] | None = None  # fields of DraftPolicy; None: it has none
+    delay: int = 1  # ticks of a message, one way
+    resends: int | None = None  # when the draft is asked for its tree again
+    reads: int = 1  # so often the client reads, in ticks
+    leaves: int | None = None  # when the client is gone
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Requests, and what serves them. `base`, `row`: seconds of a target's pass, and of a row more."""
+
+    requests: tuple[Request, ...]
+    blocks: int = 64
+    base: float = 0.010
+    row: float = 0.0002
+    draft_base: float = 0.002
+    draft_row: float = 0.0001
+    threads: tuple[int, ...] = (1,)
+    noise: float = 0.7  # of what a made-up draft has learnt
+    local_draft: bool = False
+    run_ahead: int = 256
+    shared_tokens: int = 0
+    ticks: int = 400
+
+
+DRAFTED: Mapping[str, Any] = {"draft": {"max_nodes": 24}, "policy": {"speculate": True, "patience_us": 20_000}}
+ALWAYS: Mapping[str, Any] = {
+    "draft": {"max_nodes": 24},
+    "policy": {"speculate": True, "patience_us": 20_000, "always": True},
+}
+GUESSED: Mapping[str, Any] = {"policy": {"guess": True}}
+
+
+def _window(window: int, ngram: int, guesses: int) -> Mapping[str, Any]:
+    size = {"window": window, "ngram": ngram, "guesses": guesses}
+    return {"policy": {"guess": True, "lookahead": size}}
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "drafted": Scenario(
+        (
+            Request(**DRAFTED),
+            Request(prompt=30, sampling=WARM, options={"logprobs": 3}, **DRAFTED),
+            Request(arrives=3, sampling=PENALISED, options={"min_tokens": 9, "end_tokens": [4]}, delay=2, **DRAFTED),
+            Request(arrives=9, prompt=5, generated=7, sampling=WARM, resends=14, **DRAFTED),
+            Request(arrives=9, tokens=20),
+            Request(arrives=20, leaves=24, **DRAFTED),
+        )
+    ),
+    "alone": Scenario((Request(tokens=60, sampling=WARM, delay=0, **DRAFTED),)),
+    "late drafts": Scenario(
+        tuple(Request(tokens=40, sampling=WARM, delay=delay, **ALWAYS) for delay in (0, 2, 5)),
+    ),
+    "rejection": Scenario(
+        (
+            Request(sampling=WARM, rule=REJECTION, **ALWAYS),
+            Request(sampling=PENALISED, rule=REJECTION, delay=0, options={"logprobs": 1}, **ALWAYS),
+            Request(sampling=WARM, rule=REJECTION, **GUESSED),
+            Request(sampling=WARM, rule=REJECTION, **_window(4, 3, 4)),
+            Request(rule=REJECTION, **ALWAYS),
+        )
+    ),
+    "contrastive": Scenario(
+        (
+            Request(rule=CONTRASTIVE, tokens=20, **ALWAYS),
+            Request(rule=CONTRASTIVE, tokens=20, sampling=BIASED, delay=0, **ALWAYS),
+            Request(rule=CONTRASTIVE, tokens=16, delay=3, options={"contrast": {"alpha": 0.3}}, **ALWAYS),
+        )
+    ),
+    "lookups": Scenario(
+        (
+            Request(prompt=40, tokens=60, options={"tenant": "a"}, **GUESSED),
+            Request(prompt=40, tokens=60, sampling=WARM, options={"tenant": "a"}, **GUESSED),
+            Request(arrives=30, same=0, prompt=40, tokens=40, options={"tenant": "a"}, **GUESSED),
+            Request(arrives=30, same=0, prompt=40, tokens=40, options={"tenant": "b"}, **GUESSED),
+        ),
+        shared_tokens=400,
+    ),
+    "windows": Scenario(
+        (
+            Request(tokens=40, **_window(5, 3, 4)),
+            Request(tokens=40, sampling=WARM, **_window(4, 2, 1)),
+            Request(tokens=40, sampling=PENALISED, **_window(3, 4, 2)),
+            Request(tokens=40, **(dict(DRAFTED) | {"policy": {"speculate": True, "guess": True}})),
+        ),
+        row=0.00001,
+    ),
+    "local draft": Scenario(
+        tuple(
+            Request(arrives=3 * i, prompt=10 + 20 * i, tokens=40, sampling=(GREEDY, WARM, PENALISED)[i % 3], **GUESSED)
+            for i in range(5)
+        ),
+        local_draft=True,
+    ),
+    "preemption": Scenario(
+        tuple(
+            Request(arrives=i, prompt=60, tokens=80, sampling=WARM, reads=7, **(DRAFTED if i % 2 else GUESSED))
+            for i in range(6)
+        ),
+        blocks=6,
+        run_ahead=24,
+    ),
+    "crowd": Scenario(
+        tuple(
+            Request(
+                arrives=2 * (i // 3),
+                prompt=(7, 120, 30)[i % 3],
+                tokens=36,
+                sampling=WARM if i % 2 else GREEDY,
+                options={"unhurried": i % 5 == 4},
+                draft={"max_nodes": 16},
+                policy={"speculate": True, "guess": i % 4 != 0, "patience_us": 5_000},
+            )
+            for i in range(14)
+        ),
+        row=0.003,
+        threads=(2, 1),
+    ),
+    "wrong drafts": Scenario(
+        tuple(Request(arrives=i, prompt=5, tokens=80, sampling=WARM, delay=0, **DRAFTED) for i in range(5)),
+        row=0.004,
+        draft_base=0.02,
+        noise=4.0,
+        threads=(2, 1),
+        ticks=600,
+    ),
+    "changes of mind": Scenario(
+        (
+            Request(tokens=60, later={12: {"speculate": False}, 30: {"speculate": True, "guess": True}}, **ALWAYS),
+            Request(tokens=60, sampling=WARM, later={15: {"guess": False}, 25: {"guess": True}}, **GUESSED),
+            Request(tokens=60, sampling=WARM, later={20: {"speculate": True, "max_candidates": 2}}, **DRAFTED),
+        )
+    ),
+}

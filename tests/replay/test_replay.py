@@ -1,0 +1,40 @@
+"""Both loops do, step by step, what they did when the recordings were made.
+
+A change that is not meant to change behaviour leaves them as they are; one that is writes them anew
+(`python -m tests.replay keep`), and the difference of the files says what it has changed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.replay.__main__ import KEPT, MESSAGES, SPELT_OUT, file_name, written
+from tests.replay.deployment import made_up, record
+from tests.replay.scenarios import SCENARIOS
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_loops_do_what_they_did(name: str) -> None:
+    assert written(record(SCENARIOS[name], made_up)) == (KEPT / file_name(name)).read_text()
+
+
+def test_messages_have_the_bytes_that_they_had() -> None:
+    """Between orchestrator, draft and verifier; a change of the contract is a change of its version."""
+    assert record(SCENARIOS[SPELT_OUT], made_up).messages == MESSAGES.read_text().splitlines()
+
+
+def test_recordings_hold_every_mode_and_every_source_of_tokens() -> None:
+    everything = "".join((KEPT / file_name(name)).read_text() for name in SCENARIOS)
+    assert set(re.findall(r"mode=(\S+)", everything)) == {"off", "ngram", "local-draft", "remote-draft"}
+    sources = {source for some in re.findall(r"sources=(\S+)", everything) for source in some.split(",")}
+    assert sources == {"1", "2", "3", "4", "5", "6", "7"}
+    for event in (" waits ", "preempted=1", "queued=", "found=", "logprobs="):
+        assert event in everything
+
+
+def test_a_draft_that_says_something_else_makes_another_recording() -> None:
+    scenario = SCENARIOS["alone"]
+    assert record(scenario, made_up).lines != record(replace(scenario, noise=0.8), made_up).lines
