@@ -15,9 +15,9 @@ Deployments of one target:
 - co-located, lockstep: the draft guesses for all streams, then the target verifies for all, as in engines that have a
   draft of their own; the best of several sizes of tree.
 
-Drafts guess whether or not it pays: the services' guard, which falls back to plain decoding, has no say. A stream's
-time per token is the mean, streams / tokens a second: tokens come several at once. Capacity is the most streams with
-which it stays within a target. Writes cost.json, cost.md and cost.png.
+Drafts guess whether or not it pays: the speculation controller, which falls back to plain decoding, has no say. A
+stream's time per token is the mean, streams / tokens a second: tokens come several at once. Capacity is the most
+streams with which it stays within a target. Writes cost.json, cost.md and cost.png.
 """
 
 from __future__ import annotations

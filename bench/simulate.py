@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--drafts", type=_numbers, default=[1, 4], help="pods; those beyond the sessions are left out")
     parser.add_argument("--delays", type=_fractions, default=[0.0, 0.3])
     parser.add_argument("--acceptance", type=float, default=0.75, help="how often the draft's best token is right")
-    parser.add_argument("--always", action="store_true", help="speculate whether or not the guard thinks that it pays")
+    parser.add_argument(
+        "--always", action="store_true", help="speculate whether or not the controller finds that it pays"
+    )
     parser.add_argument("--steps", type=int, default=60, help="of the target, about, that are measured, at least")
     parser.add_argument("--warm-up", type=int, default=30, help="steps before, prompts among them")
     parser.add_argument("--quick", action="store_true", help="few and short: shows that it works")

@@ -113,7 +113,8 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         self._loop.attach(Attached(session, outbox, _free_of_charge))
 
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
-        """An answer is all there will be: there is nothing to put a step off for. Nor is it the guard's affair."""
+        """An answer is all there will be: there is nothing to put a step off for. Nor is it a matter for the
+        controller."""
         return replace(super()._policy(message), patience=0.0, always=True)
 
 

@@ -35,10 +35,10 @@ from specdec.serving.trunk.servicer import TrunkServicer
 from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.cost import StepCost
-from verifier_service.guard import Guard
 from verifier_service.own_draft import OwnDraft
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
+from verifier_service.speculation.controller import SpeculationController
 from verifier_service.step_loop import StepLoop
 
 CAPACITY = 8192
@@ -236,7 +236,7 @@ async def stack(
     verifier_kind: type[VerifierServicer] = VerifierServicer,
     draft_kind: type[DraftServicer] = DraftServicer,
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
-    guard: Guard | None = None,
+    controller: SpeculationController | None = None,
     own_draft: Path | None = None,
 ) -> AsyncIterator[Stack]:
     """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
@@ -253,7 +253,7 @@ async def stack(
                 small = exits.enter_context(torch_engine(own_draft, capacity=capacity, exact=False))
                 own = OwnDraft(small, ModelDirectory(own_draft).context)
             cost = cost_of(engine, target, capacity, dtype, exact, target_delay)
-            loop = StepLoop(engine, cost=cost, guard=guard, own_draft=own)
+            loop = StepLoop(engine, cost=cost, controller=controller, own_draft=own)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

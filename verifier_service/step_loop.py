@@ -26,7 +26,6 @@ from verifier_service.attached import Attached, StepTimes
 from verifier_service.cores import Cores
 from verifier_service.cost import StepCost, cheapest_rows
 from verifier_service.descent import Descent
-from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.guesses import Foresight
 from verifier_service.load import Load
 from verifier_service.own_draft import NOTHING, OwnDraft
@@ -36,6 +35,7 @@ from verifier_service.residence import Residence
 from verifier_service.schedule import BLINK, Dearness, WindowPrices, candidates, prompt_rows
 from verifier_service.session import Session
 from verifier_service.shared_texts import SharedTexts
+from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.verdict import Verdict
 from verifier_service.walk import walk, warm_up
 
@@ -74,7 +74,7 @@ class StepLoop(EngineWorker[Session]):
         run_ahead: int = 256,
         shared_tokens: int = 0,
         cost: StepCost | None = None,
-        guard: Guard | None = None,
+        controller: SpeculationController | None = None,
         own_draft: OwnDraft | None = None,
     ) -> None:
         super().__init__("step-loop", engine)
@@ -89,7 +89,7 @@ class StepLoop(EngineWorker[Session]):
         self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, slots), beside)
         self._step_rows = step_rows if cost is not None else cheapest_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)
-        self._guard = guard or Guard()
+        self._controller = controller or SpeculationController()
         self._own_draft = own_draft
         self._guessing = NOTHING  # what it did for the coming step
         self._shared = SharedTexts(shared_tokens)
@@ -112,8 +112,8 @@ class StepLoop(EngineWorker[Session]):
         if self._cores.divided:
             return NOTHING_PAYS  # until its prompt is read: with fewer cores that would take longer
         drawn = not session.request.chooser.sampling.greedy
-        crowd = Crowd(sessions, session.policy.speculate, session.guesses, drawn, self._has_own_draft)
-        if self._guard.way_for(crowd, time.monotonic()) is not Way.DRAFTED:
+        batch = BatchProfile(sessions, session.policy.speculate, session.guesses, drawn, self._has_own_draft)
+        if self._controller.mode_for(batch, time.monotonic()) is not Mode.REMOTE_DRAFT:
             return NOTHING_PAYS
         return candidates([], self._cost, sessions, 0).price
 
@@ -157,9 +157,9 @@ class StepLoop(EngineWorker[Session]):
         self._count_foreseen(ready)
         self._settle_who_has_the_cores()
         speculating = [a for a in ready if a.session.speculates]
-        crowd = self._crowd(ready) if speculating and on_trial is None else None
-        if crowd is not None:
-            self._guard.face(crowd, time.monotonic())
+        batch = self._batch_profile(ready) if speculating and on_trial is None else None
+        if batch is not None:
+            self._controller.select(batch, time.monotonic())
         for attached in speculating:
             drawing = attached.session.draws and self._consults(attached)  # its place is the own draft's
             if self._guesses(attached) and not attached.session.remaining_prompt and not drawing:
@@ -175,7 +175,7 @@ class StepLoop(EngineWorker[Session]):
                 return until - now
         self.load.step_begun, self.load.step_expected = now, 0.0
         self._consult(ready)
-        self._step([attached for attached in ready if self._residence.hold(attached)], crowd)
+        self._step([attached for attached in ready if self._residence.hold(attached)], batch)
         self.load.step_begun = 0.0
         self._put_off = None
         return 0.0
@@ -188,7 +188,7 @@ class StepLoop(EngineWorker[Session]):
         if asked and self._own_draft is not None:
             self._guessing = self._own_draft.guess(asked, len(decoding), self._cost, self._price)
 
-    def _step(self, ready: list[Attached], crowd: Crowd | None) -> None:
+    def _step(self, ready: list[Attached], batch: BatchProfile | None) -> None:
         if not ready:
             return
         # 1. What every session adds to the batch.
@@ -236,8 +236,8 @@ class StepLoop(EngineWorker[Session]):
             self._dearness.observe(self._cost.of(rows), end - start)
         self._observe(rows, end - start, verdicts)
         # A step with prompts in it, or the ends of some, tells nothing of speculation.
-        if crowd is not None and all(piece.tip is not None and piece.count == 1 for _, piece in planned):
-            self._watch(crowd, rows, end - begin, verdicts)
+        if batch is not None and all(piece.tip is not None and piece.count == 1 for _, piece in planned):
+            self._watch(batch, rows, end - begin, verdicts)
         self._deliver(verdicts, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
@@ -311,19 +311,19 @@ class StepLoop(EngineWorker[Session]):
     # --- who speculates -----------------------------------------------------------------------------
 
     def _drafts(self, attached: Attached) -> bool:
-        """Whether it is worth its draft's while. Tokens that are contrasted need it anyway: the guard has no say."""
+        """Whether it is worth its draft's while. CONTRASTIVE needs it in any case."""
         if not attached.session.policy.speculate:
             return False
-        return (self._guard.way is Way.DRAFTED and not self._reading) or self._unguarded(attached)
+        return (self._controller.mode is Mode.REMOTE_DRAFT and not self._reading) or self._unguarded(attached)
 
     def _guesses(self, attached: Attached) -> bool:
         """Whether it may have candidates of the verifier's own."""
-        return attached.session.guesses and (self._guard.way is not Way.PLAIN or self._insists(attached))
+        return attached.session.guesses and (self._controller.mode is not Mode.OFF or self._insists(attached))
 
     def _consults(self, attached: Attached) -> bool:
         """Whether the verifier's own draft guesses for it. Who asks for a window gets that."""
         own, session = self._own_draft, attached.session
-        wanted = session.guesses and self._guard.way is Way.OWN and session.policy.lookahead is None
+        wanted = session.guesses and self._controller.mode is Mode.LOCAL_DRAFT and session.policy.lookahead is None
         return wanted and own is not None and own.serves(session)
 
     @property
@@ -334,19 +334,19 @@ class StepLoop(EngineWorker[Session]):
         return attached.session.policy.always or attached.session.contrasts
 
     def _insists(self, attached: Attached) -> bool:
-        """Whether it speculates in a way of its own, whatever the guard finds; which learns nothing of such steps."""
+        """Whether it speculates whatever the controller finds, which learns nothing of such steps."""
         return self._unguarded(attached) or attached.session.policy.lookahead is not None
 
-    def _crowd(self, attached: list[Attached]) -> Crowd | None:
-        """Those of a step, some of which speculate, for the guard; None if it has no say."""
-        crowd = Crowd(
+    def _batch_profile(self, attached: list[Attached]) -> BatchProfile | None:
+        """Those of a step, some of which speculate, for the controller; None if it has no say."""
+        batch = BatchProfile(
             len(attached),
-            drafted=any(a.session.policy.speculate for a in attached),
-            guessing=any(a.session.guesses for a in attached),
-            drawn=2 * sum(not a.session.request.chooser.sampling.greedy for a in attached) > len(attached),
-            own=self._has_own_draft,
+            remote_draft=any(a.session.policy.speculate for a in attached),
+            ngram=any(a.session.guesses for a in attached),
+            sampled=2 * sum(not a.session.request.chooser.sampling.greedy for a in attached) > len(attached),
+            local_draft=self._has_own_draft,
         )
-        return None if any(self._insists(a) for a in attached) else crowd
+        return None if any(self._insists(a) for a in attached) else batch
 
     def _settle_who_has_the_cores(self) -> None:
         """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
@@ -432,21 +432,21 @@ class StepLoop(EngineWorker[Session]):
             load.drafted += verdict.offered
             load.accepted += verdict.accepted
 
-    def _watch(self, crowd: Crowd, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
-        """Let the guard know what a step of a crowd has brought, in how many `seconds`; a step that has lost some of
-        them tells nothing."""
-        before, sessions = self._guard.way, len(verdicts)
-        if crowd.sessions != sessions:
+    def _watch(self, batch: BatchProfile, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+        """Tell the controller what a step of a batch has brought in `seconds`. A step that lost sessions tells
+        nothing."""
+        before, sessions = self._controller.mode, len(verdicts)
+        if batch.sessions != sessions:
             return
-        self._guard.observe(
-            crowd,
-            taken=rows > sessions or self._cores.shared or self._guessing.sessions > 0,
+        self._controller.update(
+            batch,
+            speculated=rows > sessions or self._cores.shared or self._guessing.sessions > 0,
             tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
             seconds=seconds,
             plain_rate=sessions / self._cores.undrafted_cost.of(sessions),
         )
-        if self._guard.way is not before:
-            log.debug("way_changed", way=self._guard.way.value, before=before.value, sessions=sessions)
+        if self._controller.mode is not before:
+            log.debug("mode_changed", mode=self._controller.mode.value, before=before.value, sessions=sessions)
 
     def _count_foreseen(self, ready: list[Attached]) -> None:
         """What came while the last step was under way is in place; nothing has been waited for yet."""

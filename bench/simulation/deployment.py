@@ -57,7 +57,7 @@ class Scenario:
     lockstep: bool = False
     nodes: int = VerifierLimits.max_nodes
     branches: int = 0
-    always: bool = False  # the guard has no say
+    always: bool = False  # the controller has no say
     warm_up: int = 30
     measured: int = 60
 

@@ -47,8 +47,6 @@ IDLE_SECONDS = 0.005
 Engines = Callable[[Scenario], tuple[Engine, Engine, Engine | None]]
 """Target, draft, and the verifier's own draft, if a scenario has one."""
 
-MODES = {"plain": "off", "local": "ngram", "own": "local-draft", "drafted": "remote-draft"}
-
 
 @dataclass
 class Costs:
@@ -185,7 +183,7 @@ class Deployment:
             wait = self._steps.turn()
         if self._target.passes > passes:
             self._line(
-                f"step at={moment - 1000:.6f} mode={MODES[self._steps._guard.way.value]} "
+                f"step at={moment - 1000:.6f} mode={self._steps._controller.mode.value.replace('_', '-')} "
                 f"rows={self._target.rows - rows} candidates={load.drafted - candidates} "
                 f"price={self._steps._price:.5f} preempted={load.preemptions - preempted}"
             )

@@ -17,7 +17,7 @@ from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, request_of, served, stack
 from tests.verifier.fakes import Decided
-from verifier_service.guard import Way
+from verifier_service.speculation.controller import Mode
 
 DRAFT = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_DRAFT)
 
@@ -32,25 +32,25 @@ class Overheard(DraftServicer):
         return super().parse(request)
 
 
-@pytest.mark.parametrize("way", [Way.PLAIN, Way.DRAFTED])
+@pytest.mark.parametrize("way", [Mode.OFF, Mode.REMOTE_DRAFT])
 @pytest.mark.parametrize("policy", [DRAFT, ALWAYS])
 async def test_a_draft_is_asked_where_its_candidates_may_pay(
-    directories: Directories, way: Way, policy: generation_pb2.SpeculationPolicy
+    directories: Directories, way: Mode, policy: generation_pb2.SpeculationPolicy
 ) -> None:
     Overheard.asked = []
-    async with stack(directories.target, directories.near, draft_kind=Overheard, guard=Decided(way)) as services:
+    async with stack(directories.target, directories.near, draft_kind=Overheard, controller=Decided(way)) as services:
         completion = await services.generate([5, 6, 7], max_tokens=40, ignore_end_token=True, speculation=policy)
     assert len(completion.tokens) == 40
-    assert len(Overheard.asked) == (way is Way.DRAFTED or policy is ALWAYS)
+    assert len(Overheard.asked) == (way is Mode.REMOTE_DRAFT or policy is ALWAYS)
     assert all(opened.policy.min_reach < 1 for opened in Overheard.asked)  # none is opened to rest
 
 
 async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> None:
     """By the first commit that says so: from there on it has the text as it is then."""
     Overheard.asked = []
-    guard = Decided(Way.PLAIN)
+    controller = Decided(Mode.OFF)
     async with stack(
-        directories.target, directories.near, draft_kind=Overheard, target_delay=slow_target, guard=guard
+        directories.target, directories.near, draft_kind=Overheard, target_delay=slow_target, controller=controller
     ) as services:
         request = generation_pb2.GenerateRequest(
             tokens=generation_pb2.TokenPrompt(ids=[5, 6, 7]), max_tokens=100, ignore_end_token=True, speculation=DRAFT
@@ -59,7 +59,7 @@ async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> N
         async for response in services.stub.Generate(request):
             tokens += response.tokens
             sources += response.sources
-            guard.decided = Way.DRAFTED
+            controller.decided = Mode.REMOTE_DRAFT
     (opened,) = Overheard.asked
     assert list(opened.prompt_tokens) == [5, 6, 7]
     assert 0 < len(opened.generated_tokens) < 100
@@ -69,8 +69,8 @@ async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> N
 
 async def test_tokens_that_are_contrasted_have_one_in_any_case(directories: Directories) -> None:
     Overheard.asked = []
-    guard = Decided(Way.PLAIN)
-    async with stack(directories.target, directories.near, draft_kind=Overheard, guard=guard) as services:
+    controller = Decided(Mode.OFF)
+    async with stack(directories.target, directories.near, draft_kind=Overheard, controller=controller) as services:
         completion = await services.generate([5, 6, 7], max_tokens=10, rule=model_pb2.ACCEPTANCE_RULE_CONTRASTIVE)
     assert completion.finish.reason
     assert len(Overheard.asked) == 1

@@ -23,7 +23,7 @@ from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, stack
 from tests.verifier.fakes import Decided
-from verifier_service.guard import Way
+from verifier_service.speculation.controller import Mode
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 TRUNCATIONS: tuple[dict[str, Any], ...] = (
@@ -111,8 +111,10 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
             compare(want, got, f"lookahead {size}")
             assert drafted > 0
     for own in (directories.near, directories.random):
-        guard = Decided(Way.OWN)
-        async with stack(directories.target, None, own_draft=own, guard=guard, target_delay=slow_target) as services:
+        controller = Decided(Mode.LOCAL_DRAFT)
+        async with stack(
+            directories.target, None, own_draft=own, controller=controller, target_delay=slow_target
+        ) as services:
             for at_once in (1, 8):
                 got, drafted, accepted = await run_all(services, requests, tokens, at_once=at_once)
                 compare(want, got, f"{own.name} as the verifier's own draft, {at_once} at once")
@@ -186,7 +188,7 @@ async def test_an_own_draft_equal_to_the_target_guesses_nearly_all(
     directories: Directories, sampling: dict[str, Any]
 ) -> None:
     """Which it does only if its memory is right after every step."""
-    options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "guard": Decided(Way.OWN)}
+    options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, own_draft=directories.target, **options) as services:
         completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)
     assert completion.finish.speculation.sources.get("own_draft", 0) > 40

@@ -31,8 +31,8 @@ from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
 from verifier_service.attached import Attached
 from verifier_service.cost import StepCost
-from verifier_service.guard import Crowd, Guard, Way
 from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
 VOCABULARY = 12
@@ -173,18 +173,18 @@ class Announced(DeviceRows):
         return super().choose(rows, asks)
 
 
-class Decided(Guard):
+class Decided(SpeculationController):
     """What is verified is settled beforehand."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: Mode) -> None:
         super().__init__()
         self.decided = way
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Mode:
         return self.decided
 
-    def way_for(self, crowd: Crowd, now: float) -> Way:
+    def mode_for(self, crowd: BatchProfile, now: float) -> Mode:
         return self.decided
 
 

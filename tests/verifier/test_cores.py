@@ -9,8 +9,8 @@ from specdec.engine.blocks import BLOCK
 from tests.verifier.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.cores import FIRST_PAUSE, LEAVING, LONGEST_PAUSE, Cores
 from verifier_service.cost import StepCost
-from verifier_service.guard import Way
 from verifier_service.session import Policy
+from verifier_service.speculation.controller import Mode
 
 BLOCKS = 40
 
@@ -34,16 +34,16 @@ def test_steps_are_measured_with_each_number() -> None:
     assert cores.cost is cores.undrafted_cost
 
 
-@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("way", list(Mode))
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("always", [True, False])
-def test_room_is_left_where_candidates_of_drafts_are_taken(way: Way, speculate: bool, always: bool) -> None:
+def test_room_is_left_where_candidates_of_drafts_are_taken(way: Mode, speculate: bool, always: bool) -> None:
     engine = Threaded(BLOCKS)
-    loop = step_loop(engine, guard=Decided(way))
+    loop = step_loop(engine, controller=Decided(way))
     Client(loop, [3, 4, 5], policy=Policy(speculate, 8, 0.0, always=always))
     for _ in range(2):  # over the prompt, and over its first token
         loop.turn()
-    assert engine.used == (1 if speculate and (always or way is Way.DRAFTED) else 2)
+    assert engine.used == (1 if speculate and (always or way is Mode.REMOTE_DRAFT) else 2)
 
 
 class Machine:

@@ -27,9 +27,9 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
-from verifier_service.guard import Way
 from verifier_service.guesses import FIRST_REST, MOST_SKIPPED, NGRAM, PATIENCE, Confidence, Guesser
 from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.speculation.controller import Mode
 from verifier_service.verdict import PLAIN
 
 SOUND = frozenset({BAD})  # the engine makes numbers of all but this
@@ -313,7 +313,7 @@ def test_windows_share_the_scratch_slots_as_far_as_they_go() -> None:
 @pytest.mark.parametrize("wanted", [None, Lookahead(3, 3, 3)])
 def test_plain_decoding_looks_neither_back_nor_ahead_unless_a_window_is_wanted(wanted: Lookahead | None) -> None:
     engine = TextEngine(30)
-    loop = step_loop(engine, guard=Decided(Way.PLAIN))
+    loop = step_loop(engine, controller=Decided(Mode.OFF))
     client = Client(loop, REPETITIVE, 30, policy=guessing(wanted), sampling=SAMPLINGS[0])
     run(loop, client)
     assert client.tokens == client.want

@@ -24,10 +24,10 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
-from verifier_service.guard import Way
 from verifier_service.guesses import LOOKAHEAD, NGRAM
 from verifier_service.own_draft import TEXT_ROWS, OwnDraft
 from verifier_service.session import Policy
+from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 from verifier_service.verdict import CORRECTION, OWN_DRAFT
 
@@ -75,7 +75,7 @@ class OftenWrong(TextEngine):
 
 def loop_with(draft: TextEngine, *, context: int = CONTEXT, target: TextEngine | None = None) -> StepLoop:
     own = OwnDraft(draft, context, cost=QUICK)
-    return step_loop(target or TextEngine(60), guard=Decided(Way.OWN), own_draft=own)
+    return step_loop(target or TextEngine(60), controller=Decided(Mode.LOCAL_DRAFT), own_draft=own)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -108,10 +108,10 @@ def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
 def test_a_crowd_gets_what_each_would_get_alone(sampling: Sampling, kind: Any, rows: RowClass | None) -> None:
     draft = kind(60, rows=rows)
     loop = loop_with(draft)
-    crowd = [client(loop, 30 * i + 1, i, sampling=sampling) for i in range(5)]
-    run(loop, *crowd)
-    check_over(loop, draft, *crowd)
-    assert sources(*crowd).count(OWN_DRAFT) > (150 if kind is TextEngine else 60)  # of 300
+    clients = [client(loop, 30 * i + 1, i, sampling=sampling) for i in range(5)]
+    run(loop, *clients)
+    check_over(loop, draft, *clients)
+    assert sources(*clients).count(OWN_DRAFT) > (150 if kind is TextEngine else 60)  # of 300
 
 
 def test_what_was_guessed_right_is_not_read_again() -> None:
@@ -140,7 +140,9 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
     """Where a row more costs as much as ten steps, or a pass as much as a thousand: no chain goes on."""
     for cost, own_cost in ((DEAR, QUICK), (FREE, SLOW)):
         draft = TextEngine(60)
-        loop = step_loop(TextEngine(60), cost, guard=Decided(Way.OWN), own_draft=OwnDraft(draft, CONTEXT, own_cost))
+        loop = step_loop(
+            TextEngine(60), cost, controller=Decided(Mode.LOCAL_DRAFT), own_draft=OwnDraft(draft, CONTEXT, own_cost)
+        )
         one = client(loop)
         run(loop, one)
         check_over(loop, draft, one)
@@ -162,16 +164,16 @@ def test_the_last_token_is_not_guessed() -> None:
 def test_end_tokens_end_a_chain() -> None:
     draft = TextEngine(60)
     loop = loop_with(draft)
-    crowd = [client(loop, 5, i, 200, end_tokens=frozenset({END})) for i in range(6)]
-    run(loop, *crowd)
-    check_over(loop, draft, *crowd)
-    assert any(each.tokens[-1] == END for each in crowd)
+    clients = [client(loop, 5, i, 200, end_tokens=frozenset({END})) for i in range(6)]
+    run(loop, *clients)
+    check_over(loop, draft, *clients)
+    assert any(each.tokens[-1] == END for each in clients)
 
 
-@pytest.mark.parametrize("way", [Way.PLAIN, Way.LOCAL, Way.DRAFTED])
-def test_it_is_asked_in_its_own_way_only(way: Way) -> None:
+@pytest.mark.parametrize("way", [Mode.OFF, Mode.NGRAM, Mode.REMOTE_DRAFT])
+def test_it_is_asked_in_its_own_way_only(way: Mode) -> None:
     draft = TextEngine(60)
-    loop = step_loop(TextEngine(60), guard=Decided(way), own_draft=OwnDraft(draft, CONTEXT, cost=QUICK))
+    loop = step_loop(TextEngine(60), controller=Decided(way), own_draft=OwnDraft(draft, CONTEXT, cost=QUICK))
     one, other = client(loop), client(loop, policy=Policy(True, 8, 0.0))
     run(loop, one, other)
     check_over(loop, draft, one, other)
@@ -214,10 +216,10 @@ def test_a_token_that_it_does_not_know() -> None:
 def test_memory_that_is_full_costs_no_token() -> None:
     draft = TextEngine(12, scratch=0)
     loop = loop_with(draft)
-    crowd = [client(loop, BLOCK, i) for i in range(6)]
-    run(loop, *crowd)
-    check_over(loop, draft, *crowd)
-    assert OWN_DRAFT in sources(*crowd)
+    clients = [client(loop, BLOCK, i) for i in range(6)]
+    run(loop, *clients)
+    check_over(loop, draft, *clients)
+    assert OWN_DRAFT in sources(*clients)
 
 
 def test_one_that_fails_is_not_asked_again() -> None:
@@ -258,29 +260,29 @@ def test_a_broken_draft_harms_nobody() -> None:
 def test_who_loses_its_memory_to_another_comes_back() -> None:
     draft = TextEngine(60)
     loop = loop_with(draft, target=TextEngine(9))
-    crowd = [client(loop, BLOCK, i, 3 * BLOCK) for i in range(4)]
+    clients = [client(loop, BLOCK, i, 3 * BLOCK) for i in range(4)]
     assert loop._own_draft is not None
-    while not all(each.over for each in crowd):
-        for each in crowd:
+    while not all(each.over for each in clients):
+        for each in clients:
             each.read()
-        assert loop.turn() == 0.0 or all(each.over for each in crowd)
+        assert loop.turn() == 0.0 or all(each.over for each in clients)
         assert loop._own_draft._readings.keys() <= {attached.session for attached in loop._residence.running}
-    check_over(loop, draft, *crowd)
+    check_over(loop, draft, *clients)
     assert loop.load.preemptions > 0
-    assert sources(*crowd).count(OWN_DRAFT) > 200
+    assert sources(*clients).count(OWN_DRAFT) > 200
 
 
 def test_those_who_leave_take_their_memory_with_them() -> None:
     draft = TextEngine(60)
     loop = loop_with(draft)
-    crowd = [client(loop, 10, i, 100) for i in range(4)]
+    clients = [client(loop, 10, i, 100) for i in range(4)]
     for _ in range(3):
-        for each in crowd:
+        for each in clients:
             each.read()
         loop.turn()
     assert loop._own_draft is not None
     assert loop._own_draft.held > 0
-    for each in crowd:
+    for each in clients:
         each.cancel()
     assert loop._own_draft.held == 0
     assert loop.turn() is None
@@ -303,10 +305,10 @@ def test_draws_have_their_places_to_themselves() -> None:
     """REJECTION: what the text repeats would take them, and whoever draws like the target is always accepted."""
     draft = TextEngine(60)
     loop = loop_with(draft)
-    crowd = [client(loop, 8, i, 60, sampling=WARM, rule=Rule.REJECTION) for i in range(3)]
-    run(loop, *crowd)
+    clients = [client(loop, 8, i, 60, sampling=WARM, rule=Rule.REJECTION) for i in range(3)]
+    run(loop, *clients)
     assert draft.faults == []
-    came = sources(*crowd)
+    came = sources(*clients)
     assert came.count(OWN_DRAFT) > 100
     assert NGRAM not in came
     assert CORRECTION not in came

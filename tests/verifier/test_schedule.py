@@ -38,7 +38,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
     return tree
 
 
-crowds = st.lists(st.tuples(trees(), st.integers(0, 14)), max_size=5)
+batches = st.lists(st.tuples(trees(), st.integers(0, 14)), max_size=5)
 costs = st.floats(0.0, 20.0).map(FixedCost)
 any_cost = st.one_of(
     costs, st.lists(st.floats(0.001, 1.0), min_size=4, max_size=4).map(lambda s: StepCost((1, 2, 8, 32), s))
@@ -46,22 +46,22 @@ any_cost = st.one_of(
 rows_before = st.integers(1, 40)
 limits = st.integers(0, 60)
 
-Crowd = list[tuple[TokenTree, int]]
+Batch = list[tuple[TokenTree, int]]
 
 
-def chosen_of(crowd: Crowd, cost: StepCost, rows: int, most: int) -> list[list[Node]]:
+def chosen_of(batch: Batch, cost: StepCost, rows: int, most: int) -> list[list[Node]]:
     """`candidates` of trees that each offer so many of their nodes at most."""
-    return candidates([islice(tree.by_reach(), limit) for tree, limit in crowd], cost, rows, most).nodes
+    return candidates([islice(tree.by_reach(), limit) for tree, limit in batch], cost, rows, most).nodes
 
 
 class TestCandidates:
-    @given(crowds, any_cost, rows_before, limits)
-    def test_every_tree_gets_the_best_of_its_own(self, crowd: Crowd, cost: StepCost, rows: int, most: int) -> None:
+    @given(batches, any_cost, rows_before, limits)
+    def test_every_tree_gets_the_best_of_its_own(self, batch: Batch, cost: StepCost, rows: int, most: int) -> None:
         """Which is connected, within its limit, and never a node of another tree."""
-        chosen = chosen_of(crowd, cost, rows, most)
-        assert len(chosen) == len(crowd)
+        chosen = chosen_of(batch, cost, rows, most)
+        assert len(chosen) == len(batch)
         assert sum(map(len, chosen)) <= most
-        for (tree, limit), nodes in zip(crowd, chosen, strict=True):
+        for (tree, limit), nodes in zip(batch, chosen, strict=True):
             assert len(nodes) <= limit
             assert nodes == tree.best(len(nodes))
             known = {id(tree.root)}
@@ -69,51 +69,51 @@ class TestCandidates:
                 assert id(node.parent) in known
                 known.add(id(node))
 
-    @given(crowds, any_cost, rows_before, limits)
+    @given(batches, any_cost, rows_before, limits)
     def test_no_candidate_is_passed_over_for_a_worse_one(
-        self, crowd: Crowd, cost: StepCost, rows: int, most: int
+        self, batch: Batch, cost: StepCost, rows: int, most: int
     ) -> None:
-        chosen = chosen_of(crowd, cost, rows, most)
+        chosen = chosen_of(batch, cost, rows, most)
         taken = [node.reach() for nodes in chosen for node in nodes]
-        for (tree, limit), nodes in zip(crowd, chosen, strict=True):
+        for (tree, limit), nodes in zip(batch, chosen, strict=True):
             left = tree.best(limit)[len(nodes) :]
             assert all(node.reach() <= min(taken, default=0.0) + 1e-9 for node in left)
 
-    @given(crowds, any_cost, rows_before, limits)
+    @given(batches, any_cost, rows_before, limits)
     def test_the_price_is_what_a_further_candidate_must_be_worth(
-        self, crowd: Crowd, cost: StepCost, rows: int, most: int
+        self, batch: Batch, cost: StepCost, rows: int, most: int
     ) -> None:
-        offers = [islice(tree.by_reach(), limit) for tree, limit in crowd]
+        offers = [islice(tree.by_reach(), limit) for tree, limit in batch]
         chosen, price = candidates(offers, cost, rows, most)
         left = [
             math.exp(node.reach())
-            for (tree, limit), nodes in zip(crowd, chosen, strict=True)
+            for (tree, limit), nodes in zip(batch, chosen, strict=True)
             for node in tree.best(limit)[len(nodes) :]
         ]
         if sum(map(len, chosen)) < most:
             assert all(reach < price * (1 + 1e-9) for reach in left)
 
-    @given(crowds, st.floats(0.0, 20.0), st.floats(0.0, 20.0), rows_before, limits)
-    def test_dearer_rows_are_fewer(self, crowd: Crowd, one: float, other: float, rows: int, most: int) -> None:
-        cheap, dear = (chosen_of(crowd, FixedCost(slope), rows, most) for slope in sorted((one, other)))
+    @given(batches, st.floats(0.0, 20.0), st.floats(0.0, 20.0), rows_before, limits)
+    def test_dearer_rows_are_fewer(self, batch: Batch, one: float, other: float, rows: int, most: int) -> None:
+        cheap, dear = (chosen_of(batch, FixedCost(slope), rows, most) for slope in sorted((one, other)))
         for few, many in zip(dear, cheap, strict=True):
             assert many[: len(few)] == few
 
-    @given(crowds, rows_before, limits)
-    def test_free_rows_are_all_taken(self, crowd: Crowd, rows: int, most: int) -> None:
-        chosen = chosen_of(crowd, FREE, rows, most)
-        assert sum(map(len, chosen)) == min(most, sum(min(tree.size, limit) for tree, limit in crowd))
+    @given(batches, rows_before, limits)
+    def test_free_rows_are_all_taken(self, batch: Batch, rows: int, most: int) -> None:
+        chosen = chosen_of(batch, FREE, rows, most)
+        assert sum(map(len, chosen)) == min(most, sum(min(tree.size, limit) for tree, limit in batch))
 
-    @given(crowds.filter(bool), costs, rows_before)
-    def test_it_pays(self, crowd: Crowd, cost: StepCost, rows: int) -> None:
+    @given(batches.filter(bool), costs, rows_before)
+    def test_it_pays(self, batch: Batch, cost: StepCost, rows: int) -> None:
         """Tokens a second: the last one taken has added to them, and the next one would not."""
-        chosen = chosen_of(crowd, cost, rows, 1000)
+        chosen = chosen_of(batch, cost, rows, 1000)
         gains = [math.exp(node.reach()) for nodes in chosen for node in nodes]
         expected, count = rows + sum(gains), rows + len(gains)
         rate = expected / cost.of(count)
         if gains:
             assert rate >= (expected - min(gains)) / cost.of(count - 1) * (1 - 1e-9)
-        rest = [tree.best(limit)[len(nodes) :][:1] for (tree, limit), nodes in zip(crowd, chosen, strict=True)]
+        rest = [tree.best(limit)[len(nodes) :][:1] for (tree, limit), nodes in zip(batch, chosen, strict=True)]
         for (node,) in filter(None, rest):
             assert (expected + math.exp(node.reach())) / cost.of(count + 1) <= rate * (1 + 1e-9)
 
