@@ -23,7 +23,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from verifier_service.attached import Attached
-from verifier_service.cost import StepCost
+from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
@@ -100,10 +100,10 @@ def decode(
     width: int = 0,
     texts: Sequence[Sequence[int]] = (),
     seed: int = 0,
-    cost: StepCost | None = None,
+    cost: StepLatency | None = None,
 ) -> Outcome:
     """`length` tokens behind each prompt; with `width` candidates a session and step taken from `texts`."""
-    loop = StepLoop(engine, cost=cost)
+    loop = StepLoop(engine, latency=cost)
     dice = random.Random(seed)
     streams = [_Stream(loop, prompt, length, engine.vocabulary, width) for prompt in prompts]
     begun: float | None = None
@@ -138,7 +138,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Tokens a second plainly, then with chains of each width, in turns; the median of the rounds."""
     prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
-    cost = StepCost.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops go on correcting it
+    cost = StepLatency.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops go on correcting it
     texts = decode(engine, prompts, length, cost=cost).texts
     outcomes: dict[int, list[Outcome]] = {}
     for number in range(rounds):

@@ -34,8 +34,8 @@ from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.serving.trunk.servicer import TrunkServicer
 from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
-from verifier_service.cost import StepCost
 from verifier_service.own_draft import OwnDraft
+from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.speculation.controller import SpeculationController
@@ -192,7 +192,7 @@ def as_it_is(number: int, identity: model_pb2.ModelIdentity) -> None:
 
 _idle_engines: defaultdict[tuple[Any, ...], list[TorchEngine]] = defaultdict(list)
 """By what they were made with. A loop begins with nothing in memory, whatever an earlier one has left there."""
-_costs: dict[tuple[Any, ...], StepCost] = {}
+_costs: dict[tuple[Any, ...], StepLatency] = {}
 """Of a step as first measured, by what the engine was made with and what slows it."""
 
 
@@ -207,10 +207,10 @@ def torch_engine(directory: Path, **options: Any) -> Iterator[TorchEngine]:
         idle.append(engine)
 
 
-def cost_of(engine: Engine, *made_with: Any) -> StepCost:
+def cost_of(engine: Engine, *made_with: Any) -> StepLatency:
     """Measured once for all engines that are alike."""
     if made_with not in _costs:
-        _costs[made_with] = StepCost.measure(engine, engine.capacity)
+        _costs[made_with] = StepLatency.measure(engine, engine.capacity)
     return copy.deepcopy(_costs[made_with])
 
 
@@ -253,7 +253,7 @@ async def stack(
                 small = exits.enter_context(torch_engine(own_draft, capacity=capacity, exact=False))
                 own = OwnDraft(small, ModelDirectory(own_draft).context)
             cost = cost_of(engine, target, capacity, dtype, exact, target_delay)
-            loop = StepLoop(engine, cost=cost, controller=controller, own_draft=own)
+            loop = StepLoop(engine, latency=cost, controller=controller, own_draft=own)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

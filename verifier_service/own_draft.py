@@ -22,7 +22,7 @@ from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE
 from verifier_service.chain import Chain, Reading
-from verifier_service.cost import StepCost
+from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Session
 
 log = structlog.get_logger()
@@ -49,14 +49,14 @@ class OwnDraft:
     """Of the step loop's thread. `engine` knows the target's tokens; its bits may depend on what it reads together. A
     draft costs no token: one that fails is not asked again."""
 
-    def __init__(self, engine: Engine, context: int, cost: StepCost | None = None) -> None:
-        """`context`: tokens that its model can read of a text; `cost`: of a pass, measured unless it is known."""
+    def __init__(self, engine: Engine, context: int, latency: StepLatency | None = None) -> None:
+        """`context`: tokens that its model can read of a text; `latency`: of a pass, measured unless it is known."""
         blocks = engine.capacity // BLOCK
         self.engine = engine
         self.works = True
         self._context = context
         self._pool = BlockPool(blocks)
-        self._cost = cost or StepCost.measure(engine, blocks * BLOCK)
+        self._latency = latency or StepLatency.measure(engine, blocks * BLOCK)
         self._readings: dict[Session, Reading] = {}
         self._calibrations = Calibrations()
         self._hope = FIRST_HOPE  # that the next token of a chain is right
@@ -72,14 +72,14 @@ class OwnDraft:
         reading = self._readings.get(session)
         return self.works and session.tree.base < self._context and (reading is None or not reading.over)
 
-    def guess(self, sessions: Sequence[Session], decoding: int, cost: StepCost, price: float) -> Guessing:
+    def guess(self, sessions: Sequence[Session], decoding: int, latency: StepLatency, price: float) -> Guessing:
         """Suggest to these sessions what may follow their texts, as far as it is worth its time before a step of
         `decoding` ones that costs T_v, where a row more costs `price` tokens."""
         begin = time.monotonic()
         chains: list[Chain] = []
         try:
             chains += self._begin([session for session in sessions if session.outlook()[0] - 1.0 < self._promise])
-            self._go_on(chains, decoding, cost, price, begin)
+            self._go_on(chains, decoding, latency, price, begin)
         except Exception as error:
             self._fail(error)
         for chain in chains:
@@ -115,7 +115,7 @@ class OwnDraft:
             self._read(packer, chains)
         return chains
 
-    def _go_on(self, chains: Sequence[Chain], decoding: int, cost: StepCost, price: float, begin: float) -> None:
+    def _go_on(self, chains: Sequence[Chain], decoding: int, latency: StepLatency, price: float, begin: float) -> None:
         """Read the ends of chains, for as long as a pass over them brings more than the step would in its time."""
         expected, rows = float(decoding), decoding
         longer = [chain for chain in chains if chain.tokens]
@@ -124,8 +124,8 @@ class OwnDraft:
             rows += len(longer)
             going = [chain for chain in longer if not chain.ended and self._gain(chain) > price]
             gain = sum(self._gain(chain) - price for chain in going)
-            rate = expected / (cost.of(rows) + time.monotonic() - begin)
-            if gain <= rate * self._cost.of(len(going)):
+            rate = expected / (latency.of(rows) + time.monotonic() - begin)
+            if gain <= rate * self._latency.of(len(going)):
                 return
             packer = self.engine.packer()
             for chain in going:
@@ -155,7 +155,7 @@ class OwnDraft:
                 continue
             self._hope += LEARNS * (math.exp(chain.reach - before) - self._hope)
             longer.append(chain)
-        self._cost.observe(rows, time.monotonic() - begin)
+        self._latency.observe(rows, time.monotonic() - begin)
         return longer
 
     def _followed(self, session: Session) -> Reading | None:

@@ -23,8 +23,6 @@ from specdec.engine.engine import Engine, step_of
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.outbox import Outbox
 from verifier_service.attached import Attached, StepTimes
-from verifier_service.cores import Cores
-from verifier_service.cost import StepCost, cheapest_rows
 from verifier_service.descent import Descent
 from verifier_service.guesses import Foresight
 from verifier_service.load import Load
@@ -32,7 +30,10 @@ from verifier_service.own_draft import NOTHING, OwnDraft
 from verifier_service.pace import Prospect, wait_until
 from verifier_service.planned import Planned
 from verifier_service.residence import Residence
-from verifier_service.schedule import BLINK, Dearness, WindowPrices, candidates, prompt_rows
+from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
+from verifier_service.scheduling.step_latency import StepLatency, best_prefill_rows
+from verifier_service.scheduling.token_budget import WindowCosts, select_candidates
 from verifier_service.session import Session
 from verifier_service.shared_texts import SharedTexts
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
@@ -47,8 +48,12 @@ MOST_CANDIDATES = 256
 MESSAGES_A_SECOND = 400
 """About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
 interpreter that it shares with the steps, and the steps' own cores a millisecond and a half, at the servicer, the
-orchestrator and the client. Those of a drafted session are told at once, others are joined, for a BLINK at least. (For
-0.01 seconds only, one stream of a model whose step takes a millisecond and a half had an eighth fewer tokens.)"""
+orchestrator and the client. Those of a drafted session are told at once, others are joined, for a
+COMMIT_COALESCE_SECONDS at least. (For 0.01 seconds only, one stream of a model whose step takes a millisecond and a
+half had an eighth fewer tokens.)"""
+
+COMMIT_COALESCE_SECONDS = 0.025
+"""Seconds that hardly anybody notices: commits of sessions without a draft are joined for so long."""
 
 UNHURRIED = 0.25
 """Seconds between two commits of a session along which nobody reads."""
@@ -64,7 +69,7 @@ NOTHING_PAYS = 1.0
 class StepLoop(EngineWorker[Session]):
     """`step_rows`: up to which prompts fill a step, or fewer if a row costs less then; `run_ahead`: tokens a session
     may be ahead of what its client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from;
-    `cost`: measured unless it is known; `own_draft`: guesses between steps, where that pays."""
+    `latency`: measured unless it is known; `own_draft`: guesses between steps, where that pays."""
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class StepLoop(EngineWorker[Session]):
         step_rows: int = 512,
         run_ahead: int = 256,
         shared_tokens: int = 0,
-        cost: StepCost | None = None,
+        latency: StepLatency | None = None,
         controller: SpeculationController | None = None,
         own_draft: OwnDraft | None = None,
     ) -> None:
@@ -86,14 +91,14 @@ class StepLoop(EngineWorker[Session]):
         self._residence = Residence(engine, self.pool, self.load, run_ahead, self._lose)
         slots = blocks * BLOCK
         beside = [] if own_draft is None else [own_draft.engine]
-        self._cores = Cores(engine, lambda: cost or StepCost.measure(engine, slots), beside)
-        self._step_rows = step_rows if cost is not None else cheapest_rows(engine, slots, step_rows)
+        self._threads = ThreadPolicy(engine, lambda: latency or StepLatency.measure(engine, slots), beside)
+        self._step_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)
         self._controller = controller or SpeculationController()
         self._own_draft = own_draft
         self._guessing = NOTHING  # what it did for the coming step
         self._shared = SharedTexts(shared_tokens)
-        self._dearness = Dearness()
+        self._prefill_slowdown = PrefillSlowdown()
         self._price = 0.0  # of a candidate, moving average
         self._drafted = 0  # sessions for which there is a draft
         self._last_step = 0.0  # when it ended
@@ -109,17 +114,17 @@ class StepLoop(EngineWorker[Session]):
     def price_for(self, session: Session, sessions: int) -> float:
         """Of a candidate of the draft of a session that is the last of so many, as far as can be told before it has
         taken a step, and if the others are like it. Changes nothing: any thread may ask."""
-        if self._cores.divided:
+        if self._threads.yields:
             return NOTHING_PAYS  # until its prompt is read: with fewer cores that would take longer
         drawn = not session.request.chooser.sampling.greedy
         batch = BatchProfile(sessions, session.policy.speculate, session.guesses, drawn, self._has_own_draft)
         if self._controller.mode_for(batch, time.monotonic()) is not Mode.REMOTE_DRAFT:
             return NOTHING_PAYS
-        return candidates([], self._cost, sessions, 0).price
+        return select_candidates([], self._latency, sessions, 0).price
 
     @property
-    def _cost(self) -> StepCost:
-        return self._cores.cost
+    def _latency(self) -> StepLatency:
+        return self._threads.latency
 
     # --- actions: called in the loop's thread -------------------------------------------------------
 
@@ -155,7 +160,7 @@ class StepLoop(EngineWorker[Session]):
         if on_trial is not None:
             ready = [attached for attached in ready if attached.session is on_trial]
         self._count_foreseen(ready)
-        self._settle_who_has_the_cores()
+        self._settle_prefill_threads()
         speculating = [a for a in ready if a.session.speculates]
         batch = self._batch_profile(ready) if speculating and on_trial is None else None
         if batch is not None:
@@ -166,10 +171,10 @@ class StepLoop(EngineWorker[Session]):
                 attached.session.guess(self._price, self._shared.of(attached.session.request.tenant))
         now = time.monotonic()
         drafted = any(self._drafts(a) for a in speculating)
-        self._cores.share(with_drafts=drafted, now=now)
+        self._threads.choose(drafting=drafted, now=now)
         if drafted and not any(a.session.remaining_prompt for a in ready):
             prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]
-            until = wait_until(prospects, now, self._last_step, self._cost.of(len(ready)))
+            until = wait_until(prospects, now, self._last_step, self._latency.of(len(ready)))
             if until is not None:
                 self._put_off = self._put_off or now
                 return until - now
@@ -186,7 +191,7 @@ class StepLoop(EngineWorker[Session]):
         decoding = [attached for attached in ready if not attached.session.remaining_prompt]
         asked = [attached.session for attached in decoding if self._consults(attached)]
         if asked and self._own_draft is not None:
-            self._guessing = self._own_draft.guess(asked, len(decoding), self._cost, self._price)
+            self._guessing = self._own_draft.guess(asked, len(decoding), self._latency, self._price)
 
     def _step(self, ready: list[Attached], batch: BatchProfile | None) -> None:
         if not ready:
@@ -197,7 +202,7 @@ class StepLoop(EngineWorker[Session]):
         packer = self._engine.packer()
         planned = self._plan(packer, ready)
         rows = len(packer.tokens)
-        self.load.step_expected = self._cost.of(rows)
+        self.load.step_expected = self._latency.of(rows)
 
         # 2. One forward pass, one walk.
         try:
@@ -233,7 +238,7 @@ class StepLoop(EngineWorker[Session]):
             if descent.error is not None:
                 self._quarantine(attached, descent.error)
         if any(piece.tip is None for _, piece in planned):
-            self._dearness.observe(self._cost.of(rows), end - start)
+            self._prefill_slowdown.observe(self._latency.of(rows), end - start)
         self._observe(rows, end - start, verdicts)
         # A step with prompts in it, or the ends of some, tells nothing of speculation.
         if batch is not None and all(piece.tip is not None and piece.count == 1 for _, piece in planned):
@@ -253,7 +258,7 @@ class StepLoop(EngineWorker[Session]):
         decoding = len(plain) + len(speculating)
         scratch = list(self._scratch)
         offers = [attached.session.offers() for attached in speculating]
-        chosen, price = candidates(offers, self._cost, decoding, len(scratch), self._guessing.seconds)
+        chosen, price = select_candidates(offers, self._latency, decoding, len(scratch), self._guessing.seconds)
         if decoding:
             self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
         foresights = self._look_ahead(speculating, chosen, decoding)
@@ -265,8 +270,8 @@ class StepLoop(EngineWorker[Session]):
             attached.session.guesser.look_away()
         planned += [(attached, attached.session.plan(packer, 1, [], scratch)) for attached in plain]
         remaining = [a.session.computable for a in prompts]
-        rows, dearness = len(packer.tokens), self._dearness.factor
-        shares = prompt_rows(remaining, decoding, self._cost, rows, self._step_rows, dearness)
+        rows, slowdown = len(packer.tokens), self._prefill_slowdown.factor
+        shares = prefill_chunks(remaining, decoding, self._latency, rows, self._step_rows, slowdown)
         for attached, share in zip(prompts, shares, strict=True):
             planned.append((attached, attached.session.plan(packer, share, [], scratch)))
         return planned
@@ -278,7 +283,7 @@ class StepLoop(EngineWorker[Session]):
         window's join them."""
         taken = sum(map(len, chosen))
         free = len(self._scratch) - taken
-        prices = WindowPrices(decoding, self._cost, decoding + taken)
+        prices = WindowCosts(decoding, self._latency, decoding + taken)
         foresights: list[Foresight | None] = []
         for attached, nodes in zip(speculating, chosen, strict=True):
             session, size = attached.session, None
@@ -348,9 +353,9 @@ class StepLoop(EngineWorker[Session]):
         )
         return None if any(self._insists(a) for a in attached) else batch
 
-    def _settle_who_has_the_cores(self) -> None:
+    def _settle_prefill_threads(self) -> None:
         """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
-        if self._cores.divided:
+        if self._threads.yields:
             reading = sum(bool(attached.session.remaining_prompt) for attached in self._residence.running)
             self._reading = 2 * reading > len(self._residence.running)
 
@@ -370,8 +375,8 @@ class StepLoop(EngineWorker[Session]):
     def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
         now = time.monotonic()
         self._drafted = sum(attached.session.policy.speculate for attached in self._residence.running)
-        self._settle_who_has_the_cores()
-        spacing = max(BLINK, len(self._residence.running) / MESSAGES_A_SECOND)
+        self._settle_prefill_threads()
+        spacing = max(COMMIT_COALESCE_SECONDS, len(self._residence.running) / MESSAGES_A_SECOND)
         messages = []
         for attached, verdict in verdicts:
             attached.decided = attached.session.policy.speculate
@@ -422,7 +427,7 @@ class StepLoop(EngineWorker[Session]):
         return attached.outbox, partial(attached.message, verdict, times)
 
     def _observe(self, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
-        self._cores.observe(rows, seconds)
+        self._threads.observe(rows, seconds)
         load = self.load
         load.steps += 1
         load.rows += rows
@@ -440,10 +445,10 @@ class StepLoop(EngineWorker[Session]):
             return
         self._controller.update(
             batch,
-            speculated=rows > sessions or self._cores.shared or self._guessing.sessions > 0,
+            speculated=rows > sessions or self._threads.yielding or self._guessing.sessions > 0,
             tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
             seconds=seconds,
-            plain_rate=sessions / self._cores.undrafted_cost.of(sessions),
+            plain_rate=sessions / self._threads.plain_latency.of(sessions),
         )
         if self._controller.mode is not before:
             log.debug("mode_changed", mode=self._controller.mode.value, before=before.value, sessions=sessions)

@@ -223,7 +223,7 @@ class Deployment:
             occupy=self._occupy,
         )
         kind = LockstepLoop if self._scenario.lockstep else SimulatedStepLoop
-        return kind(engine, cost=target.cost())
+        return kind(engine, latency=target.latency())
 
     def _draft(self) -> SimulatedGrowthLoop:
         language, nodes = self._scenario.language, self._scenario.nodes

@@ -19,7 +19,7 @@ from bench.simulation.workers import sleep
 from specdec.engine.batch import PackedBatch
 from specdec.engine.kv import Slots
 from specdec.engine.paths import PathBatch, PathPacker
-from verifier_service.cost import MEASURED_ROWS, StepCost
+from verifier_service.scheduling.step_latency import MEASURED_ROWS, StepLatency
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Device:
     def seconds(self, rows: float) -> float:
         return self.base + self.row * rows + self.beyond * max(0.0, rows - self.flat)
 
-    def cost(self) -> StepCost:
+    def latency(self) -> StepLatency:
         """As if it had been measured."""
-        return StepCost(MEASURED_ROWS, [self.seconds(rows) for rows in MEASURED_ROWS])
+        return StepLatency(MEASURED_ROWS, [self.seconds(rows) for rows in MEASURED_ROWS])
 
     @property
     def most_rows_a_second(self) -> float:

@@ -35,13 +35,13 @@ class Overheard(DraftServicer):
 @pytest.mark.parametrize("way", [Mode.OFF, Mode.REMOTE_DRAFT])
 @pytest.mark.parametrize("policy", [DRAFT, ALWAYS])
 async def test_a_draft_is_asked_where_its_candidates_may_pay(
-    directories: Directories, way: Mode, policy: generation_pb2.SpeculationPolicy
+    directories: Directories, mode: Mode, policy: generation_pb2.SpeculationPolicy
 ) -> None:
     Overheard.asked = []
-    async with stack(directories.target, directories.near, draft_kind=Overheard, controller=Decided(way)) as services:
+    async with stack(directories.target, directories.near, draft_kind=Overheard, controller=Decided(mode)) as services:
         completion = await services.generate([5, 6, 7], max_tokens=40, ignore_end_token=True, speculation=policy)
     assert len(completion.tokens) == 40
-    assert len(Overheard.asked) == (way is Mode.REMOTE_DRAFT or policy is ALWAYS)
+    assert len(Overheard.asked) == (mode is Mode.REMOTE_DRAFT or policy is ALWAYS)
     assert all(opened.policy.min_reach < 1 for opened in Overheard.asked)  # none is opened to rest
 
 

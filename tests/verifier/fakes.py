@@ -30,7 +30,7 @@ from specdec.engine.kv import NOWHERE, Slots
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
 from verifier_service.attached import Attached
-from verifier_service.cost import StepCost
+from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
@@ -176,19 +176,19 @@ class Announced(DeviceRows):
 class Decided(SpeculationController):
     """What is verified is settled beforehand."""
 
-    def __init__(self, way: Mode) -> None:
+    def __init__(self, mode: Mode) -> None:
         super().__init__()
-        self.decided = way
+        self.decided = mode
 
     @property
-    def way(self) -> Mode:
+    def mode(self) -> Mode:
         return self.decided
 
     def mode_for(self, crowd: BatchProfile, now: float) -> Mode:
         return self.decided
 
 
-class FixedCost(StepCost):
+class FixedLatency(StepLatency):
     """A row costs `slope` of what a step costs without any; whatever is measured."""
 
     def __init__(self, slope: float) -> None:
@@ -198,7 +198,7 @@ class FixedCost(StepCost):
         pass
 
 
-FREE, DEAR = FixedCost(0.0), FixedCost(10.0)
+FREE, DEAR = FixedLatency(0.0), FixedLatency(10.0)
 
 
 class Client:
@@ -286,5 +286,5 @@ def run(loop: StepLoop, *clients: Client, turns: int = 2000) -> None:
     raise AssertionError(f"not over after {turns} turns")
 
 
-def step_loop(engine: TextEngine, cost: StepCost = FREE, **options: Any) -> StepLoop:
-    return StepLoop(engine, cost=cost, **options)
+def step_loop(engine: TextEngine, latency: StepLatency = FREE, **options: Any) -> StepLoop:
+    return StepLoop(engine, latency=latency, **options)

@@ -22,7 +22,7 @@ from tests.verifier.fakes import (
     Client,
     Decided,
     DeviceTextEngine,
-    FixedCost,
+    FixedLatency,
     TextEngine,
     run,
     step_loop,
@@ -270,7 +270,7 @@ def test_who_asks_for_no_guesses_gets_none() -> None:
 
 def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> None:
     """Of random text nothing can be foreseen; at first it was hoped for, and after a while again."""
-    loop = step_loop(TextEngine(30), FixedCost(0.06))
+    loop = step_loop(TextEngine(30), FixedLatency(0.06))
     client = Client(loop, [2, 3, 4], 1500, sampling=SAMPLINGS[1], policy=guessing())
     open_at = []
     while not client.over:

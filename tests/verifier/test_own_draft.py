@@ -19,7 +19,7 @@ from tests.verifier.fakes import (
     VOCABULARY,
     Client,
     Decided,
-    FixedCost,
+    FixedLatency,
     TextEngine,
     run,
     step_loop,
@@ -54,14 +54,14 @@ class Unsound(TextEngine):
     bad = 7
 
 
-class Quick(FixedCost):
+class Quick(FixedLatency):
     """A hundredth of what a step costs."""
 
     def of(self, rows: int) -> float:
         return 0.01
 
 
-QUICK, SLOW = Quick(0.0), FixedCost(1000.0)
+QUICK, SLOW = Quick(0.0), FixedLatency(1000.0)
 
 
 class OftenWrong(TextEngine):
@@ -74,7 +74,7 @@ class OftenWrong(TextEngine):
 
 
 def loop_with(draft: TextEngine, *, context: int = CONTEXT, target: TextEngine | None = None) -> StepLoop:
-    own = OwnDraft(draft, context, cost=QUICK)
+    own = OwnDraft(draft, context, latency=QUICK)
     return step_loop(target or TextEngine(60), controller=Decided(Mode.LOCAL_DRAFT), own_draft=own)
 
 
@@ -138,16 +138,16 @@ def test_long_texts_are_read_in_pieces() -> None:
 
 def test_guesses_that_do_not_pay_are_not_made() -> None:
     """Where a row more costs as much as ten steps, or a pass as much as a thousand: no chain goes on."""
-    for cost, own_cost in ((DEAR, QUICK), (FREE, SLOW)):
+    for latency, own_cost in ((DEAR, QUICK), (FREE, SLOW)):
         draft = TextEngine(60)
         loop = step_loop(
-            TextEngine(60), cost, controller=Decided(Mode.LOCAL_DRAFT), own_draft=OwnDraft(draft, CONTEXT, own_cost)
+            TextEngine(60), latency, controller=Decided(Mode.LOCAL_DRAFT), own_draft=OwnDraft(draft, CONTEXT, own_cost)
         )
         one = client(loop)
         run(loop, one)
         check_over(loop, draft, one)
         assert len(draft.steps) <= sum(verdict.steps for verdict in one.mail.verdicts)
-        assert (OWN_DRAFT in sources(one)) is (cost is FREE)  # what the tip's own row tells costs nothing more
+        assert (OWN_DRAFT in sources(one)) is (latency is FREE)  # what the tip's own row tells costs nothing more
 
 
 def test_the_last_token_is_not_guessed() -> None:
@@ -171,9 +171,9 @@ def test_end_tokens_end_a_chain() -> None:
 
 
 @pytest.mark.parametrize("way", [Mode.OFF, Mode.NGRAM, Mode.REMOTE_DRAFT])
-def test_it_is_asked_in_its_own_way_only(way: Mode) -> None:
+def test_it_is_asked_in_its_own_way_only(mode: Mode) -> None:
     draft = TextEngine(60)
-    loop = step_loop(TextEngine(60), controller=Decided(way), own_draft=OwnDraft(draft, CONTEXT, cost=QUICK))
+    loop = step_loop(TextEngine(60), controller=Decided(mode), own_draft=OwnDraft(draft, CONTEXT, latency=QUICK))
     one, other = client(loop), client(loop, policy=Policy(True, 8, 0.0))
     run(loop, one, other)
     check_over(loop, draft, one, other)

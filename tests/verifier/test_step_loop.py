@@ -35,16 +35,16 @@ from tests.verifier.fakes import (
     Client,
     Decided,
     DeviceTextEngine,
-    FixedCost,
+    FixedLatency,
     TextEngine,
     run,
     step_loop,
 )
 from verifier_service.residence import MARGIN
-from verifier_service.schedule import BLINK, LEAST_PROMPT_ROWS
+from verifier_service.scheduling.prefill import MIN_CHUNK_TOKENS
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode, SpeculationController
-from verifier_service.step_loop import MOST_CANDIDATES, UNHURRIED, StepLoop
+from verifier_service.step_loop import COMMIT_COALESCE_SECONDS, MOST_CANDIDATES, UNHURRIED, StepLoop
 from verifier_service.verdict import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
@@ -180,10 +180,10 @@ class TestTokens:
         assert first.mail.times[-1].price < 1.0
 
     @pytest.mark.parametrize("way", list(Mode))
-    def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, way: Mode) -> None:
-        loop = step_loop(TextEngine(8), controller=Decided(way))
+    def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, mode: Mode) -> None:
+        loop = step_loop(TextEngine(8), controller=Decided(mode))
         price = loop.price_for(client(loop, 10, 1, 12).session, 16)
-        assert (price < 1.0) is (way is Mode.REMOTE_DRAFT)
+        assert (price < 1.0) is (mode is Mode.REMOTE_DRAFT)
 
     def test_candidates_come_at_any_time(self) -> None:
         """Before there is memory, in the prompt, and late: they are kept for as long as they can be taken."""
@@ -221,7 +221,7 @@ class TestTokens:
 
     def test_dear_rows_verify_nothing(self) -> None:
         engine = TextEngine(12)
-        loop = step_loop(engine, FixedCost(1e9))
+        loop = step_loop(engine, FixedLatency(1e9))
         one, other = client(loop, 10, 1, 10), client(loop, 10, 2, 10)
         turns(loop, 1)
         one.offer(right=3)
@@ -285,7 +285,7 @@ class TestTokens:
         begin = time.monotonic()
         alone = client(loop, 10, 1, 60, policy=Policy(False, 8, 0.0))
         run(loop, alone)
-        assert len(alone.mail.verdicts) <= 2 + (time.monotonic() - begin) / BLINK
+        assert len(alone.mail.verdicts) <= 2 + (time.monotonic() - begin) / COMMIT_COALESCE_SECONDS
         assert len(alone.mail.verdicts[0].tokens) == 1  # nobody waits for the first
         check_over(loop, engine, alone)
 
@@ -354,9 +354,9 @@ class TestPrompts:
             decoding.read()
             turns(loop, 1)
         steps = engine.steps[1:]
-        assert all(rows <= 1 + LEAST_PROMPT_ROWS for rows in steps)
+        assert all(rows <= 1 + MIN_CHUNK_TOKENS for rows in steps)
         assert len(decoding.tokens) == before + len(steps)
-        assert len(steps) == 200 / LEAST_PROMPT_ROWS
+        assert len(steps) == 200 / MIN_CHUNK_TOKENS
         run(loop, decoding, prompt)
         check_over(loop, engine, decoding, prompt)
 
@@ -833,7 +833,7 @@ PROMPTS = st.tuples(
 
 
 WHO = st.integers(0, 99)
-COSTS = [FREE, FixedCost(0.05), DEAR]
+COSTS = [FREE, FixedLatency(0.05), DEAR]
 
 
 ENGINES = [TextEngine, DeviceTextEngine]
@@ -845,7 +845,7 @@ class ManySessions(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(2, 9),
         rows=st.sampled_from([None, RowClass((4, 6, 16))]),
-        cost=st.sampled_from(COSTS),
+        latency=st.sampled_from(COSTS),
         step_rows=st.sampled_from([8, 40, 512]),
         run_ahead=st.sampled_from([4, 256]),
         kind=st.sampled_from(ENGINES),
@@ -854,13 +854,13 @@ class ManySessions(RuleBasedStateMachine):
         self,
         blocks: int,
         rows: RowClass | None,
-        cost: FixedCost,
+        latency: FixedLatency,
         step_rows: int,
         run_ahead: int,
         kind: type[TextEngine],
     ) -> None:
         self.engine = kind(blocks, 3 if blocks == 2 else MOST_CANDIDATES, rows)
-        self.loop = step_loop(self.engine, cost, step_rows=step_rows, run_ahead=run_ahead)
+        self.loop = step_loop(self.engine, latency, step_rows=step_rows, run_ahead=run_ahead)
         self.clients: list[Client] = []
 
     @property

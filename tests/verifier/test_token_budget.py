@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node, Paths, TokenTree
-from tests.verifier.fakes import FREE, FixedCost
-from verifier_service.cost import StepCost
-from verifier_service.schedule import (
-    BLINK,
-    LEAST_PROMPT_ROWS,
-    STRETCH,
-    Dearness,
-    WindowPrices,
-    candidates,
-    prompt_rows,
+from tests.verifier.fakes import FREE, FixedLatency
+from verifier_service.scheduling.prefill import (
+    MAX_DECODE_SLOWDOWN,
+    MIN_CHUNK_TOKENS,
+    PREFILL_SLICE_SECONDS,
+    PrefillSlowdown,
+    prefill_chunks,
 )
+from verifier_service.scheduling.step_latency import StepLatency
+from verifier_service.scheduling.token_budget import WindowCosts, select_candidates
 
 
 @st.composite
@@ -39,9 +38,9 @@ def trees(draw: st.DrawFn) -> TokenTree:
 
 
 batches = st.lists(st.tuples(trees(), st.integers(0, 14)), max_size=5)
-costs = st.floats(0.0, 20.0).map(FixedCost)
+costs = st.floats(0.0, 20.0).map(FixedLatency)
 any_cost = st.one_of(
-    costs, st.lists(st.floats(0.001, 1.0), min_size=4, max_size=4).map(lambda s: StepCost((1, 2, 8, 32), s))
+    costs, st.lists(st.floats(0.001, 1.0), min_size=4, max_size=4).map(lambda s: StepLatency((1, 2, 8, 32), s))
 )
 rows_before = st.integers(1, 40)
 limits = st.integers(0, 60)
@@ -49,16 +48,18 @@ limits = st.integers(0, 60)
 Batch = list[tuple[TokenTree, int]]
 
 
-def chosen_of(batch: Batch, cost: StepCost, rows: int, most: int) -> list[list[Node]]:
-    """`candidates` of trees that each offer so many of their nodes at most."""
-    return candidates([islice(tree.by_reach(), limit) for tree, limit in batch], cost, rows, most).nodes
+def chosen_of(batch: Batch, latency: StepLatency, rows: int, most: int) -> list[list[Node]]:
+    """`select_candidates` of trees that each offer so many of their nodes at most."""
+    return select_candidates([islice(tree.by_reach(), limit) for tree, limit in batch], latency, rows, most).nodes
 
 
 class TestCandidates:
     @given(batches, any_cost, rows_before, limits)
-    def test_every_tree_gets_the_best_of_its_own(self, batch: Batch, cost: StepCost, rows: int, most: int) -> None:
+    def test_every_tree_gets_the_best_of_its_own(
+        self, batch: Batch, latency: StepLatency, rows: int, most: int
+    ) -> None:
         """Which is connected, within its limit, and never a node of another tree."""
-        chosen = chosen_of(batch, cost, rows, most)
+        chosen = chosen_of(batch, latency, rows, most)
         assert len(chosen) == len(batch)
         assert sum(map(len, chosen)) <= most
         for (tree, limit), nodes in zip(batch, chosen, strict=True):
@@ -71,9 +72,9 @@ class TestCandidates:
 
     @given(batches, any_cost, rows_before, limits)
     def test_no_candidate_is_passed_over_for_a_worse_one(
-        self, batch: Batch, cost: StepCost, rows: int, most: int
+        self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
-        chosen = chosen_of(batch, cost, rows, most)
+        chosen = chosen_of(batch, latency, rows, most)
         taken = [node.reach() for nodes in chosen for node in nodes]
         for (tree, limit), nodes in zip(batch, chosen, strict=True):
             left = tree.best(limit)[len(nodes) :]
@@ -81,10 +82,10 @@ class TestCandidates:
 
     @given(batches, any_cost, rows_before, limits)
     def test_the_price_is_what_a_further_candidate_must_be_worth(
-        self, batch: Batch, cost: StepCost, rows: int, most: int
+        self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
         offers = [islice(tree.by_reach(), limit) for tree, limit in batch]
-        chosen, price = candidates(offers, cost, rows, most)
+        chosen, price = select_candidates(offers, latency, rows, most)
         left = [
             math.exp(node.reach())
             for (tree, limit), nodes in zip(batch, chosen, strict=True)
@@ -95,7 +96,7 @@ class TestCandidates:
 
     @given(batches, st.floats(0.0, 20.0), st.floats(0.0, 20.0), rows_before, limits)
     def test_dearer_rows_are_fewer(self, batch: Batch, one: float, other: float, rows: int, most: int) -> None:
-        cheap, dear = (chosen_of(batch, FixedCost(slope), rows, most) for slope in sorted((one, other)))
+        cheap, dear = (chosen_of(batch, FixedLatency(slope), rows, most) for slope in sorted((one, other)))
         for few, many in zip(dear, cheap, strict=True):
             assert many[: len(few)] == few
 
@@ -105,17 +106,17 @@ class TestCandidates:
         assert sum(map(len, chosen)) == min(most, sum(min(tree.size, limit) for tree, limit in batch))
 
     @given(batches.filter(bool), costs, rows_before)
-    def test_it_pays(self, batch: Batch, cost: StepCost, rows: int) -> None:
+    def test_it_pays(self, batch: Batch, latency: StepLatency, rows: int) -> None:
         """Tokens a second: the last one taken has added to them, and the next one would not."""
-        chosen = chosen_of(batch, cost, rows, 1000)
+        chosen = chosen_of(batch, latency, rows, 1000)
         gains = [math.exp(node.reach()) for nodes in chosen for node in nodes]
         expected, count = rows + sum(gains), rows + len(gains)
-        rate = expected / cost.of(count)
+        rate = expected / latency.of(count)
         if gains:
-            assert rate >= (expected - min(gains)) / cost.of(count - 1) * (1 - 1e-9)
+            assert rate >= (expected - min(gains)) / latency.of(count - 1) * (1 - 1e-9)
         rest = [tree.best(limit)[len(nodes) :][:1] for (tree, limit), nodes in zip(batch, chosen, strict=True)]
         for (node,) in filter(None, rest):
-            assert (expected + math.exp(node.reach())) / cost.of(count + 1) <= rate * (1 + 1e-9)
+            assert (expected + math.exp(node.reach())) / latency.of(count + 1) <= rate * (1 + 1e-9)
 
     def test_the_likely_ones_of_one_tree_go_before_the_unlikely_ones_of_another(self) -> None:
         """Two sessions, and rows for two candidates."""
@@ -126,7 +127,7 @@ class TestCandidates:
         assert list(map(len, chosen_of([(unsure, 8), (sure, 1)], FREE, 2, 2))) == [1, 1]
 
     def test_nobody_decodes(self) -> None:
-        assert candidates([], FREE, 1, 10).nodes == []
+        assert select_candidates([], FREE, 1, 10).nodes == []
 
 
 remaining = st.lists(st.integers(1, 200), min_size=1, max_size=8)
@@ -137,10 +138,10 @@ decoders = st.integers(0, 20)
 class TestPromptRows:
     @given(remaining, decoders, any_cost, rows_before, budgets)
     def test_shares_are_fair(
-        self, prompts: list[int], decoding: int, cost: StepCost, candidates: int, most: int
+        self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
     ) -> None:
         """Max-min: who does not get all has no less than anyone, but for the remainder of a division."""
-        shares = prompt_rows(prompts, decoding, cost, decoding + candidates, most)
+        shares = prefill_chunks(prompts, decoding, latency, decoding + others, most)
         assert len(shares) == len(prompts)
         for share, wanted in zip(shares, prompts, strict=True):
             assert 1 <= share <= wanted
@@ -149,38 +150,42 @@ class TestPromptRows:
 
     @given(remaining, decoders, any_cost, rows_before, budgets)
     def test_the_budget_is_used_up_and_kept(
-        self, prompts: list[int], decoding: int, cost: StepCost, candidates: int, most: int
+        self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
     ) -> None:
         """Up to `most` rows, or a multiple; and with decoders about, what does not stretch their step, of which some
         is always granted."""
-        rows, budget = decoding + candidates, most
+        rows, budget = decoding + others, most
         if decoding:
             readers = max(1.0, len(prompts) / decoding)
-            stretched = max((1.0 + STRETCH * readers) * cost.of(rows), BLINK * readers)
-            full = next(n for n in range(most, 10_000, most) if n >= rows + LEAST_PROMPT_ROWS)
-            budget = max(LEAST_PROMPT_ROWS, min(full, cost.rows_within(stretched)) - rows)
-        total = sum(prompt_rows(prompts, decoding, cost, rows, most))
+            stretched = max((1.0 + MAX_DECODE_SLOWDOWN * readers) * latency.of(rows), PREFILL_SLICE_SECONDS * readers)
+            full = next(n for n in range(most, 10_000, most) if n >= rows + MIN_CHUNK_TOKENS)
+            budget = max(MIN_CHUNK_TOKENS, min(full, latency.rows_within(stretched)) - rows)
+        total = sum(prefill_chunks(prompts, decoding, latency, rows, most))
         assert total == min(sum(prompts), max(budget, len(prompts)))
-        if decoding and total > max(LEAST_PROMPT_ROWS, len(prompts)):
-            assert cost.of(rows + total) <= stretched
+        if decoding and total > max(MIN_CHUNK_TOKENS, len(prompts)):
+            assert latency.of(rows + total) <= stretched
 
     @given(remaining, any_cost, budgets)
-    def test_everything_goes_when_nobody_decodes(self, prompts: list[int], cost: StepCost, most: int) -> None:
+    def test_everything_goes_when_nobody_decodes(self, prompts: list[int], latency: StepLatency, most: int) -> None:
         """As far as `most` goes, however dear."""
-        assert prompt_rows(prompts, 0, cost, 0, max(most, sum(prompts))) == prompts
-        assert sum(prompt_rows(prompts, 0, cost, 0, most)) == min(sum(prompts), max(most, len(prompts)))
+        assert prefill_chunks(prompts, 0, latency, 0, max(most, sum(prompts))) == prompts
+        assert sum(prefill_chunks(prompts, 0, latency, 0, most)) == min(sum(prompts), max(most, len(prompts)))
 
     @given(remaining, st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.integers(1, 40), budgets)
     def test_dearer_rows_are_fewer(self, prompts: list[int], one: float, other: float, rows: int, most: int) -> None:
-        cheap, dear = (sum(prompt_rows(prompts, rows, FixedCost(slope), rows, most)) for slope in sorted((one, other)))
+        cheap, dear = (
+            sum(prefill_chunks(prompts, rows, FixedLatency(slope), rows, most)) for slope in sorted((one, other))
+        )
         assert dear <= cheap
 
     @given(remaining, st.integers(1, 20), st.integers(1, 20), any_cost, budgets)
-    def test_few_do_not_hold_up_many(self, prompts: list[int], one: int, other: int, cost: StepCost, most: int) -> None:
+    def test_few_do_not_hold_up_many(
+        self, prompts: list[int], one: int, other: int, latency: StepLatency, most: int
+    ) -> None:
         """The more decode of the same rows, the fewer rows of prompts."""
         few, many = sorted((one, other))
-        held_up = sum(prompt_rows(prompts, many, cost, 20, most))
-        assert held_up <= sum(prompt_rows(prompts, few, cost, 20, most))
+        held_up = sum(prefill_chunks(prompts, many, latency, 20, most))
+        assert held_up <= sum(prefill_chunks(prompts, few, latency, 20, most))
 
     @pytest.mark.parametrize(
         ("prompts", "most", "shares"),
@@ -193,50 +198,54 @@ class TestPromptRows:
         ],
     )
     def test_examples(self, prompts: list[int], most: int, shares: list[int]) -> None:
-        assert prompt_rows(prompts, 0, FREE, 0, most) == shares
-        assert prompt_rows(prompts, 20, FREE, 40, 40 + max(most, 8)) == prompt_rows(prompts, 0, FREE, 0, max(most, 8))
+        assert prefill_chunks(prompts, 0, FREE, 0, most) == shares
+        assert prefill_chunks(prompts, 20, FREE, 40, 40 + max(most, 8)) == prefill_chunks(
+            prompts, 0, FREE, 0, max(most, 8)
+        )
 
     @given(remaining, st.integers(1, 20), any_cost, st.floats(1.0, 20.0), budgets)
     def test_rows_that_read_much_are_fewer(
-        self, prompts: list[int], decoding: int, cost: StepCost, dearness: float, most: int
+        self, prompts: list[int], decoding: int, latency: StepLatency, slowdown: float, most: int
     ) -> None:
         """What they make of the step is as long as ever."""
-        usual = sum(prompt_rows(prompts, decoding, cost, decoding, most))
-        total = sum(prompt_rows(prompts, decoding, cost, decoding, most, dearness))
+        usual = sum(prefill_chunks(prompts, decoding, latency, decoding, most))
+        total = sum(prefill_chunks(prompts, decoding, latency, decoding, most, slowdown))
         assert total <= usual
-        if total > max(LEAST_PROMPT_ROWS, len(prompts)):
+        if total > max(MIN_CHUNK_TOKENS, len(prompts)):
             readers = max(1.0, len(prompts) / decoding)
-            stretched = max((1.0 + STRETCH * readers) * cost.of(decoding), BLINK * readers)
-            assert dearness * cost.of(decoding + total) <= stretched * (1 + 1e-9)
+            stretched = max(
+                (1.0 + MAX_DECODE_SLOWDOWN * readers) * latency.of(decoding), PREFILL_SLICE_SECONDS * readers
+            )
+            assert slowdown * latency.of(decoding + total) <= stretched * (1 + 1e-9)
 
     def test_dearness_is_learned_and_forgotten(self) -> None:
-        dearness = Dearness()
+        slowdown = PrefillSlowdown()
         for _ in range(10):
-            dearness.observe(0.01, 0.04)
-        assert dearness.factor == pytest.approx(4.0, rel=0.01)
+            slowdown.observe(0.01, 0.04)
+        assert slowdown.factor == pytest.approx(4.0, rel=0.01)
         for _ in range(10):
-            dearness.observe(0.01, 0.005)  # nor is a row ever cheaper than it is known to be
-        assert dearness.factor == pytest.approx(1.0, rel=0.01)
+            slowdown.observe(0.01, 0.005)  # nor is a row ever cheaper than it is known to be
+        assert slowdown.factor == pytest.approx(1.0, rel=0.01)
 
     @pytest.mark.parametrize(("rows", "total"), [(1, 255), (248, 8), (249, 263), (256, 256), (300, 212)])
     def test_many_candidates_leave_room(self, rows: int, total: int) -> None:
         """A step is filled up, with the decoding rows that it has anyway; where these fill one, another."""
-        assert sum(prompt_rows([1000] * 3, 16, FREE, rows, 256)) == total
+        assert sum(prefill_chunks([1000] * 3, 16, FREE, rows, 256)) == total
 
     def test_steps_that_are_over_in_a_blink_may_take_one(self) -> None:
         """A row takes a millisecond."""
-        quick = StepCost((1, 2), [0.001, 0.002])
-        assert prompt_rows([100], 2, quick, 2, 512) == [23]
-        assert prompt_rows([50, 50, 50, 50], 2, quick, 2, 512) == [12] * 4
+        quick = StepLatency((1, 2), [0.001, 0.002])
+        assert prefill_chunks([100], 2, quick, 2, 512) == [23]
+        assert prefill_chunks([50, 50, 50, 50], 2, quick, 2, 512) == [12] * 4
 
     def test_a_long_prompt_gets_through(self) -> None:
         """However dear its rows."""
         left, steps = 1000, 0
         while left:
-            (share,) = prompt_rows([left], 4, FixedCost(1e6), 4, 512)
+            (share,) = prefill_chunks([left], 4, FixedLatency(1e6), 4, 512)
             left -= share
             steps += 1
-        assert steps == 1000 / LEAST_PROMPT_ROWS
+        assert steps == 1000 / MIN_CHUNK_TOKENS
 
 
 class TestWindowPrices:
@@ -246,15 +255,15 @@ class TestWindowPrices:
 
     @pytest.mark.parametrize(("gain", "index"), [(8.0, 0), (7.0, 0), (6.9, 1), (2.0, 1), (1.9, None)])
     def test_the_first_that_brings_what_it_costs(self, gain: float, index: int | None) -> None:
-        prices = WindowPrices(4.0, StepCost((1, 2), [1.0, 2.0]), 4)
+        prices = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
         assert prices.affordable(self.sizes, gain) == (None if index is None else self.sizes[index])
 
     def test_none_of_none(self) -> None:
-        assert WindowPrices(4.0, FREE, 4).affordable((), 9.0) is None
+        assert WindowCosts(4.0, FREE, 4).affordable((), 9.0) is None
 
     def test_rows_that_others_have_taken_count(self) -> None:
         """Of a step twice as long each row is half as dear."""
-        prices = WindowPrices(4.0, StepCost((1, 2), [1.0, 2.0]), 4)
+        prices = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
         assert prices.affordable(self.sizes, 3.5) == self.sizes[1]
         prices.add(4)
         assert prices.affordable(self.sizes, 3.5) == self.sizes[0]
@@ -262,7 +271,7 @@ class TestWindowPrices:
 
 def test_a_fixed_cost_is_what_it_says() -> None:
     """Of the fake that these tests and others lean on."""
-    cost = FixedCost(0.5)
-    assert [cost.of(n) for n in (1, 2, 3, 2000)] == [1.5, 2.0, 2.5, 1001.0]
-    cost.observe(1, 99.0)
-    assert all(b - a == 0.5 for a, b in pairwise(cost.of(n) for n in range(1, 10)))
+    latency = FixedLatency(0.5)
+    assert [latency.of(n) for n in (1, 2, 3, 2000)] == [1.5, 2.0, 2.5, 1001.0]
+    latency.observe(1, 99.0)
+    assert all(b - a == 0.5 for a, b in pairwise(latency.of(n) for n in range(1, 10)))

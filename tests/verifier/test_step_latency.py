@@ -10,7 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.verifier.fakes import TextEngine
-from verifier_service.cost import MEASURED_ROWS, REPEATS, WARM_UP_KEYS, StepCost, cheapest_rows
+from verifier_service.scheduling.step_latency import (
+    MEASURED_ROWS,
+    REPEATS,
+    WARM_UP_KEYS,
+    StepLatency,
+    best_prefill_rows,
+)
 
 ROWS = (1, 2, 4, 8, 16)
 seconds = st.lists(st.floats(1e-4, 1.0), min_size=len(ROWS), max_size=len(ROWS))
@@ -19,30 +25,30 @@ counts = st.integers(0, 64)
 
 @given(seconds, counts, counts)
 def test_more_rows_never_cost_less(measured: list[float], one: int, other: int) -> None:
-    cost = StepCost(ROWS, measured)
-    assert cost.of(min(one, other)) <= cost.of(max(one, other)) * (1 + 1e-12)
+    latency = StepLatency(ROWS, measured)
+    assert latency.of(min(one, other)) <= latency.of(max(one, other)) * (1 + 1e-12)
 
 
 @given(seconds)
 def test_it_goes_through_what_was_measured(measured: list[float]) -> None:
-    cost = StepCost(ROWS, sorted(measured))
-    assert [cost.of(rows) for rows in ROWS] == sorted(measured)
+    latency = StepLatency(ROWS, sorted(measured))
+    assert [latency.of(rows) for rows in ROWS] == sorted(measured)
 
 
 def test_between_and_beyond() -> None:
-    cost = StepCost((1, 2, 4), [1.0, 2.0, 3.0])
-    assert cost.of(3) == 2.5
-    assert cost.of(6) == pytest.approx(4.0)
-    assert cost.of(0) == 1.0
-    assert StepCost((1, 2, 4), [1.0, 3.0, 2.0]).of(4) == 3.0  # a measurement that cannot be
+    latency = StepLatency((1, 2, 4), [1.0, 2.0, 3.0])
+    assert latency.of(3) == 2.5
+    assert latency.of(6) == pytest.approx(4.0)
+    assert latency.of(0) == 1.0
+    assert StepLatency((1, 2, 4), [1.0, 3.0, 2.0]).of(4) == 3.0  # a measurement that cannot be
 
 
 @given(seconds, st.floats(1e-5, 3.0))
 def test_rows_within_is_the_inverse(measured: list[float], time: float) -> None:
-    cost = StepCost(ROWS, measured)
-    rows = cost.rows_within(time)
-    assert rows == 0 or cost.of(rows) <= time
-    assert rows == 1 << 20 or cost.of(rows + 1) > time
+    latency = StepLatency(ROWS, measured)
+    rows = latency.rows_within(time)
+    assert rows == 0 or latency.of(rows) <= time
+    assert rows == 1 << 20 or latency.of(rows + 1) > time
 
 
 @given(seconds, st.integers(1, ROWS[-1]), st.floats(0.01, 100.0))
@@ -50,29 +56,29 @@ def test_one_observation_moves_towards_itself(measured: list[float], rows: int, 
     """By less than the whole way."""
     assume(not 0.99 < factor < 1.01)
     measured.sort()
-    cost, before = StepCost(ROWS, list(measured)), StepCost(ROWS, list(measured))
+    latency, before = StepLatency(ROWS, list(measured)), StepLatency(ROWS, list(measured))
     time = before.of(rows) * factor
-    cost.observe(rows, time)
+    latency.observe(rows, time)
     if factor > 1:
-        assert before.of(rows) < cost.of(rows) < time
+        assert before.of(rows) < latency.of(rows) < time
     else:
-        assert time < cost.of(rows) <= before.of(rows)
+        assert time < latency.of(rows) <= before.of(rows)
 
 
 @given(st.floats(0.1, 10.0), st.integers(2, ROWS[-1]))
 def test_a_slow_spell_leaves_no_slope_behind(factor: float, rows: int) -> None:
     """A machine that is slow for a while, and makes steps of many rows then and of one row afterwards: what a row
     more costs in proportion stays nearly as it was."""
-    cost = StepCost(ROWS, [1.0 + 0.02 * n for n in ROWS])
-    before = cost.of(rows) / cost.of(1)
+    latency = StepLatency(ROWS, [1.0 + 0.02 * n for n in ROWS])
+    before = latency.of(rows) / latency.of(1)
     for _ in range(100):
-        cost.observe(rows, factor * (1.0 + 0.02 * rows))
+        latency.observe(rows, factor * (1.0 + 0.02 * rows))
     for _ in range(100):
-        cost.observe(1, 1.02)
+        latency.observe(1, 1.02)
     assert (
-        abs(math.log(cost.of(rows) / cost.of(1) / before)) <= 0.2 * abs(math.log(factor)) + 1e-3
+        abs(math.log(latency.of(rows) / latency.of(1) / before)) <= 0.2 * abs(math.log(factor)) + 1e-3
     )  # a tenth at each change
-    assert cost.of(1) == pytest.approx(1.02, rel=0.02)
+    assert latency.of(1) == pytest.approx(1.02, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -81,33 +87,33 @@ def test_a_slow_spell_leaves_no_slope_behind(factor: float, rows: int) -> None:
 @pytest.mark.parametrize(("step", "row"), [(0.01, 0.0), (0.01, 0.001), (0.0, 0.1)])
 def test_many_observations_convince(measured: list[float], step: float, row: float) -> None:
     """Whatever was measured at the start, of a step whose time is a line."""
-    cost = StepCost(ROWS, measured)
+    latency = StepLatency(ROWS, measured)
     for rows in Random(0).choices(range(1, ROWS[-1] + 1), k=12_000):
-        cost.observe(rows, step + row * rows)
-    assert [cost.of(rows) for rows in ROWS] == pytest.approx([step + row * rows for rows in ROWS], rel=0.02)
+        latency.observe(rows, step + row * rows)
+    assert [latency.of(rows) for rows in ROWS] == pytest.approx([step + row * rows for rows in ROWS], rel=0.02)
 
 
 def test_what_is_off_the_scale_teaches_nothing() -> None:
-    cost = StepCost((1, 2, 4), [1.0, 2.0, 3.0])
-    cost.observe(5, 1000.0)
-    assert [cost.of(rows) for rows in (1, 2, 4, 5)] == [1.0, 2.0, 3.0, 3.5]
+    latency = StepLatency((1, 2, 4), [1.0, 2.0, 3.0])
+    latency.observe(5, 1000.0)
+    assert [latency.of(rows) for rows in (1, 2, 4, 5)] == [1.0, 2.0, 3.0, 3.5]
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 100])
 def test_it_is_measured_within_the_memory(blocks: int) -> None:
     engine = TextEngine(blocks, scratch=0)
-    cost = StepCost.measure(engine, blocks * 64)
+    latency = StepLatency.measure(engine, blocks * 64)
     sizes = [n for n in MEASURED_ROWS if n + WARM_UP_KEYS < blocks * 64]
     assert engine.steps == [*sizes] * REPEATS
     assert len(sizes) >= 2  # or there would be no slope
-    assert 0 < cost.of(1) <= cost.of(64) < math.inf
+    assert 0 < latency.of(1) <= latency.of(64) < math.inf
 
 
 def test_prompts_are_measured_where_there_is_memory_for_them() -> None:
     engine = TextEngine(10)
-    assert cheapest_rows(engine, 10 * 64, 512) in (128, 256, 512)
+    assert best_prefill_rows(engine, 10 * 64, 512) in (128, 256, 512)
     assert set(engine.steps) <= {128, 256, 512}
     assert len(engine.steps) <= 9
     engine.steps.clear()
-    assert cheapest_rows(engine, 512, 512) == 512
+    assert best_prefill_rows(engine, 512, 512) == 512
     assert engine.steps == []

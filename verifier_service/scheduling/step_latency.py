@@ -40,7 +40,7 @@ MANY = 1 << 20
 """Rows, where they cost nothing."""
 
 
-class StepCost:
+class StepLatency:
     """A piecewise linear T_v(n), in seconds, that never falls."""
 
     def __init__(self, rows: tuple[int, ...], seconds: list[float]) -> None:
@@ -49,7 +49,7 @@ class StepCost:
         self._tabulate()
 
     @classmethod
-    def measure(cls, engine: Engine, slots: int) -> StepCost:
+    def measure(cls, engine: Engine, slots: int) -> StepLatency:
         """Run the engine over its first `slots` slots, which must be nobody's yet."""
         rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
         rounds = [[_timed(engine, n) for n in rows] for _ in range(REPEATS)]
@@ -103,15 +103,15 @@ class StepCost:
         self._slope = float((monotone[-1] - monotone[-2]) / (self._rows[-1] - self._rows[-2]))
 
 
-def cheapest_rows(engine: Engine, slots: int, most: int) -> int:
+def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:
     """How many rows of prompts a step had best have, up to `most`: found by running the engine over its first `slots`
     slots, which must be nobody's yet; `most` where they are too few."""
-    best = cheapest(lambda rows: _timed_prompts(engine, rows), most, LONG) if most < slots else most
+    best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG) if most < slots else most
     log.info("prompt_rows", best=best)
     return best
 
 
-def _timed_prompts(engine: Engine, rows: int) -> float:
+def _timed_prefill(engine: Engine, rows: int) -> float:
     """Seconds of a step over so many rows of short prompts."""
     packer = engine.packer()
     for begin in range(0, rows, WARM_UP_KEYS):

@@ -7,8 +7,8 @@ import pytest
 
 from specdec.engine.blocks import BLOCK
 from tests.verifier.fakes import Client, Decided, TextEngine, step_loop
-from verifier_service.cores import FIRST_PAUSE, LEAVING, LONGEST_PAUSE, Cores
-from verifier_service.cost import StepCost
+from verifier_service.scheduling.cpu_threads import FIRST_PROBE_PAUSE, LINGER_SECONDS, LONGEST_PROBE_PAUSE, ThreadPolicy
+from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode
 
@@ -21,29 +21,29 @@ class Threaded(TextEngine):
 
 def test_steps_are_measured_with_each_number() -> None:
     engine = Threaded(BLOCKS)
-    cores = Cores(engine, lambda: StepCost.measure(engine, BLOCKS * BLOCK))
+    cores = ThreadPolicy(engine, lambda: StepLatency.measure(engine, BLOCKS * BLOCK))
     assert engine.used == 2
-    assert cores.cost is cores.undrafted_cost
-    cores.share(with_drafts=True, now=0.0)
+    assert cores.latency is cores.plain_latency
+    cores.choose(drafting=True, now=0.0)
     assert engine.used == 1
-    assert cores.cost is not cores.undrafted_cost
-    cores.share(with_drafts=False, now=0.9 * LEAVING)
+    assert cores.latency is not cores.plain_latency
+    cores.choose(drafting=False, now=0.9 * LINGER_SECONDS)
     assert engine.used == 1  # they may not have heard of it yet
-    cores.share(with_drafts=False, now=LEAVING)
+    cores.choose(drafting=False, now=LINGER_SECONDS)
     assert engine.used == 2
-    assert cores.cost is cores.undrafted_cost
+    assert cores.latency is cores.plain_latency
 
 
 @pytest.mark.parametrize("way", list(Mode))
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("always", [True, False])
-def test_room_is_left_where_candidates_of_drafts_are_taken(way: Mode, speculate: bool, always: bool) -> None:
+def test_room_is_left_where_candidates_of_drafts_are_taken(mode: Mode, speculate: bool, always: bool) -> None:
     engine = Threaded(BLOCKS)
-    loop = step_loop(engine, controller=Decided(way))
+    loop = step_loop(engine, controller=Decided(mode))
     Client(loop, [3, 4, 5], policy=Policy(speculate, 8, 0.0, always=always))
     for _ in range(2):  # over the prompt, and over its first token
         loop.turn()
-    assert engine.used == (1 if speculate and (always or way is Mode.REMOTE_DRAFT) else 2)
+    assert engine.used == (1 if speculate and (always or mode is Mode.REMOTE_DRAFT) else 2)
 
 
 class Machine:
@@ -52,7 +52,7 @@ class Machine:
     def __init__(self, of_two: float = 0.003, of_one: float = 0.005) -> None:
         self.engine = Threaded(BLOCKS)
         self.seconds = {2: of_two, 1: of_one}
-        self.cores = Cores(self.engine, lambda: StepCost((1, 2), [self.seconds[self.engine.used]] * 2))
+        self.cores = ThreadPolicy(self.engine, lambda: StepLatency((1, 2), [self.seconds[self.engine.used]] * 2))
         self.clock = 0.0
 
     def steps(self, seconds: float) -> dict[int, float]:
@@ -64,7 +64,7 @@ class Machine:
             spent[self.engine.used] += taken
             self.clock += taken
             self.cores.observe(1, taken)
-            self.cores.share(with_drafts=False, now=self.clock)
+            self.cores.choose(drafting=False, now=self.clock)
         return spent
 
 
@@ -75,7 +75,7 @@ def test_a_stranger_takes_one_thread_s_core_not_all_of_the_time() -> None:
     spent = machine.steps(60.0)
     assert spent[2] < 0.1 * 60  # a few steps to see it, a few in every trial
     machine.seconds = {2: 0.003, 1: 0.005}
-    machine.steps(LONGEST_PAUSE + FIRST_PAUSE)
+    machine.steps(LONGEST_PROBE_PAUSE + FIRST_PROBE_PAUSE)
     assert machine.steps(5.0)[1] == 0
 
 
@@ -94,11 +94,11 @@ def test_a_model_that_gains_nothing_by_threads_has_one() -> None:
 
 def test_drafts_that_share_the_cores_say_nothing_of_all_threads() -> None:
     machine = Machine()
-    machine.cores.share(with_drafts=True, now=0.0)
+    machine.cores.choose(drafting=True, now=0.0)
     for _ in range(1000):
         machine.cores.observe(1, 0.0001)
-    assert machine.cores.shared
-    machine.cores.share(with_drafts=False, now=1.0)
+    assert machine.cores.yielding
+    machine.cores.choose(drafting=False, now=1.0)
     assert machine.engine.used == 2
 
 
@@ -108,5 +108,5 @@ def test_a_draft_that_reads_now_and_then_is_no_stranger() -> None:
     for number in range(3000):
         taken = 0.024 if number % 30 == 0 else machine.seconds[machine.engine.used]
         machine.cores.observe(1, taken)
-        machine.cores.share(with_drafts=False, now=1.0)
+        machine.cores.choose(drafting=False, now=1.0)
         assert machine.engine.used == 2

@@ -1,0 +1,1 @@
+"""What goes into a step, and when the step begins."""
