@@ -119,9 +119,9 @@ def decode(
             stream.read()
         written = sum(len(stream.tokens) for stream in streams)
         if begun is None and all(stream.tokens for stream in streams):
-            begun, before, steps_before = time.perf_counter(), written, loop.load.steps
+            begun, before, steps_before = time.perf_counter(), written, loop.stats.steps
         if begun is not None and not ended:
-            counted, seconds, steps = written - before, time.perf_counter() - begun, loop.load.steps - steps_before
+            counted, seconds, steps = written - before, time.perf_counter() - begun, loop.stats.steps - steps_before
             ended = any(stream.over for stream in streams)
     return Outcome(
         tokens=counted,

@@ -84,19 +84,19 @@ class VerifierServicer(
         if waiting >= limit and request.open.attempt <= 1:
             raise OverloadedError(
                 f"{waiting} sessions wait for memory, the limit is {limit}",
-                retry_after=self._loop.load.expected_wait(waiting),
+                retry_after=self._loop.stats.expected_wait(waiting),
             )
 
     def load(self) -> model_pb2.Load:
         waiting = self._waiting(self._usual_blocks)
         room = max(0, min(self.room, self._limits.max_waiting - waiting))
-        wait = self._loop.load.expected_wait(max(0, waiting))
+        wait = self._loop.stats.expected_wait(max(0, waiting))
         return model_pb2.Load(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
     def _waiting(self, blocks: float) -> int:
         """Sessions that wait for memory; below zero, so many more would find some at once. Those on their way to the
         loop will find memory, or wait; they are taken to have texts of so many blocks."""
-        waiting = self._loop.load.waiting - self._loop.load.stalled
+        waiting = self._loop.stats.waiting - self._loop.stats.throttled
         fitting = 0 if waiting else int(self._loop.pool.available / blocks)
         return waiting + self.arriving - fitting
 
@@ -105,7 +105,7 @@ class VerifierServicer(
         request: verifier_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[verifier_pb2.GetLoadRequest, verifier_pb2.GetLoadResponse],
     ) -> verifier_pb2.GetLoadResponse:
-        load, pool = self._loop.load, self._loop.pool
+        load, pool = self._loop.stats, self._loop.pool
         return verifier_pb2.GetLoadResponse(
             running=load.running,
             waiting=load.waiting,
@@ -151,7 +151,7 @@ class VerifierServicer(
                 raise ValueError(f"{most} nodes, at most {MAX_NODES_A_MESSAGE} a message")
             session.extend(extend.base, paths_from(extend), arrived, extend.held_us * 1e-6)
         except ValueError as error:
-            self._loop.load.refused += 1
+            self._loop.stats.refused += 1
             session.refused_extends += 1
             if session.refused_extends == 1:  # a draft that talks nonsense does so again and again
                 log.warning("candidates_refused", why=str(error))
@@ -166,7 +166,7 @@ class VerifierServicer(
         return verifier_pb2.VerifyResponse(opened=opened)
 
     def progress(self) -> verifier_pb2.VerifyResponse:
-        load = self._loop.load
+        load = self._loop.stats
         begun = load.step_begun
         progress = model_pb2.Progress(
             steps=load.steps,

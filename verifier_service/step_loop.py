@@ -25,18 +25,18 @@ from specdec.serving.outbox import Outbox
 from verifier_service.attached import Attached, StepTimes
 from verifier_service.descent import Descent
 from verifier_service.guesses import Foresight
-from verifier_service.load import Load
 from verifier_service.own_draft import NOTHING, OwnDraft
 from verifier_service.pace import Prospect, wait_until
 from verifier_service.planned import Planned
-from verifier_service.residence import Residence
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
+from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.step_latency import StepLatency, best_prefill_rows
 from verifier_service.scheduling.token_budget import WindowCosts, select_candidates
 from verifier_service.session import Session
 from verifier_service.shared_texts import SharedTexts
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
+from verifier_service.stats import VerifierStats
 from verifier_service.verdict import Verdict
 from verifier_service.walk import walk, warm_up
 
@@ -67,28 +67,28 @@ NOTHING_PAYS = 1.0
 
 
 class StepLoop(EngineWorker[Session]):
-    """`step_rows`: up to which prompts fill a step, or fewer if a row costs less then; `run_ahead`: tokens a session
-    may be ahead of what its client has read; `shared_tokens`: of finished texts, kept for their tenant to guess from;
-    `latency`: measured unless it is known; `own_draft`: guesses between steps, where that pays."""
+    """`step_rows`: up to which prompts fill a step, or fewer if a row costs less then; `max_unread_tokens`: tokens a
+    session may be ahead of what its client has read; `shared_tokens`: of finished texts, kept for their tenant to guess
+    from; `latency`: measured unless it is known; `own_draft`: guesses between steps, where that pays."""
 
     def __init__(
         self,
         engine: Engine,
         *,
         step_rows: int = 512,
-        run_ahead: int = 256,
+        max_unread_tokens: int = 256,
         shared_tokens: int = 0,
         latency: StepLatency | None = None,
         controller: SpeculationController | None = None,
         own_draft: OwnDraft | None = None,
     ) -> None:
         super().__init__("step-loop", engine)
-        self.load = Load()
+        self.stats = VerifierStats()
         self._forward = step_of(engine)
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
         self._scratch = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
-        self._residence = Residence(engine, self.pool, self.load, run_ahead, self._lose)
+        self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
         beside = [] if own_draft is None else [own_draft.engine]
         self._threads = ThreadPolicy(engine, lambda: latency or StepLatency.measure(engine, slots), beside)
@@ -131,14 +131,14 @@ class StepLoop(EngineWorker[Session]):
     def attach(self, attached: Attached) -> None:
         """Let a session in as soon as there is memory for it; EngineLostError if nothing can be computed."""
         self.check_works()
-        self._residence.enter(attached)
+        self._queue.add(attached)
 
     def detach(self, session: Session) -> None:
         """Forget a session and free its memory, whatever state it is in."""
-        self._residence.leave(session)
+        self._queue.remove(session)
         self._forget(session)
 
-    def _lose(self, attached: Attached) -> None:
+    def _on_preempt(self, attached: Attached) -> None:
         """It is about to lose its memory, at the target; then it needs none at the own draft."""
         self._tell(attached)
         self._forget(attached.session)
@@ -151,8 +151,8 @@ class StepLoop(EngineWorker[Session]):
     # --- the loop -----------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        self._residence.admit()
-        ready = [a for a in self._residence.running if a.session.computable and not self._residence.stalled(a)]
+        self._queue.admit()
+        ready = [a for a in self._queue.running if a.session.computable and not self._queue.throttled(a)]
         if not ready:
             self._put_off, self._idle = None, True
             return None  # the next action wakes the loop
@@ -178,10 +178,10 @@ class StepLoop(EngineWorker[Session]):
             if until is not None:
                 self._put_off = self._put_off or now
                 return until - now
-        self.load.step_begun, self.load.step_expected = now, 0.0
+        self.stats.step_begun, self.stats.step_expected = now, 0.0
         self._consult(ready)
-        self._step([attached for attached in ready if self._residence.hold(attached)], batch)
-        self.load.step_begun = 0.0
+        self._step([attached for attached in ready if self._queue.reserve_text(attached)], batch)
+        self.stats.step_begun = 0.0
         self._put_off = None
         return 0.0
 
@@ -202,7 +202,7 @@ class StepLoop(EngineWorker[Session]):
         packer = self._engine.packer()
         planned = self._plan(packer, ready)
         rows = len(packer.tokens)
-        self.load.step_expected = self._latency.of(rows)
+        self.stats.step_expected = self._latency.of(rows)
 
         # 2. One forward pass, one walk.
         try:
@@ -226,7 +226,7 @@ class StepLoop(EngineWorker[Session]):
             if piece.tip is None:
                 attached.session.computed += piece.count
         kept = [(a, descent) for a, descent in descents if descent.error is None]
-        self._residence.move([move for _, descent in kept for move in descent.moves])
+        self._queue.copy_rows([move for _, descent in kept for move in descent.moves])
         self._add_logprobs([descent for _, descent in kept], results)
         begin = start - self._guessing.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
@@ -264,7 +264,7 @@ class StepLoop(EngineWorker[Session]):
         foresights = self._look_ahead(speculating, chosen, decoding)
         planned: list[tuple[Attached, Planned]] = []
         for attached, nodes, foresight in zip(speculating, chosen, foresights, strict=True):
-            self._residence.reserve_for(attached.session, nodes)
+            self._queue.reserve_candidates(attached.session, nodes)
             planned.append((attached, attached.session.plan(packer, 1, nodes, scratch, foresight)))
         for attached in (*plain, *prompts):
             attached.session.guesser.look_away()
@@ -356,8 +356,8 @@ class StepLoop(EngineWorker[Session]):
     def _settle_prefill_threads(self) -> None:
         """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
         if self._threads.yields:
-            reading = sum(bool(attached.session.remaining_prompt) for attached in self._residence.running)
-            self._reading = 2 * reading > len(self._residence.running)
+            reading = sum(bool(attached.session.remaining_prompt) for attached in self._queue.running)
+            self._reading = 2 * reading > len(self._queue.running)
 
     # --- results ------------------------------------------------------------------------------------
 
@@ -374,9 +374,9 @@ class StepLoop(EngineWorker[Session]):
 
     def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
         now = time.monotonic()
-        self._drafted = sum(attached.session.policy.speculate for attached in self._residence.running)
+        self._drafted = sum(attached.session.policy.speculate for attached in self._queue.running)
         self._settle_prefill_threads()
-        spacing = max(COMMIT_COALESCE_SECONDS, len(self._residence.running) / MESSAGES_A_SECOND)
+        spacing = max(COMMIT_COALESCE_SECONDS, len(self._queue.running) / MESSAGES_A_SECOND)
         messages = []
         for attached, verdict in verdicts:
             attached.decided = attached.session.policy.speculate
@@ -389,7 +389,7 @@ class StepLoop(EngineWorker[Session]):
                 messages.append(self._message(attached, forward, step, waited))
             if verdict.finish:
                 self._shared.add(attached.session.request.tenant, attached.session.tree.committed)
-                self.load.lifetime += 0.1 * (now - attached.let_in - self.load.lifetime)
+                self.stats.lifetime += 0.1 * (now - attached.let_in - self.stats.lifetime)
                 self.detach(attached.session)
         Outbox.put_all(messages)
 
@@ -397,7 +397,7 @@ class StepLoop(EngineWorker[Session]):
         """Whether somebody waits for its verdict: its draft, for what to guess next; the next step, for that draft; or,
         where it is stalled, it itself, for its reader."""
         wanted = attached.price < NOTHING_PAYS or self._drafts(attached)  # candidates; or so its draft thinks
-        return wanted or not attached.session.computable or self._residence.stalled(attached)
+        return wanted or not attached.session.computable or self._queue.throttled(attached)
 
     def _tell(self, attached: Attached) -> None:
         """At once, outside of any step, if there is something to tell."""
@@ -428,14 +428,14 @@ class StepLoop(EngineWorker[Session]):
 
     def _observe(self, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         self._threads.observe(rows, seconds)
-        load = self.load
-        load.steps += 1
-        load.rows += rows
-        load.busy += seconds
+        stats = self.stats
+        stats.steps += 1
+        stats.rows += rows
+        stats.busy += seconds
         for _, verdict in verdicts:
-            load.committed += len(verdict.tokens)
-            load.drafted += verdict.offered
-            load.accepted += verdict.accepted
+            stats.committed += len(verdict.tokens)
+            stats.drafted += verdict.offered
+            stats.accepted += verdict.accepted
 
     def _watch(self, batch: BatchProfile, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
         """Tell the controller what a step of a batch has brought in `seconds`. A step that lost sessions tells
@@ -457,18 +457,18 @@ class StepLoop(EngineWorker[Session]):
         """What came while the last step was under way is in place; nothing has been waited for yet."""
         for attached in ready:
             if attached.decided:
-                self.load.outcomes += 1
-                self.load.foreseen += attached.session.drafted
+                self.stats.outcomes += 1
+                self.stats.foreseen += attached.session.drafted
                 attached.decided = False
 
     # --- failures -----------------------------------------------------------------------------------
 
     def end_session(self, session: Session, error: Exception) -> None:
-        (attached,) = (each for each in self._residence.everybody if each.session is session)
+        (attached,) = (each for each in self._queue.all if each.session is session)
         self._quarantine(attached, error)
 
     def end_sessions(self, error: Exception) -> None:
-        for attached in self._residence.everybody:
+        for attached in self._queue.all:
             self._tell(attached)
             self.detach(attached.session)
             attached.outbox.put(error)
@@ -478,6 +478,6 @@ class StepLoop(EngineWorker[Session]):
         """End a session that failed, and wipe its memory: a NaN in it would spread to whoever gets it next."""
         log.error("session_failed", exc_info=error)
         self._tell(attached)
-        self._residence.leave(attached.session, wipe=True)
+        self._queue.remove(attached.session, wipe=True)
         self._forget(attached.session)
         attached.outbox.put(error)

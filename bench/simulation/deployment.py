@@ -196,7 +196,7 @@ class Deployment:
         return tokens
 
     def totals(self) -> Totals:
-        load = self._verifier_loop.load
+        load = self._verifier_loop.stats
         return Totals(
             time=self._verifier_loop.last_step,
             tokens=load.committed,

@@ -117,8 +117,8 @@ class LockstepLoop(SimulatedStepLoop):
     """Steps when all of its sessions can: an engine that drafts for a whole batch, then verifies it."""
 
     def turn(self) -> float | None:
-        self._residence.admit()  # who comes meanwhile is not refused for want of room to wait in
-        if all(attached.session.computable for attached in self._residence.running):
+        self._queue.admit()  # who comes meanwhile is not refused for want of room to wait in
+        if all(attached.session.computable for attached in self._queue.running):
             return super().turn()
         return None  # an answer of a draft wakes the loop
 

@@ -135,7 +135,7 @@ class Deployment:
         self._target, self._draft = target, draft
         own = None if local is None else OwnDraft(local, 4096)
         self._steps = StepLoop(
-            target, run_ahead=scenario.run_ahead, shared_tokens=scenario.shared_tokens, own_draft=own
+            target, max_unread_tokens=scenario.max_unread_tokens, shared_tokens=scenario.shared_tokens, own_draft=own
         )
         self._growth = GrowthLoop(draft)
         identity = model_pb2.ModelIdentity(vocabulary_size=target.vocabulary, context_tokens=1024)
@@ -177,7 +177,7 @@ class Deployment:
     # --- both loops, turned by hand ------------------------------------------------------------------
 
     def _step(self) -> None:
-        passes, rows, load = self._target.passes, self._target.rows, self._steps.load
+        passes, rows, load = self._target.passes, self._target.rows, self._steps.stats
         candidates, preempted, moment = load.drafted, load.preemptions, self._clock.now
         with self._calls:
             wait = self._steps.turn()

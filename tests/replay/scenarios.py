@@ -50,7 +50,7 @@ class Scenario:
     threads: tuple[int, ...] = (1,)
     noise: float = 0.7  # of what a made-up draft has learnt
     local_draft: bool = False
-    run_ahead: int = 256
+    max_unread_tokens: int = 256
     shared_tokens: int = 0
     ticks: int = 400
 
@@ -130,7 +130,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             for i in range(6)
         ),
         blocks=6,
-        run_ahead=24,
+        max_unread_tokens=24,
     ),
     "crowd": Scenario(
         tuple(

@@ -96,7 +96,7 @@ async def run(requests: list[Ask], target: Path, draft: Path, small: int, **opti
         alone = [(await tokens_of(services, replace(ask, read=ask.tokens), plain=True))[0] for ask in requests]
     async with stack(target, draft, **options | {"capacity": small}) as services:
         answers = await asyncio.gather(*(tokens_of(services, ask) for ask in requests))
-        load = services.verifier_loop.load
+        load = services.verifier_loop.stats
         await until(lambda: services.verifier_loop.pool.held == 0)
     finishes = [finish for _, finish in answers if finish.reason]
     return Outcome(

@@ -32,7 +32,7 @@ class Overheard(DraftServicer):
         return super().parse(request)
 
 
-@pytest.mark.parametrize("way", [Mode.OFF, Mode.REMOTE_DRAFT])
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.REMOTE_DRAFT])
 @pytest.mark.parametrize("policy", [DRAFT, ALWAYS])
 async def test_a_draft_is_asked_where_its_candidates_may_pay(
     directories: Directories, mode: Mode, policy: generation_pb2.SpeculationPolicy

@@ -93,7 +93,7 @@ class Reader:
 
 def serving(services: Stack) -> int:
     """Which verifier has the only session."""
-    (number,) = (i for i, pod in enumerate(services.verifiers) if pod.loop.load.running)
+    (number,) = (i for i, pod in enumerate(services.verifiers) if pod.loop.stats.running)
     return number
 
 
@@ -671,7 +671,7 @@ async def test_a_crowd_moves(directories: Directories) -> None:
         want = await services.generate(PROMPT, **dict(fields))
         readers = [Reader(services, **fields) for _ in range(16)]
         await asyncio.gather(*(reader.read(5) for reader in readers))
-        assert all(pod.loop.load.running for pod in services.verifiers)  # they were spread
+        assert all(pod.loop.stats.running for pod in services.verifiers)  # they were spread
         await services.verifiers[0].stop()
         answers = await asyncio.gather(*(reader.rest() for reader in readers))
         moved = sum(answer.finish.speculation.switches.get("verifier_lost", 0) for answer in answers)

@@ -94,7 +94,7 @@ async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -
     async with gated(directories, verifier_limits=limits, capacity=256 + 4 * BLOCK) as (services, gate):
         with gate.closed():
             first = begin(services, PROMPT, 10)
-            await until(lambda: services.verifier_loop.load.running == 1, NEVER_AT_ONCE)
+            await until(lambda: services.verifier_loop.stats.running == 1, NEVER_AT_ONCE)
             others = [begin(services, PROMPT, 10) for _ in range(7)]
             await until(lambda: sum(task.done() for task in others) == 5, NEVER_AT_ONCE)
             assert (await load_of(services)).running == 1
@@ -140,16 +140,16 @@ async def test_a_waiting_session_can_be_cancelled(directories: Directories) -> N
         loop = services.verifier_loop
         with gate.closed():
             first = begin(services, PROMPT, 10)
-            await until(lambda: loop.load.running == 1, NEVER_AT_ONCE)
+            await until(lambda: loop.stats.running == 1, NEVER_AT_ONCE)
             waiting = [begin(services, PROMPT, 10) for _ in range(3)]
             await until(lambda: loop._inbox.qsize() >= 3, NEVER_AT_ONCE)  # they wait to be attached
             for task in waiting:
                 task.cancel()
             await until(lambda: loop._inbox.qsize() >= 6, NEVER_AT_ONCE)  # and to be detached
         assert len((await first).tokens) == 10
-        await until(lambda: loop.load.waiting == loop.load.running == loop.pool.held == 0)
+        await until(lambda: loop.stats.waiting == loop.stats.running == loop.pool.held == 0)
         await loop.call(lambda: None)  # until the last step has been counted
-        assert loop.load.committed == 10
+        assert loop.stats.committed == 10
 
 
 async def test_a_prompt_is_found_by_its_tenant_alone(directories: Directories) -> None:
@@ -170,7 +170,7 @@ async def test_a_prompt_is_found_by_its_tenant_alone(directories: Directories) -
         check(directories, [PROMPT] * 5, [texts[0]] * 5, texts)
         assert await found("a", [*PROMPT[: BLOCK + 9], 5]) == BLOCK + 9  # inside a block, by copying
         assert await found("a", [5, *PROMPT]) == 0
-        load = services.verifier_loop.load
+        load = services.verifier_loop.stats
         assert load.found_tokens == 4 * BLOCK + BLOCK + 9
         assert load.prompt_tokens == 6 * len(PROMPT) + 1 + BLOCK + 10
 
@@ -195,14 +195,14 @@ async def test_a_completion_says_how_often_it_lost_its_memory(directories: Direc
         loop = services.verifier_loop
         with gate.closed():
             tasks = [begin(services, texts[0], 40)]
-            await until(lambda: loop.load.running == 1, NEVER_AT_ONCE)
+            await until(lambda: loop.stats.running == 1, NEVER_AT_ONCE)
             tasks += [begin(services, prompt, 40) for prompt in texts[1:]]
             await until(lambda: loop._inbox.qsize() >= 2, NEVER_AT_ONCE)  # they will be there before the first grows
         completions = await asyncio.gather(*tasks)
         preemptions = [completion.finish.preemptions for completion in completions]
         assert preemptions[0] == 0
-        assert sum(preemptions) == loop.load.preemptions > 0
-        assert (await load_of(services)).preemptions == loop.load.preemptions
+        assert sum(preemptions) == loop.stats.preemptions > 0
+        assert (await load_of(services)).preemptions == loop.stats.preemptions
         want = [list((await begin(services, prompt, 40)).tokens) for prompt in texts]
     check(directories, texts, want, [list(completion.tokens) for completion in completions])
 
@@ -252,7 +252,7 @@ async def test_the_load_while_it_serves(directories: Directories) -> None:
     async with gated(directories) as (services, gate):
         with gate.closed():
             task = begin(services, PROMPT, 5)
-            await until(lambda: services.verifier_loop.load.running == 1, NEVER_AT_ONCE)
+            await until(lambda: services.verifier_loop.stats.running == 1, NEVER_AT_ONCE)
             load = await load_of(services)
         assert (load.running, load.steps, load.committed_tokens) == (1, 0, 0)
         assert load.kv_held_tokens == 3 * BLOCK

@@ -62,7 +62,7 @@ async def test_short_streams_leak_nothing(directories: Directories) -> None:
         await until(lambda: services.verifier_loop.pool.held == 0 and draft.slots_used == 0)
         gc.collect()
         after = resident_bytes()
-        load = services.verifier_loop.load
+        load = services.verifier_loop.stats
         assert (load.running, load.waiting) == (0, 0)
     print(
         f"{STREAMS} streams, {load.preemptions} preemptions: {before / 2**20:.0f} MiB before, {after / 2**20:.0f} after"

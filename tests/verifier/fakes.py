@@ -184,7 +184,7 @@ class Decided(SpeculationController):
     def mode(self) -> Mode:
         return self.decided
 
-    def mode_for(self, crowd: BatchProfile, now: float) -> Mode:
+    def mode_for(self, batch: BatchProfile, now: float) -> Mode:
         return self.decided
 
 

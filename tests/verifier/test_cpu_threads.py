@@ -34,7 +34,7 @@ def test_steps_are_measured_with_each_number() -> None:
     assert cores.latency is cores.plain_latency
 
 
-@pytest.mark.parametrize("way", list(Mode))
+@pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("always", [True, False])
 def test_room_is_left_where_candidates_of_drafts_are_taken(mode: Mode, speculate: bool, always: bool) -> None:

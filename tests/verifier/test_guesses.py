@@ -223,8 +223,8 @@ def test_what_a_session_guesses_is_no_foresight_of_its_draft() -> None:
     for _ in range(60):
         loop.turn()
     assert NGRAM in sources(client)
-    assert loop.load.outcomes > 0
-    assert loop.load.foreseen == 0
+    assert loop.stats.outcomes > 0
+    assert loop.stats.foreseen == 0
 
 
 def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:

@@ -170,7 +170,7 @@ def test_end_tokens_end_a_chain() -> None:
     assert any(each.tokens[-1] == END for each in clients)
 
 
-@pytest.mark.parametrize("way", [Mode.OFF, Mode.NGRAM, Mode.REMOTE_DRAFT])
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.NGRAM, Mode.REMOTE_DRAFT])
 def test_it_is_asked_in_its_own_way_only(mode: Mode) -> None:
     draft = TextEngine(60)
     loop = step_loop(TextEngine(60), controller=Decided(mode), own_draft=OwnDraft(draft, CONTEXT, latency=QUICK))
@@ -266,9 +266,9 @@ def test_who_loses_its_memory_to_another_comes_back() -> None:
         for each in clients:
             each.read()
         assert loop.turn() == 0.0 or all(each.over for each in clients)
-        assert loop._own_draft._readings.keys() <= {attached.session for attached in loop._residence.running}
+        assert loop._own_draft._readings.keys() <= {attached.session for attached in loop._queue.running}
     check_over(loop, draft, *clients)
-    assert loop.load.preemptions > 0
+    assert loop.stats.preemptions > 0
     assert sources(*clients).count(OWN_DRAFT) > 200
 
 

@@ -40,8 +40,8 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
-from verifier_service.residence import MARGIN
 from verifier_service.scheduling.prefill import MIN_CHUNK_TOKENS
+from verifier_service.scheduling.run_queue import SPARE_SHARE
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode, SpeculationController
 from verifier_service.step_loop import COMMIT_COALESCE_SECONDS, MOST_CANDIDATES, UNHURRIED, StepLoop
@@ -78,7 +78,7 @@ def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
         assert not each.has_memory
     assert engine.faults == []
     assert loop.pool.held == 0
-    assert (loop.load.running, loop.load.waiting) == (0, 0)
+    assert (loop.stats.running, loop.stats.waiting) == (0, 0)
     assert loop.turn() is None
 
 
@@ -99,7 +99,7 @@ class TestTokens:
         check_over(loop, engine, *clients)
         sources = {source for each in clients for verdict in each.mail.verdicts for source in verdict.sources}
         assert sources == {DRAFT, CORRECTION, BONUS, PLAIN}
-        assert 0 < loop.load.accepted < loop.load.drafted
+        assert 0 < loop.stats.accepted < loop.stats.drafted
 
     @pytest.mark.parametrize(
         ("fields", "finish"),
@@ -179,7 +179,7 @@ class TestTokens:
         turns(loop, 1)
         assert first.mail.times[-1].price < 1.0
 
-    @pytest.mark.parametrize("way", list(Mode))
+    @pytest.mark.parametrize("mode", list(Mode))
     def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, mode: Mode) -> None:
         loop = step_loop(TextEngine(8), controller=Decided(mode))
         price = loop.price_for(client(loop, 10, 1, 12).session, 16)
@@ -226,17 +226,17 @@ class TestTokens:
         turns(loop, 1)
         one.offer(right=3)
         turns(loop, 1)
-        assert loop.load.drafted == 0
+        assert loop.stats.drafted == 0
         run(loop, one, other)
         check_over(loop, engine, one, other)
 
-    def test_the_guard_hears_of_no_step_in_which_a_prompt_ends(self) -> None:
+    def test_the_controller_hears_of_no_step_in_which_a_prompt_ends(self) -> None:
         """It takes longer than one that speculates, and brings a token."""
 
         class Listening(SpeculationController):
             heard = 0
 
-            def observe(self, clients: Any, **_: Any) -> None:
+            def update(self, batch: Any, **_: Any) -> None:
                 self.heard += 1
 
         controller = Listening()
@@ -260,7 +260,7 @@ class TestTokens:
         plain.session.policy = Policy(False, 8, 0.0)
         plain.offer(right=5)
         run(loop, plain)
-        assert loop.load.drafted == 0
+        assert loop.stats.drafted == 0
         assert {s for verdict in plain.mail.verdicts for s in verdict.sources} == {PLAIN}
         bases = [verdict.base for verdict in plain.mail.verdicts]
         assert bases == [10 + sum(len(v.tokens) for v in plain.mail.verdicts[:i]) for i in range(len(bases))]
@@ -292,7 +292,7 @@ class TestTokens:
     def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
         """However many commits are told together."""
         engine = TextEngine(12)
-        loop = step_loop(engine, run_ahead=3)
+        loop = step_loop(engine, max_unread_tokens=3)
         clients = [client(loop, 10, seed, 60) for seed in range(3)]
         for each in clients:
             each.session.policy = Policy(False, 8, 0.0)
@@ -379,7 +379,7 @@ class TestSharing:
         run(loop, first, same, other)
         assert [each.mail.times[0].found for each in (first, same, other)] == [0, found, 0]
         assert {times.found for times in same.mail.times[1:]} == {0}
-        assert (loop.load.prompt_tokens, loop.load.found_tokens) == (600, found)
+        assert (loop.stats.prompt_tokens, loop.stats.found_tokens) == (600, found)
         check_over(loop, engine, first, same, other)
 
     def test_a_beginning_inside_a_block_is_copied(self) -> None:
@@ -448,12 +448,12 @@ class TestMemory:
         first, large, small = client(loop, 100, 1, 20), client(loop, 200, 2, 20), client(loop, 10, 3, 20)
         turns(loop, 1)
         assert [each.has_memory for each in (first, large, small)] == [True, False, False]
-        assert (loop.load.running, loop.load.waiting) == (1, 2)
+        assert (loop.stats.running, loop.stats.waiting) == (1, 2)
         run(loop, first)
         turns(loop, 1)
         assert large.has_memory
         run(loop, large, small)
-        assert loop.load.preemptions == 0
+        assert loop.stats.preemptions == 0
         check_over(loop, engine, first, large, small)
 
     def test_the_youngest_gives_way(self) -> None:
@@ -468,7 +468,7 @@ class TestMemory:
         run(loop, *clients)
         assert [each.attached.preemptions for each in clients] == [0, 1, 1]
         assert [each.mail.times[-1].preemptions for each in clients] == [0, 1, 1]
-        assert loop.load.preemptions == 2
+        assert loop.stats.preemptions == 2
         assert len(old.mail.verdicts) == len(middle.mail.verdicts) == len(young.mail.verdicts) == 20
         check_over(loop, engine, *clients)
 
@@ -494,15 +494,15 @@ class TestMemory:
 
     def test_room_to_grow_stays_for_those_who_run(self) -> None:
         """A part of the memory is not given to newcomers."""
-        engine = TextEngine(MARGIN + 1)
+        engine = TextEngine(SPARE_SHARE + 1)
         loop = step_loop(engine)
-        first = client(loop, (MARGIN - 2) * BLOCK + 1, 1, 70)  # all blocks but one
+        first = client(loop, (SPARE_SHARE - 2) * BLOCK + 1, 1, 70)  # all blocks but one
         second = client(loop, 10, 2, 5)
         turns(loop, 1)
         assert loop.pool.available == 1
         assert not second.has_memory
         run(loop, first, second)
-        assert loop.load.preemptions == 0
+        assert loop.stats.preemptions == 0
         check_over(loop, engine, first, second)
 
     @pytest.mark.parametrize("blocks", [2, 3, 4, 6])
@@ -533,14 +533,14 @@ class TestMemory:
         assert young.attached.preemptions == 1
         assert sum(engine.steps) < 120 + 30 + 125 + 10 + 125 - BLOCK // 2
         assert {times.found for times in young.mail.times} == {0}  # none was there when it first came
-        assert loop.load.found_tokens == 0
+        assert loop.stats.found_tokens == 0
         check_over(loop, engine, old, young)
 
 
 class TestReaders:
     def test_one_far_behind_is_waited_for(self) -> None:
         engine = TextEngine(8)
-        loop = step_loop(engine, run_ahead=6)
+        loop = step_loop(engine, max_unread_tokens=6)
         lazy, eager = client(loop, 10, 1, 40), client(loop, 10, 2, 40)
         run(loop, eager)
         assert loop.turn() is None
@@ -550,13 +550,13 @@ class TestReaders:
         turns(loop, 1)
         assert len(lazy.tokens) == 8
         run(loop, lazy)
-        assert loop.load.preemptions == 0
+        assert loop.stats.preemptions == 0
         check_over(loop, engine, lazy, eager)
 
     def test_it_gives_up_its_memory_to_who_waits(self) -> None:
         """Though it is the oldest; and gets some again when it has caught up."""
         engine = TextEngine(3)
-        loop = step_loop(engine, run_ahead=6)
+        loop = step_loop(engine, max_unread_tokens=6)
         lazy = client(loop, 70, 1, 30)
         turns(loop, 7)
         assert loop.turn() is None
@@ -576,7 +576,7 @@ class TestReaders:
     def test_coming_back_it_is_as_old_as_ever(self) -> None:
         """Of two that run, the one that came later gives way, though it was let in first."""
         engine = TextEngine(3)
-        loop = step_loop(engine, run_ahead=6)
+        loop = step_loop(engine, max_unread_tokens=6)
         lazy, large, young = client(loop, 40, 1, 40), client(loop, 100, 2, 10), client(loop, 60, 3, 10)
         run(loop, large)
         turns(loop, 1)
@@ -589,7 +589,7 @@ class TestReaders:
     def test_an_old_one_that_does_not_read_stops_nobody_who_grows(self) -> None:
         """The young one finds no room, gives up its own, and gets the old one's."""
         engine = TextEngine(3)
-        loop = step_loop(engine, run_ahead=6)
+        loop = step_loop(engine, max_unread_tokens=6)
         lazy, eager = client(loop, 30, 1, 30), client(loop, 30, 2, 80)
         run(loop, eager)
         assert not lazy.over
@@ -598,7 +598,7 @@ class TestReaders:
 
     def test_a_waiting_one_that_does_not_read_lets_others_pass(self) -> None:
         engine = TextEngine(3)
-        loop = step_loop(engine, run_ahead=6)
+        loop = step_loop(engine, max_unread_tokens=6)
         old, lazy = client(loop, 60, 1, 30), client(loop, 60, 2, 30)
         for _ in range(7):
             old.read()
@@ -616,7 +616,7 @@ class TestCancel:
     def test_in_every_state(self) -> None:
         """Waiting, in the prompt, decoding, with candidates, stalled, preempted, over: the others go on."""
         engine = TextEngine(8)
-        loop = step_loop(engine, run_ahead=10, step_rows=64)
+        loop = step_loop(engine, max_unread_tokens=10, step_rows=64)
 
         def stays(seed: int) -> Client:
             return client(loop, 60, seed, 12)
@@ -656,7 +656,7 @@ class TestCancel:
         turns(loop, 6)
         assert not young.has_memory
         young.cancel()
-        assert loop.load.waiting == 0
+        assert loop.stats.waiting == 0
         run(loop, old)
         check_over(loop, engine, old)
 
@@ -808,7 +808,7 @@ class TestLoad:
         turns(loop, 1)
         clients[0].offer(right=3, wrong=[2])
         run(loop, *clients)
-        load = loop.load
+        load = loop.stats
         assert load.steps == len(engine.steps)
         assert load.rows == sum(engine.steps)
         assert load.committed == 30
@@ -819,7 +819,7 @@ class TestLoad:
 
     def test_the_expected_wait_grows_with_the_queue(self) -> None:
         engine = TextEngine(20)
-        load = step_loop(engine).load
+        load = step_loop(engine).stats
         waits = [load.expected_wait(waiting) for waiting in range(100)]
         assert waits == sorted(waits)
         assert all(0.1 <= wait <= 60 for wait in waits)
@@ -847,7 +847,7 @@ class ManySessions(RuleBasedStateMachine):
         rows=st.sampled_from([None, RowClass((4, 6, 16))]),
         latency=st.sampled_from(COSTS),
         step_rows=st.sampled_from([8, 40, 512]),
-        run_ahead=st.sampled_from([4, 256]),
+        max_unread_tokens=st.sampled_from([4, 256]),
         kind=st.sampled_from(ENGINES),
     )
     def start(
@@ -856,11 +856,11 @@ class ManySessions(RuleBasedStateMachine):
         rows: RowClass | None,
         latency: FixedLatency,
         step_rows: int,
-        run_ahead: int,
+        max_unread_tokens: int,
         kind: type[TextEngine],
     ) -> None:
         self.engine = kind(blocks, 3 if blocks == 2 else MOST_CANDIDATES, rows)
-        self.loop = step_loop(self.engine, latency, step_rows=step_rows, run_ahead=run_ahead)
+        self.loop = step_loop(self.engine, latency, step_rows=step_rows, max_unread_tokens=max_unread_tokens)
         self.clients: list[Client] = []
 
     @property
@@ -948,8 +948,8 @@ class ManySessions(RuleBasedStateMachine):
     @invariant()
     def memory_is_accounted_for(self) -> None:
         holders = [each for each in self.clients if each.has_memory]
-        assert self.loop.load.running == len(holders)
-        assert self.loop.load.waiting == len(self.alive) - len(holders)
+        assert self.loop.stats.running == len(holders)
+        assert self.loop.stats.waiting == len(self.alive) - len(holders)
         slots = [set(each.session.slots.tolist()) for each in holders]
         assert self.loop.pool.held == len(set().union(*slots)) / BLOCK
 
@@ -993,7 +993,7 @@ def test_a_storm(seed: int) -> None:
         clients.turn(2)
         clients.tokens_are_the_references()
         clients.memory_is_accounted_for()
-    load = clients.loop.load
+    load = clients.loop.stats
     assert min(load.preemptions, load.accepted, load.drafted - load.accepted, load.found_tokens) > 0
     assert any(each.mail.error for each in clients.clients)
     assert sum(bool(each.mail.finish) for each in clients.clients) > 10

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Load:
+class VerifierStats:
     """Written by the loop's thread, read by any."""
 
     running: int = 0
     waiting: int = 0
-    stalled: int = 0  # of those waiting, far ahead of their readers
+    throttled: int = 0  # of those waiting, far ahead of their readers
     steps: int = 0
     rows: int = 0
     committed: int = 0  # tokens

@@ -18,45 +18,50 @@ from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE, PoolFullError, Slots
 from verifier_service.attached import Attached
-from verifier_service.load import Load
 from verifier_service.session import Session
+from verifier_service.stats import VerifierStats
 
 log = structlog.get_logger()
 
-MARGIN = 16
+SPARE_SHARE = 16
 """A session is let in only if this part of all blocks, or one for each running session, stays available."""
 
 
-class Residence:
-    """`run_ahead`: tokens a session may be ahead of what its client has read; `lose` hears of a session that is about
-    to lose its memory."""
+class RunQueue:
+    """`max_unread_tokens`: tokens a session may be ahead of what its client has read; `on_preempt` hears of a session
+    that is about to lose its memory."""
 
     def __init__(
-        self, engine: Engine, pool: BlockPool, load: Load, run_ahead: int, lose: Callable[[Attached], None]
+        self,
+        engine: Engine,
+        pool: BlockPool,
+        stats: VerifierStats,
+        max_unread_tokens: int,
+        on_preempt: Callable[[Attached], None],
     ) -> None:
         self.pool = pool
         self.running: list[Attached] = []  # in order of arrival
         self._waiting: list[Attached] = []  # for memory, in order of precedence
         self._engine = engine
-        self._load = load
-        self._run_ahead = run_ahead
-        self._lose = lose
+        self._stats = stats
+        self._max_unread_tokens = max_unread_tokens
+        self._on_preempt = on_preempt
         self._arrivals = itertools.count()
 
     @property
-    def everybody(self) -> list[Attached]:
+    def all(self) -> list[Attached]:
         """Those who have memory, and those who wait for it."""
         return [*self.running, *self._waiting]
 
-    def enter(self, attached: Attached) -> None:
+    def add(self, attached: Attached) -> None:
         """Let a session in as soon as there is memory for it."""
         attached.arrival = next(self._arrivals)
         attached.waiting_since = time.monotonic()
         insort(self._waiting, attached, key=lambda a: a.precedence)
-        self._load.prompt_tokens += attached.session.tree.base
+        self._stats.prompt_tokens += attached.session.tree.base
         self._count()
 
-    def leave(self, session: Session, *, wipe: bool = False) -> None:
+    def remove(self, session: Session, *, wipe: bool = False) -> None:
         """Forget a session and free its memory, whatever state it is in."""
         self._take_memory(session, wipe=wipe)
         self._waiting = [a for a in self._waiting if a.session is not session]
@@ -65,18 +70,18 @@ class Residence:
 
     def admit(self) -> None:
         """Give memory to who waits for it, in order, as far as it goes."""
-        for attached in [a for a in self._waiting if not self.stalled(a)]:
-            while not self._let_in(attached):
-                stalled = [a for a in self.running if self.stalled(a)]
-                if not stalled:
+        for attached in [a for a in self._waiting if not self.throttled(a)]:
+            while not self._admit(attached):
+                throttled = [a for a in self.running if self.throttled(a)]
+                if not throttled:
                     return
-                self._preempt(stalled[-1])  # it has no use for its memory until its reader catches up
+                self._preempt(throttled[-1])  # it has no use for its memory until its reader catches up
 
-    def stalled(self, attached: Attached) -> bool:
+    def throttled(self, attached: Attached) -> bool:
         """Whether it is far ahead of its reader; `consumed` will wake the loop."""
-        return attached.session.tree.base - attached.session.consumed > self._run_ahead
+        return attached.session.tree.base - attached.session.consumed > self._max_unread_tokens
 
-    def hold(self, attached: Attached) -> bool:
+    def reserve_text(self, attached: Attached) -> bool:
         """Memory up to the tip, if need be at the expense of the youngest; False if this is the youngest, or
         has just been preempted for another."""
         while attached.session.table is not None:
@@ -88,23 +93,23 @@ class Residence:
                 return True
         return False
 
-    def reserve_for(self, session: Session, nodes: list[Node]) -> None:
+    def reserve_candidates(self, session: Session, nodes: list[Node]) -> None:
         """Room to accept candidates, if it is there for nothing."""
         missing = max((node.position + 1 for node in nodes), default=0) - len(session.slots)
         if 0 < missing <= self.pool.available * BLOCK:
             assert session.table is not None
             session.table.reserve(len(session.slots) + missing)
 
-    def move(self, moves: list[tuple[int, int]]) -> None:
+    def copy_rows(self, moves: list[tuple[int, int]]) -> None:
         """Keys and values from slot to slot."""
         if moves:
             pairs = np.asarray(moves)
             self._copy(pairs[:, 0], pairs[:, 1])
 
-    def _let_in(self, attached: Attached) -> bool:
+    def _admit(self, attached: Attached) -> bool:
         session = attached.session
         try:
-            source, target = session.settle_in(self.pool, min(len(self.running), self.pool.usable // MARGIN))
+            source, target = session.settle_in(self.pool, min(len(self.running), self.pool.usable // SPARE_SHARE))
         except PoolFullError:
             return False
         self._waiting.remove(attached)
@@ -115,19 +120,19 @@ class Residence:
         attached.queued += now - attached.waiting_since
         if not attached.preemptions:
             session.found = session.computed
-            self._load.found_tokens += session.found
+            self._stats.found_tokens += session.found
         self._count()
         return True
 
     def _preempt(self, attached: Attached) -> None:
         """Take a session's memory; its text is computed anew when there is room, before anyone new comes in."""
-        self._lose(attached)
+        self._on_preempt(attached)
         self._take_memory(attached.session)
         attached.preemptions += 1
         attached.waiting_since = time.monotonic()
         self.running.remove(attached)
         insort(self._waiting, attached, key=lambda a: a.precedence)
-        self._load.preemptions += 1
+        self._stats.preemptions += 1
         self._count()
         log.info("preempted", tokens=attached.session.tree.base, running=len(self.running))
 
@@ -140,5 +145,5 @@ class Residence:
             self._engine.copy(source, target)
 
     def _count(self) -> None:
-        self._load.running, self._load.waiting = len(self.running), len(self._waiting)
-        self._load.stalled = sum(self.stalled(attached) for attached in self._waiting)
+        self._stats.running, self._stats.waiting = len(self.running), len(self._waiting)
+        self._stats.throttled = sum(self.throttled(attached) for attached in self._waiting)
