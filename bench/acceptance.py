@@ -34,10 +34,10 @@ from specdec.engine.blocks import BlockPool
 from specdec.engine.load import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
-from verifier_service.descent import Descent
 from verifier_service.session import Policy, Session, SessionRequest
-from verifier_service.verdict import CORRECTION
-from verifier_service.walk import walk
+from verifier_service.verification.result import CORRECTION
+from verifier_service.verification.tree_verification import TreeVerification
+from verifier_service.verification.verify_trees import verify_trees
 
 CAPACITY = 4096
 SCRATCH = 256
@@ -119,18 +119,18 @@ class Pair:
         packer = self.target.packer()
         scratch = list(range(CAPACITY - SCRATCH, CAPACITY))
         planned = session.plan(packer, session.remaining_prompt + 1, nodes, scratch)
-        descent = Descent(session, planned)
-        walk([descent], HostRows(self.target.forward(packer.pack())))
-        if descent.error is not None:
-            raise descent.error
-        if descent.moves:
-            self.target.copy(*np.asarray(descent.moves).T)
-        verdict = session.settle(descent, 0.0)
-        count.tokens += len(verdict.tokens)
+        verification = TreeVerification(session, planned)
+        verify_trees([verification], HostRows(self.target.forward(packer.pack())))
+        if verification.error is not None:
+            raise verification.error
+        if verification.kv_copies:
+            self.target.copy(*np.asarray(verification.kv_copies).T)
+        result = session.apply(verification, 0.0)
+        count.tokens += len(result.tokens)
         count.steps += 1
-        count.accepted += verdict.accepted
-        count.rejected += verdict.sources.count(CORRECTION)
-        return bool(verdict.finish)
+        count.accepted += result.accepted
+        count.rejected += result.sources.count(CORRECTION)
+        return bool(result.finish)
 
     def distance(self, text: list[int], prompt: int, temperature: float) -> NDArray[np.float64]:
         """TV(p, q) at each generated position of a text."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.serving.outbox import Outbox
 from verifier_service.attached import StepTimes
-from verifier_service.verdict import Verdict
+from verifier_service.verification.result import VerifyResult
 
 
 class _AtOnce:
@@ -17,24 +17,24 @@ class _AtOnce:
         callback(*args)
 
 
-class Mailbox(Outbox[tuple[Verdict, StepTimes]]):
+class Mailbox(Outbox[tuple[VerifyResult, StepTimes]]):
     """An outbox that keeps what is put into it. Nothing may come behind an end."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]
-        self.verdicts: list[Verdict] = []
+        self.results: list[VerifyResult] = []
         self.times: list[StepTimes] = []
         self.error: Exception | None = None
 
-    def _say(self, item: tuple[Verdict, StepTimes] | Exception) -> None:
+    def _say(self, item: tuple[VerifyResult, StepTimes] | Exception) -> None:
         assert self.error is None
         assert not self.finish
         if isinstance(item, Exception):
             self.error = item
         else:
-            self.verdicts.append(item[0])
+            self.results.append(item[0])
             self.times.append(item[1])
 
     @property
     def finish(self) -> int:
-        return self.verdicts[-1].finish if self.verdicts else 0
+        return self.results[-1].finish if self.results else 0

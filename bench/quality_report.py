@@ -111,8 +111,8 @@ def table(report: dict[str, Any]) -> str:
     apart = report["speculative_minus_naive"]
     cells = ["-" if apart[name] is None else f"{apart[name]:+.1f}" for name in names]
     lines.append("| *speculative minus naive, standard errors* | | | | " + " | ".join(cells) + " |")
-    verdict = {True: "within noise", False: "NOT within noise", None: "not compared"}[report["within_noise"]]
-    lines += ["", f"Speculative sampling is as varied as naive sampling: {verdict} ({NOISE:g} standard errors)."]
+    result = {True: "within noise", False: "NOT within noise", None: "not compared"}[report["within_noise"]]
+    lines += ["", f"Speculative sampling is as varied as naive sampling: {result} ({NOISE:g} standard errors)."]
     return "\n".join(lines) + "\n"
 
 

@@ -24,7 +24,7 @@ from specdec.v1 import draft_pb2, verifier_pb2
 from verifier_service.attached import Attached, StepTimes
 from verifier_service.servicer import response
 from verifier_service.session import Policy
-from verifier_service.verdict import Verdict
+from verifier_service.verification.result import VerifyResult
 
 
 class DraftSession(draft_service.session.Session):
@@ -118,6 +118,6 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         return replace(super()._policy(message), patience=0.0, always=True)
 
 
-def _free_of_charge(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
+def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
     """A draft that is told of a high price would rest, and this verifier wait for it for ever."""
-    return response(verdict, replace(times, price=0.0))
+    return response(result, replace(times, price=0.0))

@@ -59,7 +59,7 @@ class _Stream:
         self.tokens: list[int] = []
         self.offered = self.accepted = 0
         self._read = 0  # verdicts
-        loop.attach(Attached(self.session, self.mail, lambda verdict, times: (verdict, times)))
+        loop.attach(Attached(self.session, self.mail, lambda result, times: (result, times)))
 
     @property
     def over(self) -> bool:
@@ -68,11 +68,11 @@ class _Stream:
     def read(self) -> None:
         if self.mail.error is not None:
             raise self.mail.error
-        for verdict in self.mail.verdicts[self._read :]:
-            self.tokens += verdict.tokens
-            self.offered += verdict.offered
-            self.accepted += verdict.accepted
-        self._read = len(self.mail.verdicts)
+        for result in self.mail.results[self._read :]:
+            self.tokens += result.tokens
+            self.offered += result.offered
+            self.accepted += result.accepted
+        self._read = len(self.mail.results)
         self.session.consumed = self.session.tree.base
 
     def offer(self, text: Sequence[int], acceptance: float, width: int, vocabulary: int, dice: random.Random) -> None:

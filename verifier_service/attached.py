@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.serving.outbox import Outbox
 from verifier_service.session import Session
-from verifier_service.verdict import Verdict
+from verifier_service.verification.result import VerifyResult
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Attached:
 
     session: Session
     outbox: Outbox[Any]
-    message: Callable[[Verdict, StepTimes], Any]
+    message: Callable[[VerifyResult, StepTimes], Any]
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory
     queued: float = 0.0  # seconds
-    untold: Verdict | None = None  # of the last steps
+    untold: VerifyResult | None = None  # of the last steps
     told: float = 0.0  # when a verdict was last told
     price: float = 0.0  # as was told with it
     let_in: float = 0.0  # when it got its memory

@@ -78,7 +78,9 @@ class OwnDraft:
         begin = time.monotonic()
         chains: list[Chain] = []
         try:
-            chains += self._begin([session for session in sessions if session.outlook()[0] - 1.0 < self._promise])
+            chains += self._begin(
+                [session for session in sessions if session.expected_tokens()[0] - 1.0 < self._promise]
+            )
             self._go_on(chains, decoding, latency, price, begin)
         except Exception as error:
             self._fail(error)

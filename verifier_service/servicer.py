@@ -31,7 +31,7 @@ from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.attached import Attached, StepTimes
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.step_loop import StepLoop
-from verifier_service.verdict import Verdict
+from verifier_service.verification.result import VerifyResult
 
 log = structlog.get_logger()
 
@@ -231,27 +231,27 @@ def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str
     return lookahead_violations("policy.lookahead", policy.lookahead) if policy.HasField("lookahead") else []
 
 
-def response(verdict: Verdict, times: StepTimes) -> verifier_pb2.VerifyResponse:
+def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
     commit = verifier_pb2.Commit(
-        committed=model_pb2.Committed(base=verdict.base, tokens=verdict.tokens),
-        sources=verdict.sources,  # type: ignore[arg-type]
+        committed=model_pb2.Committed(base=result.base, tokens=result.tokens),
+        sources=result.sources,  # type: ignore[arg-type]
         logprobs=[
             verifier_pb2.TokenLogprobs(chosen=p.chosen, top_tokens=p.top_tokens, top_logprobs=p.top_logprobs)
-            for p in verdict.logprobs
+            for p in result.logprobs
         ],
-        offered=verdict.offered,
-        accepted=verdict.accepted,
-        finish_reason=verdict.finish,  # type: ignore[arg-type]
+        offered=result.offered,
+        accepted=result.accepted,
+        finish_reason=result.finish,  # type: ignore[arg-type]
         forward_us=int(1e6 * times.forward),
         step_us=int(1e6 * times.step),
         waited_us=int(1e6 * times.waited),
         queued_us=int(1e6 * times.queued),
         found_tokens=times.found,
         preemptions=times.preemptions,
-        steps=verdict.steps,
+        steps=result.steps,
         price=times.price,
         drafted_sessions=times.drafted,
-        checksum=verdict.checksum,
+        checksum=result.checksum,
         round_trip_us=int(1e6 * times.round_trip),
     )
     return verifier_pb2.VerifyResponse(commit=commit)

@@ -20,12 +20,12 @@ from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv import PoolFullError, Slots
 from specdec.serving import checksum
 from verifier_service.guesses import MOST_NODES, Foresight, Guesser
-from verifier_service.pace import Pace, Prospect
-from verifier_service.planned import Planned, plan_below
-from verifier_service.verdict import CONTEXT, CORRECTION, DRAFT, LENGTH, OWN_DRAFT, STOP, Verdict
+from verifier_service.scheduling.batch_plan import ScheduledRows, plan_tree
+from verifier_service.scheduling.step_delay import DraftTiming, WaitEstimate
+from verifier_service.verification.result import CONTEXT, CORRECTION, DRAFT, LENGTH, OWN_DRAFT, STOP, VerifyResult
 
 if TYPE_CHECKING:
-    from verifier_service.descent import Descent
+    from verifier_service.verification.tree_verification import TreeVerification
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Session:
         self.history = (
             History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
         )
-        self.pace = Pace()
+        self.draft_timing = DraftTiming()
         self.guesser = Guesser(text, self.end, request.chooser)
         self._checksum = request.checksum
         self.table: BlockTable | None = None
@@ -89,7 +89,7 @@ class Session:
         self.found = 0  # tokens that were in memory already when it was first given some
         self.consumed = len(text)
         self.refused_extends = 0  # messages of candidates that made no sense
-        self._outlook: tuple[float, float] | None = None  # of the tree as it is
+        self._expected_tokens: tuple[float, float] | None = None  # of the tree as it is
 
     @property
     def remaining_prompt(self) -> int:
@@ -160,8 +160,8 @@ class Session:
         rule = self.request.chooser.rule
         rows = [(parent, row) for parent, row in paths.rows if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(rows=rows), origin=DRAFT)
-        self.pace.arrived(base, arrived, held)
-        self._outlook = None
+        self.draft_timing.arrived(base, arrived, held)
+        self._expected_tokens = None
 
     def usable(self, node: Node) -> bool:
         """Whether verifying a candidate can bring anything: where tokens are contrasted, one without the draft's
@@ -171,7 +171,7 @@ class Session:
     def adopt(self, policy: Policy) -> None:
         """Speculate otherwise from now on."""
         self.policy = policy
-        self._outlook = None
+        self._expected_tokens = None
 
     @property
     def guesses(self) -> bool:
@@ -184,12 +184,12 @@ class Session:
         """Put its own candidates into the tree, once for each length of the text; `shared` are texts of others."""
         every = self.policy.lookahead is not None
         if self.guesser.propose(self.tree, price, shared, every=every, sampled=self.draws):
-            self._outlook = None
+            self._expected_tokens = None
 
     def suggest(self, paths: Paths) -> None:
         """Candidates of the verifier's own draft, below the text as it is."""
         self.tree.insert(self.tree.base, paths, origin=OWN_DRAFT)
-        self._outlook = None
+        self._expected_tokens = None
 
     def look_ahead(self, size: Lookahead | None) -> Foresight | None:
         """A lookahead window of this size for the coming step, if any."""
@@ -214,18 +214,18 @@ class Session:
         """The candidates it would like to have in a step, best first, each with its reach."""
         return islice(self.tree.by_reach(self.usable), self.allowance)
 
-    def outlook(self) -> tuple[float, float]:
-        """As `TokenTree.outlook`, of as many candidates as it may have."""
-        if self._outlook is None:
-            self._outlook = self.tree.outlook(self.policy.max_candidates, self.usable)
-        return self._outlook
+    def expected_tokens(self) -> tuple[float, float]:
+        """As `TokenTree.expected_tokens`, of as many candidates as it may have."""
+        if self._expected_tokens is None:
+            self._expected_tokens = self.tree.expected_tokens(self.policy.max_candidates, self.usable)
+        return self._expected_tokens
 
-    def prospect(self, now: float, price: float) -> Prospect:
+    def wait_estimate(self, now: float, price: float) -> WaitEstimate:
         """What it would bring to a step now, and what it has to hope for, a row more costing `price` tokens."""
-        expected, leaf = self.outlook()
+        expected, leaf = self.expected_tokens()
         if self.policy.patience <= 0:
-            return Prospect(expected)
-        return self.pace.prospect(
+            return WaitEstimate(expected)
+        return self.draft_timing.wait_estimate(
             self.tree.base, now, expected=expected, leaf=leaf, price=price, patience=self.policy.patience
         )
 
@@ -236,38 +236,40 @@ class Session:
         packer: Packer,
         count: int,
         nodes: list[Node],
-        scratch: list[int],
+        tree_slots: list[int],
         foresight: Foresight | None = None,
-    ) -> Planned:
-        """Add rows to a batch: `count` committed tokens that are not computed yet and, if the tip is the last of
-        them, candidates, best first, as far as there is room to accept them, and a window. `scratch` holds free slots
-        for side branches; its end is used up."""
+    ) -> ScheduledRows:
+        """Add rows to a batch: `count` committed tokens that are not computed yet and, if the tip is the last of them,
+        candidates, best first, as far as there is room to accept them, and a window. `tree_slots` holds free slots for
+        side branches; its end is used up."""
         start, end = self.computed, self.computed + count
         own = self.slots
         nodes = [node for node in nodes if node.position < len(own)]
         rows = packer.add_rows(self.tree.committed[start:end], start, own[start:end])
-        planned = Planned(count)
+        planned = ScheduledRows(count)
         if end == self.tree.base:
-            planned.tip = packer.want(rows[-1])
-        if planned.tip is not None and (nodes or foresight):
-            planned.below = plan_below(packer, self.tree.root, planned.tip, own, list(rows), nodes, scratch, foresight)
+            planned.root_row = packer.want(rows[-1])
+        if planned.root_row is not None and (nodes or foresight):
+            planned.tree = plan_tree(
+                packer, self.tree.root, planned.root_row, own, list(rows), nodes, tree_slots, foresight
+            )
         else:
             packer.add_path(own[:end], rows)
         return planned
 
-    def settle(self, descent: Descent, now: float) -> Verdict:
+    def apply(self, verification: TreeVerification, now: float) -> VerifyResult:
         """Take what the walk has found into the text."""
-        verdict = descent.verdict
-        self.computed += descent.planned.count + verdict.accepted
-        self.pace.walked(verdict.accepted, CORRECTION in verdict.sources)
-        self.tree.commit(verdict.tokens)
-        self.pace.committed(self.tree.base, now)
-        self.guesser.extend(verdict.tokens, verdict.sources)
-        self._outlook = None
+        result = verification.result
+        self.computed += verification.planned.count + result.accepted
+        self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
+        self.tree.commit(result.tokens)
+        self.draft_timing.committed(self.tree.base, now)
+        self.guesser.extend(result.tokens, result.sources)
+        self._expected_tokens = None
         if self.history is not None:
-            self.history.extend(verdict.tokens)
-        self._checksum = verdict.checksum = checksum.extended(self._checksum, verdict.tokens, verdict.finish)
-        return verdict
+            self.history.extend(result.tokens)
+        self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
+        return result
 
     def finish(self, token: int, position: int) -> int:
         """Whether the text ends with this token, and why."""

@@ -23,22 +23,22 @@ from specdec.engine.engine import Engine, step_of
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.outbox import Outbox
 from verifier_service.attached import Attached, StepTimes
-from verifier_service.descent import Descent
 from verifier_service.guesses import Foresight
 from verifier_service.own_draft import NOTHING, OwnDraft
-from verifier_service.pace import Prospect, wait_until
-from verifier_service.planned import Planned
+from verifier_service.scheduling.batch_plan import ScheduledRows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.scheduling.step_delay import WaitEstimate, delay_until
 from verifier_service.scheduling.step_latency import StepLatency, best_prefill_rows
 from verifier_service.scheduling.token_budget import WindowCosts, select_candidates
 from verifier_service.session import Session
 from verifier_service.shared_texts import SharedTexts
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.stats import VerifierStats
-from verifier_service.verdict import Verdict
-from verifier_service.walk import walk, warm_up
+from verifier_service.verification.result import VerifyResult
+from verifier_service.verification.tree_verification import TreeVerification
+from verifier_service.verification.verify_trees import verify_trees, warm_up
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ UNHURRIED = 0.25
 """Seconds between two commits of a session along which nobody reads."""
 
 PRICE_SMOOTHING = 0.2
-UNDRAFTED = Prospect(1.0)
+WITHOUT_DRAFT = WaitEstimate(1.0)
 """Of a session that brings one token and hopes for nothing."""
 
 NOTHING_PAYS = 1.0
@@ -87,7 +87,7 @@ class StepLoop(EngineWorker[Session]):
         self._forward = step_of(engine)
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
-        self._scratch = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
+        self._tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
         beside = [] if own_draft is None else [own_draft.engine]
@@ -103,7 +103,7 @@ class StepLoop(EngineWorker[Session]):
         self._drafted = 0  # sessions for which there is a draft
         self._last_step = 0.0  # when it ended
         self._idle = True  # whether there has been nothing to do since
-        self._put_off: float | None = None  # since when a step is
+        self._delayed_since: float | None = None  # since when a step is
         self._reading = False  # whether prompts have the cores that drafts would take
 
     @property
@@ -154,7 +154,7 @@ class StepLoop(EngineWorker[Session]):
         self._queue.admit()
         ready = [a for a in self._queue.running if a.session.computable and not self._queue.throttled(a)]
         if not ready:
-            self._put_off, self._idle = None, True
+            self._delayed_since, self._idle = None, True
             return None  # the next action wakes the loop
         on_trial = self._retrial.next({attached.session for attached in ready})
         if on_trial is not None:
@@ -173,16 +173,16 @@ class StepLoop(EngineWorker[Session]):
         drafted = any(self._drafts(a) for a in speculating)
         self._threads.choose(drafting=drafted, now=now)
         if drafted and not any(a.session.remaining_prompt for a in ready):
-            prospects = [a.session.prospect(now, self._price) if self._drafts(a) else UNDRAFTED for a in ready]
-            until = wait_until(prospects, now, self._last_step, self._latency.of(len(ready)))
+            estimates = [a.session.wait_estimate(now, self._price) if self._drafts(a) else WITHOUT_DRAFT for a in ready]
+            until = delay_until(estimates, now, self._last_step, self._latency.of(len(ready)))
             if until is not None:
-                self._put_off = self._put_off or now
+                self._delayed_since = self._delayed_since or now
                 return until - now
         self.stats.step_begun, self.stats.step_expected = now, 0.0
         self._consult(ready)
         self._step([attached for attached in ready if self._queue.reserve_text(attached)], batch)
         self.stats.step_begun = 0.0
-        self._put_off = None
+        self._delayed_since = None
         return 0.0
 
     def _consult(self, ready: list[Attached]) -> None:
@@ -198,7 +198,7 @@ class StepLoop(EngineWorker[Session]):
             return
         # 1. What every session adds to the batch.
         start = time.monotonic()
-        waited = start - self._put_off if self._put_off else 0.0
+        waited = start - self._delayed_since if self._delayed_since else 0.0
         packer = self._engine.packer()
         planned = self._plan(packer, ready)
         rows = len(packer.tokens)
@@ -207,13 +207,13 @@ class StepLoop(EngineWorker[Session]):
         # 2. One forward pass, one walk.
         try:
             forward_start = time.monotonic()
-            descents = [(a, Descent(a.session, p)) for a, p in planned if p.tip is not None]
-            results = self._forward(
-                packer.pack(), lambda: dict(ask for _, descent in descents for ask in descent.asks())
+            verifications = [(a, TreeVerification(a.session, p)) for a, p in planned if p.root_row is not None]
+            logits = self._forward(
+                packer.pack(), lambda: dict(ask for _, verification in verifications for ask in verification.asks())
             )
             forward_time = time.monotonic() - forward_start
-            walk([descent for _, descent in descents], results)
-            self._look([descent for _, descent in descents if descent.error is None], results)
+            verify_trees([verification for _, verification in verifications], logits)
+            self._look([verification for _, verification in verifications if verification.error is None], logits)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
             self.step_failed(
                 [attached.session for attached, _ in planned], np.asarray(packer.slots, dtype=np.int64), error
@@ -223,29 +223,29 @@ class StepLoop(EngineWorker[Session]):
         # 3. Commit: keep what was accepted, tell everybody.
         for attached, piece in planned:
             self._retrial.forget(attached.session)
-            if piece.tip is None:
+            if piece.root_row is None:
                 attached.session.computed += piece.count
-        kept = [(a, descent) for a, descent in descents if descent.error is None]
-        self._queue.copy_rows([move for _, descent in kept for move in descent.moves])
-        self._add_logprobs([descent for _, descent in kept], results)
+        kept = [(a, verification) for a, verification in verifications if verification.error is None]
+        self._queue.copy_rows([move for _, verification in kept for move in verification.kv_copies])
+        self._add_logprobs([verification for _, verification in kept], logits)
         begin = start - self._guessing.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
-        verdicts = [(attached, attached.session.settle(descent, end)) for attached, descent in kept]
+        results = [(attached, attached.session.apply(verification, end)) for attached, verification in kept]
         for attached, _ in kept:  # a prompt that is not through yet may still turn out to be no numbers
             attached.session.publish()
-        for attached, descent in descents:
-            if descent.error is not None:
-                self._quarantine(attached, descent.error)
-        if any(piece.tip is None for _, piece in planned):
+        for attached, verification in verifications:
+            if verification.error is not None:
+                self._quarantine(attached, verification.error)
+        if any(piece.root_row is None for _, piece in planned):
             self._prefill_slowdown.observe(self._latency.of(rows), end - start)
-        self._observe(rows, end - start, verdicts)
+        self._observe(rows, end - start, results)
         # A step with prompts in it, or the ends of some, tells nothing of speculation.
-        if batch is not None and all(piece.tip is not None and piece.count == 1 for _, piece in planned):
-            self._watch(batch, rows, end - begin, verdicts)
-        self._deliver(verdicts, forward_time, end - start, waited)
+        if batch is not None and all(piece.root_row is not None and piece.count == 1 for _, piece in planned):
+            self._watch(batch, rows, end - begin, results)
+        self._deliver(results, forward_time, end - start, waited)
 
-    def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, Planned]]:
+    def _plan(self, packer: Packer, ready: list[Attached]) -> list[tuple[Attached, ScheduledRows]]:
         """Rows of all: the tips of those who decode, the candidates that pay, pieces of prompts."""
         prompts, plain, speculating = [], [], []
         for attached in ready:
@@ -256,24 +256,24 @@ class StepLoop(EngineWorker[Session]):
             else:
                 plain.append(attached)
         decoding = len(plain) + len(speculating)
-        scratch = list(self._scratch)
+        tree_slots = list(self._tree_slots)
         offers = [attached.session.offers() for attached in speculating]
-        chosen, price = select_candidates(offers, self._latency, decoding, len(scratch), self._guessing.seconds)
+        chosen, price = select_candidates(offers, self._latency, decoding, len(tree_slots), self._guessing.seconds)
         if decoding:
             self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
         foresights = self._look_ahead(speculating, chosen, decoding)
-        planned: list[tuple[Attached, Planned]] = []
+        planned: list[tuple[Attached, ScheduledRows]] = []
         for attached, nodes, foresight in zip(speculating, chosen, foresights, strict=True):
             self._queue.reserve_candidates(attached.session, nodes)
-            planned.append((attached, attached.session.plan(packer, 1, nodes, scratch, foresight)))
+            planned.append((attached, attached.session.plan(packer, 1, nodes, tree_slots, foresight)))
         for attached in (*plain, *prompts):
             attached.session.guesser.look_away()
-        planned += [(attached, attached.session.plan(packer, 1, [], scratch)) for attached in plain]
+        planned += [(attached, attached.session.plan(packer, 1, [], tree_slots)) for attached in plain]
         remaining = [a.session.computable for a in prompts]
         rows, slowdown = len(packer.tokens), self._prefill_slowdown.factor
         shares = prefill_chunks(remaining, decoding, self._latency, rows, self._step_rows, slowdown)
         for attached, share in zip(prompts, shares, strict=True):
-            planned.append((attached, attached.session.plan(packer, share, [], scratch)))
+            planned.append((attached, attached.session.plan(packer, share, [], tree_slots)))
         return planned
 
     def _look_ahead(
@@ -282,7 +282,7 @@ class StepLoop(EngineWorker[Session]):
         """The lookahead windows of a step of so many `decoding`, which is to hold the `chosen` candidates; a Jacobi
         window's join them."""
         taken = sum(map(len, chosen))
-        free = len(self._scratch) - taken
+        free = len(self._tree_slots) - taken
         prices = WindowCosts(decoding, self._latency, decoding + taken)
         foresights: list[Foresight | None] = []
         for attached, nodes in zip(speculating, chosen, strict=True):
@@ -302,16 +302,18 @@ class StepLoop(EngineWorker[Session]):
                 free -= len(foresight.nodes)
         return foresights
 
-    def _look(self, descents: list[Descent], results: Rows) -> None:
+    def _look(self, verifications: list[TreeVerification], logits: Rows) -> None:
         """Tell the windows what the target chooses below them."""
-        looking = [descent for descent in descents if descent.foresees]
+        looking = [verification for verification in verifications if verification.lookahead_count]
         if not looking:
             return
-        rows, asks = zip(*(asked for descent in looking for asked in descent.asks_ahead()), strict=True)
-        chosen = iter(results.choose(rows, asks)[0].tolist())
-        for descent in looking:
-            tokens = list(itertools.islice(chosen, descent.foresees))
-            descent.session.guesser.looked(tokens, len(descent.verdict.tokens))
+        rows, asks = zip(
+            *(asked for verification in looking for asked in verification.lookahead_queries()), strict=True
+        )
+        chosen = iter(logits.choose(rows, asks)[0].tolist())
+        for verification in looking:
+            tokens = list(itertools.islice(chosen, verification.lookahead_count))
+            verification.session.guesser.looked(tokens, len(verification.result.tokens))
 
     # --- who speculates -----------------------------------------------------------------------------
 
@@ -361,33 +363,35 @@ class StepLoop(EngineWorker[Session]):
 
     # --- results ------------------------------------------------------------------------------------
 
-    def _add_logprobs(self, descents: list[Descent], results: Rows) -> None:
-        asking = [descent for descent in descents if descent.session.request.logprobs]
+    def _add_logprobs(self, verifications: list[TreeVerification], logits: Rows) -> None:
+        asking = [verification for verification in verifications if verification.session.request.logprobs]
         if not asking:
             return
-        rows = [row for descent in asking for row in descent.rows]
-        tokens = np.asarray([token for descent in asking for token in descent.verdict.tokens])
-        tops = [descent.session.request.logprobs - 1 for descent in asking for _ in descent.rows]
-        found = iter(results.logprobs(rows, tokens, tops))
-        for descent in asking:
-            descent.verdict.logprobs = list(itertools.islice(found, len(descent.rows)))
+        rows = [row for verification in asking for row in verification.rows]
+        tokens = np.asarray([token for verification in asking for token in verification.result.tokens])
+        tops = [verification.session.request.logprobs - 1 for verification in asking for _ in verification.rows]
+        found = iter(logits.logprobs(rows, tokens, tops))
+        for verification in asking:
+            verification.result.logprobs = list(itertools.islice(found, len(verification.rows)))
 
-    def _deliver(self, verdicts: list[tuple[Attached, Verdict]], forward: float, step: float, waited: float) -> None:
+    def _deliver(
+        self, results: list[tuple[Attached, VerifyResult]], forward: float, step: float, waited: float
+    ) -> None:
         now = time.monotonic()
         self._drafted = sum(attached.session.policy.speculate for attached in self._queue.running)
         self._settle_prefill_threads()
         spacing = max(COMMIT_COALESCE_SECONDS, len(self._queue.running) / MESSAGES_A_SECOND)
         messages = []
-        for attached, verdict in verdicts:
+        for attached, result in results:
             attached.decided = attached.session.policy.speculate
             if attached.untold is None:
-                attached.untold = verdict
+                attached.untold = result
             else:
-                attached.untold.join(verdict)
+                attached.untold.join(result)
             pause = max(spacing, UNHURRIED) if attached.session.request.unhurried else spacing
-            if verdict.finish or now - attached.told >= pause or self._awaited(attached):
+            if result.finish or now - attached.told >= pause or self._awaited(attached):
                 messages.append(self._message(attached, forward, step, waited))
-            if verdict.finish:
+            if result.finish:
                 self._shared.add(attached.session.request.tenant, attached.session.tree.committed)
                 self.stats.lifetime += 0.1 * (now - attached.let_in - self.stats.lifetime)
                 self.detach(attached.session)
@@ -419,34 +423,36 @@ class StepLoop(EngineWorker[Session]):
             attached.preemptions,
             attached.price,
             self._drafted,
-            attached.session.pace.round_trip,
+            attached.session.draft_timing.round_trip,
         )
-        verdict, attached.untold = attached.untold, None
+        result, attached.untold = attached.untold, None
         attached.queued, attached.told = 0.0, time.monotonic()
-        assert verdict is not None
-        return attached.outbox, partial(attached.message, verdict, times)
+        assert result is not None
+        return attached.outbox, partial(attached.message, result, times)
 
-    def _observe(self, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+    def _observe(self, rows: int, seconds: float, results: list[tuple[Attached, VerifyResult]]) -> None:
         self._threads.observe(rows, seconds)
         stats = self.stats
         stats.steps += 1
         stats.rows += rows
         stats.busy += seconds
-        for _, verdict in verdicts:
-            stats.committed += len(verdict.tokens)
-            stats.drafted += verdict.offered
-            stats.accepted += verdict.accepted
+        for _, result in results:
+            stats.committed += len(result.tokens)
+            stats.drafted += result.offered
+            stats.accepted += result.accepted
 
-    def _watch(self, batch: BatchProfile, rows: int, seconds: float, verdicts: list[tuple[Attached, Verdict]]) -> None:
+    def _watch(
+        self, batch: BatchProfile, rows: int, seconds: float, results: list[tuple[Attached, VerifyResult]]
+    ) -> None:
         """Tell the controller what a step of a batch has brought in `seconds`. A step that lost sessions tells
         nothing."""
-        before, sessions = self._controller.mode, len(verdicts)
+        before, sessions = self._controller.mode, len(results)
         if batch.sessions != sessions:
             return
         self._controller.update(
             batch,
             speculated=rows > sessions or self._threads.yielding or self._guessing.sessions > 0,
-            tokens=sum(len(verdict.tokens) for _, verdict in verdicts),
+            tokens=sum(len(result.tokens) for _, result in results),
             seconds=seconds,
             plain_rate=sessions / self._threads.plain_latency.of(sessions),
         )

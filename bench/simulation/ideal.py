@@ -76,12 +76,12 @@ class Reader:
         """One step, whose result the target has at that time."""
         batch = [heapq.heappop(self._unread) for _ in range(min(width, len(self._unread)))]
         for negative_reach, _, node in batch:
-            self.settle(node)
+            self.apply(node)
             node.read, node.arrived = True, arrives
             for score, child in node.children:
                 self._push(score - negative_reach, child)
 
-    def settle(self, node: Text) -> None:
+    def apply(self, node: Text) -> None:
         """Decide what follows a text, once."""
         if node.next >= 0:
             return
@@ -115,7 +115,7 @@ def _verdict(reader: Reader, root: Text, offered: set[int]) -> tuple[int, Text]:
     node, tokens = root, 0
     while True:
         tokens += 1
-        reader.settle(node)
+        reader.apply(node)
         if node.next == len(node.children):
             return tokens, Text()
         node = node.children[node.next][1]
@@ -142,14 +142,14 @@ def lockstep(
     now, draft_now = 0.0, 0.0
     mean, price = 0.0, LEAST  # candidates of a session in a step; of one more
     counted, since = 0, 0.0
-    verdicts: deque[tuple[float, Text]] = deque()  # on their way to the draft
+    results: deque[tuple[float, Text]] = deque()  # on their way to the draft
     for step in range(steps):
         offered = {id(node) for node in _worth(root, now, price)}
         mean += SMOOTHING * (len(offered) - mean)
         rows = sessions * (1.0 + mean)
         now += target.seconds(rows)
         tokens, root = _verdict(reader, root, offered)
-        verdicts.append((now + hops, root))
+        results.append((now + hops, root))
         now += wait
         counted += tokens
         if step == SETTLING:
@@ -157,8 +157,8 @@ def lockstep(
         rate = sessions * counted / (now - since) if now > since else sessions / target.seconds(sessions)
         price = rate * (target.seconds(rows + 1.0) - target.seconds(rows))
         while draft_now + draft_step <= now:
-            while verdicts and verdicts[0][0] <= draft_now:
-                reader.follow(verdicts.popleft()[1])
+            while results and results[0][0] <= draft_now:
+                reader.follow(results.popleft()[1])
             draft_now += draft_step
             reader.read(width, draft_now + hops)
     return sessions * counted / (now - since)

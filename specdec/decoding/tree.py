@@ -207,7 +207,7 @@ class TokenTree:
         """The `count` nodes of highest reach, best first: always a connected tree, parents first."""
         return [node for _, node in itertools.islice(self.by_reach(), count)]
 
-    def outlook(self, count: int, usable: Callable[[Node], bool] = anything) -> tuple[float, float]:
+    def expected_tokens(self, count: int, usable: Callable[[Node], bool] = anything) -> tuple[float, float]:
         """(tokens that a step over the `count` best nodes is expected to bring, reach of the most probable leaf among
         them). The root is the leaf of an empty tree; with `count` nodes there is no room for more: 0."""
         expected, leaf, seen = 1.0, 0.0, 0

@@ -235,17 +235,17 @@ class Client:
         self.session = Session(request, policy or Policy(True, max_candidates, 0.0), 64, VOCABULARY)
         self.want = reference(request)
         self.mail = Mailbox()
-        self.attached = Attached(self.session, self.mail, lambda verdict, times: (verdict, times))
+        self.attached = Attached(self.session, self.mail, lambda result, times: (result, times))
         self._loop = loop
         loop.attach(self.attached)
 
     @property
     def tokens(self) -> list[int]:
-        return [token for verdict in self.mail.verdicts for token in verdict.tokens]
+        return [token for result in self.mail.results for token in result.tokens]
 
     @property
     def logprobs(self) -> list[Logprobs]:
-        return [p for verdict in self.mail.verdicts for p in verdict.logprobs]
+        return [p for result in self.mail.results for p in result.logprobs]
 
     @property
     def over(self) -> bool:

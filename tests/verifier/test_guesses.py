@@ -30,7 +30,7 @@ from tests.verifier.fakes import (
 from verifier_service.guesses import FIRST_REST, MOST_SKIPPED, NGRAM, PATIENCE, Confidence, Guesser
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.speculation.controller import Mode
-from verifier_service.verdict import PLAIN
+from verifier_service.verification.result import PLAIN
 
 SOUND = frozenset({BAD})  # the engine makes numbers of all but this
 SAMPLINGS = [Sampling(banned_tokens=SOUND), Sampling(temperature=0.8, seed=3, banned_tokens=SOUND)]
@@ -172,11 +172,11 @@ def plainly(*prompts: list[int], sampling: Sampling) -> list[Client]:
 
 
 def sources(client: Client) -> list[int]:
-    return [source for verdict in client.mail.verdicts for source in verdict.sources]
+    return [source for result in client.mail.results for source in result.sources]
 
 
 def steps(client: Client) -> int:
-    return sum(verdict.steps for verdict in client.mail.verdicts)
+    return sum(result.steps for result in client.mail.results)
 
 
 class Parrot(TextEngine):

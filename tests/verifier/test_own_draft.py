@@ -29,7 +29,7 @@ from verifier_service.own_draft import TEXT_ROWS, OwnDraft
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
-from verifier_service.verdict import CORRECTION, OWN_DRAFT
+from verifier_service.verification.result import CORRECTION, OWN_DRAFT
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
@@ -88,7 +88,7 @@ def client(loop: StepLoop, length: int = 5, seed: int = 0, max_tokens: int = 60,
 
 
 def sources(*clients: Client) -> list[int]:
-    return [source for each in clients for verdict in each.mail.verdicts for source in verdict.sources]
+    return [source for each in clients for result in each.mail.results for source in result.sources]
 
 
 def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
@@ -121,7 +121,7 @@ def test_what_was_guessed_right_is_not_read_again() -> None:
     one = client(loop, 5, max_tokens=200)
     run(loop, one)
     check_over(loop, draft, one)
-    steps = sum(verdict.steps for verdict in one.mail.verdicts)
+    steps = sum(result.steps for result in one.mail.results)
     assert steps < 100
     assert sum(draft.steps) <= 205 + 2 * steps
 
@@ -146,7 +146,7 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
         one = client(loop)
         run(loop, one)
         check_over(loop, draft, one)
-        assert len(draft.steps) <= sum(verdict.steps for verdict in one.mail.verdicts)
+        assert len(draft.steps) <= sum(result.steps for result in one.mail.results)
         assert (OWN_DRAFT in sources(one)) is (latency is FREE)  # what the tip's own row tells costs nothing more
 
 

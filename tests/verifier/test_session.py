@@ -16,11 +16,11 @@ from specdec.decoding.tree import Node, Paths
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.kv import PoolFullError
 from specdec.engine.paths import PathPacker
-from verifier_service.descent import Descent
-from verifier_service.planned import Planned
+from verifier_service.scheduling.batch_plan import ScheduledRows
 from verifier_service.session import Policy, Session, SessionRequest
-from verifier_service.verdict import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, Verdict
-from verifier_service.walk import walk
+from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, VerifyResult
+from verifier_service.verification.tree_verification import TreeVerification
+from verifier_service.verification.verify_trees import verify_trees
 
 VOCABULARY = 10
 PROMPT = [1, 2, 3]
@@ -79,46 +79,46 @@ class Script:
         return result
 
 
-def planned(session: Session, packer: PathPacker, scratch: list[int] | None = None) -> Planned:
+def planned(session: Session, packer: PathPacker, scratch: list[int] | None = None) -> ScheduledRows:
     """With the best candidates that it may have."""
     nodes = session.tree.best(session.allowance)
     return session.plan(packer, 1, nodes, list(SCRATCH) if scratch is None else scratch)
 
 
-def step(session: Session, script: Script, scratch: list[int] | None = None) -> tuple[Verdict, Descent]:
+def step(session: Session, script: Script, scratch: list[int] | None = None) -> tuple[VerifyResult, TreeVerification]:
     packer = PathPacker()
-    descent = Descent(session, planned(session, packer, scratch))
-    walk([descent], HostRows(script.logits(packer, session)))
-    assert descent.error is None
-    return session.settle(descent, 0.0), descent
+    verification = TreeVerification(session, planned(session, packer, scratch))
+    verify_trees([verification], HostRows(script.logits(packer, session)))
+    assert verification.error is None
+    return session.apply(verification, 0.0), verification
 
 
 class TestStep:
     def test_a_plain_step_takes_the_targets_choice(self) -> None:
         session = decoding()
-        verdict, descent = step(session, Script({(1, 2, 3): 7}))
-        assert (verdict.base, verdict.tokens, verdict.sources) == (3, [7], [PLAIN])
-        assert (verdict.offered, verdict.accepted, descent.moves) == (0, 0, [])
+        result, verification = step(session, Script({(1, 2, 3): 7}))
+        assert (result.base, result.tokens, result.sources) == (3, [7], [PLAIN])
+        assert (result.offered, result.accepted, verification.kv_copies) == (0, 0, [])
         assert session.computed == 3
         assert session.tree.committed == [1, 2, 3, 7]
 
     def test_the_walk_follows_equal_tokens_and_ends_in_a_bonus(self) -> None:
         session = decoding()
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
-        verdict, descent = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
-        assert verdict.tokens == [4, 5, 6]
-        assert verdict.sources == [DRAFT, DRAFT, BONUS]
-        assert (verdict.offered, verdict.accepted, descent.moves) == (2, 2, [])
-        assert descent.rows == [0, 1, 2]
+        result, verification = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
+        assert result.tokens == [4, 5, 6]
+        assert result.sources == [DRAFT, DRAFT, BONUS]
+        assert (result.offered, result.accepted, verification.kv_copies) == (2, 2, [])
+        assert verification.rows == [0, 1, 2]
         assert session.computed == 5
 
     def test_a_wrong_candidate_is_corrected_and_dropped(self) -> None:
         session = decoding()
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
-        verdict, descent = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 8}))
-        assert verdict.tokens == [4, 8]
-        assert verdict.sources == [DRAFT, CORRECTION]
-        assert descent.rows == [0, 1]
+        result, verification = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 8}))
+        assert result.tokens == [4, 8]
+        assert result.sources == [DRAFT, CORRECTION]
+        assert verification.rows == [0, 1]
         assert session.tree.size == 0
         assert session.computed == 4
 
@@ -126,11 +126,11 @@ class TestStep:
         session = decoding()
         session.extend(3, Paths([4, 5, 6, 7], [0, 0, 2, 3], [-0.1, -0.5, -0.1, -0.1]), 0.0)
         scratch = list(SCRATCH)
-        verdict, descent = step(session, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), scratch)
-        assert verdict.tokens[:3] == [5, 6, 7]
-        assert verdict.sources[:3] == [DRAFT] * 3
+        result, verification = step(session, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), scratch)
+        assert result.tokens[:3] == [5, 6, 7]
+        assert result.sources[:3] == [DRAFT] * 3
         own = session.slots.tolist()
-        assert descent.moves == [(53, own[3]), (52, own[4]), (51, own[5])]
+        assert verification.kv_copies == [(53, own[3]), (52, own[4]), (51, own[5])]
         assert scratch == [50]
 
     def test_what_arrives_during_the_step_waits_for_the_next(self) -> None:
@@ -138,10 +138,10 @@ class TestStep:
         packer = PathPacker()
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
-        descent = Descent(session, plan)
-        walk([descent], HostRows(Script({(1, 2, 3): 4}).logits(packer, session)))
-        verdict = session.settle(descent, 0.0)
-        assert (verdict.tokens, verdict.sources) == ([4], [PLAIN])
+        verification = TreeVerification(session, plan)
+        verify_trees([verification], HostRows(Script({(1, 2, 3): 4}).logits(packer, session)))
+        result = session.apply(verification, 0.0)
+        assert (result.tokens, result.sources) == ([4], [PLAIN])
         assert [node.token for node in session.tree.best(9)] == [5]
 
     def test_a_better_sibling_that_was_not_in_the_step_is_none_of_its_corrections(self) -> None:
@@ -151,9 +151,9 @@ class TestStep:
         packer = PathPacker()
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
-        descent = Descent(session, plan)
-        walk([descent], HostRows(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
-        assert session.settle(descent, 0.0).sources == [DRAFT, BONUS]
+        verification = TreeVerification(session, plan)
+        verify_trees([verification], HostRows(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
+        assert session.apply(verification, 0.0).sources == [DRAFT, BONUS]
 
     @pytest.mark.parametrize(
         ("fields", "choices", "tokens", "finish"),
@@ -168,33 +168,33 @@ class TestStep:
     ) -> None:
         session = decoding(**fields)
         session.extend(3, Paths([4, tokens[-1], 6, 7], [0, 1, 2, 3], [-0.1] * 4), 0.0)
-        verdict, _ = step(session, Script(choices, default=6))
-        assert verdict.tokens == tokens
-        assert verdict.finish == finish
+        result, _ = step(session, Script(choices, default=6))
+        assert result.tokens == tokens
+        assert result.finish == finish
 
     def test_resumed_tokens_count_as_generated(self) -> None:
         session = decoding(generated=(4, 5), max_tokens=3)
-        verdict, _ = step(session, Script({(1, 2, 3, 4, 5): 6}))
-        assert (verdict.base, verdict.tokens, verdict.finish) == (5, [6], LENGTH)
+        result, _ = step(session, Script({(1, 2, 3, 4, 5): 6}))
+        assert (result.base, result.tokens, result.finish) == (5, [6], LENGTH)
 
     def test_logits_that_are_not_numbers_are_an_error(self) -> None:
         session = decoding()
         packer = PathPacker()
-        descent = Descent(session, planned(session, packer))
-        walk([descent], HostRows(np.full((1, VOCABULARY), np.nan, dtype=np.float32)))
-        assert isinstance(descent.error, FloatingPointError)
+        verification = TreeVerification(session, planned(session, packer))
+        verify_trees([verification], HostRows(np.full((1, VOCABULARY), np.nan, dtype=np.float32)))
+        assert isinstance(verification.error, FloatingPointError)
 
     def test_penalties_see_the_candidates_before(self) -> None:
         """After one token 4 the next is penalised, inside a step as well as in the next one."""
         session = decoding(sampling=Sampling(presence_penalty=0.5, repetition_penalty=4.0))
         session.extend(3, Paths([4, 4], [0, 1], [-0.1, -0.1]), 0.0)
         script = Script({}, default=4)
-        verdict, _ = step(session, script)
-        assert verdict.tokens[0] == 4
-        assert verdict.tokens[1] != 4
-        assert (verdict.accepted, verdict.sources[-1]) == (1, CORRECTION)
-        verdict, _ = step(session, script)
-        assert verdict.tokens[0] != 4
+        result, _ = step(session, script)
+        assert result.tokens[0] == 4
+        assert result.tokens[1] != 4
+        assert (result.accepted, result.sources[-1]) == (1, CORRECTION)
+        result, _ = step(session, script)
+        assert result.tokens[0] != 4
 
     def test_sessions_of_one_step_do_not_meet(self) -> None:
         pool = BlockPool(4)
@@ -202,15 +202,15 @@ class TestStep:
         one.extend(3, Paths([4, 5, 7], [0, 1, 0], [-0.1, -0.1, -0.3]), 0.0)
         other.extend(3, Paths([6, 6], [0, 1], [-0.1, -0.1]), 0.0)
         packer, scratch = PathPacker(), list(SCRATCH)
-        descents = [Descent(session, planned(session, packer, scratch)) for session in (one, other)]
+        verifications = [TreeVerification(session, planned(session, packer, scratch)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
-        walk(descents, HostRows(script.logits(packer, one, other)))
-        assert [session.settle(d, 0.0).tokens for session, d in zip((one, other), descents, strict=True)] == [
+        verify_trees(verifications, HostRows(script.logits(packer, one, other)))
+        assert [session.apply(d, 0.0).tokens for session, d in zip((one, other), verifications, strict=True)] == [
             [7, 8],
             [6, 6, 2],
         ]
-        assert descents[0].moves == [(53, int(one.slots[3]))]
-        assert descents[1].moves == []
+        assert verifications[0].kv_copies == [(53, int(one.slots[3]))]
+        assert verifications[1].kv_copies == []
 
 
 class TestPrompt:
@@ -220,19 +220,19 @@ class TestPrompt:
         for done in (1, 2):
             packer = PathPacker()
             piece = session.plan(packer, 1, [], [])
-            assert (piece.tip, piece.count, packer.wanted) == (None, 1, [])
+            assert (piece.root_row, piece.count, packer.wanted) == (None, 1, [])
             session.computed += piece.count
             assert session.remaining_prompt == 2 - done
-        verdict, _ = step(session, Script({(1, 2, 3): 7}))
-        assert verdict.tokens == [7]
+        result, _ = step(session, Script({(1, 2, 3): 7}))
+        assert result.tokens == [7]
 
     def test_at_once_it_decides_the_first_token(self) -> None:
         session = made()
         session.settle_in(BlockPool(2))
         packer = PathPacker()
-        descent = Descent(session, session.plan(packer, 3, [], []))
-        walk([descent], HostRows(Script({(1, 2, 3): 7}).logits(packer, session)))
-        assert session.settle(descent, 0.0).tokens == [7]
+        verification = TreeVerification(session, session.plan(packer, 3, [], []))
+        verify_trees([verification], HostRows(Script({(1, 2, 3): 7}).logits(packer, session)))
+        assert session.apply(verification, 0.0).tokens == [7]
         assert (session.computed, session.remaining_prompt) == (3, 0)
 
 
@@ -240,10 +240,10 @@ class TestCandidates:
     def test_no_more_than_allowed(self) -> None:
         session = decoding(max_candidates=2)
         session.extend(3, Paths([4, 5, 6], [0, 1, 2], [-0.1] * 3), 0.0)
-        verdict, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
-        assert verdict.offered == 2
-        assert verdict.tokens == [4, 5, 6]
-        assert verdict.sources == [DRAFT, DRAFT, BONUS]
+        result, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
+        assert result.offered == 2
+        assert result.tokens == [4, 5, 6]
+        assert result.sources == [DRAFT, DRAFT, BONUS]
 
     def test_none_without_speculation_or_in_the_prompt(self) -> None:
         session = made(max_candidates=5)
@@ -253,15 +253,15 @@ class TestCandidates:
         assert session.allowance == 5
         session.policy = Policy(False, 5, 0.0)
         assert session.allowance == 0
-        assert session.prospect(0.0, 0.0).expected == 1.0
+        assert session.wait_estimate(0.0, 0.0).expected == 1.0
 
     def test_those_past_the_memory_are_left_out(self) -> None:
         """A text that all but fills its blocks: what there is room for is verified, the rest kept."""
         text = [1] * (BLOCK - 2)
         session = decoding(BlockPool(2), prompt=text)
         session.extend(len(text), Paths([4, 5, 6], [0, 1, 2], [-0.1] * 3), 0.0)
-        verdict, _ = step(session, Script({(*text,): 4, (*text, 4): 5}, default=6))
-        assert (verdict.offered, verdict.tokens) == (2, [4, 5, 6])
+        result, _ = step(session, Script({(*text,): 4, (*text, 4): 5}, default=6))
+        assert (result.offered, result.tokens) == (2, [4, 5, 6])
         assert session.computed == BLOCK
 
     def test_what_cannot_be_is_an_error(self) -> None:
@@ -271,12 +271,12 @@ class TestCandidates:
 
     def test_what_a_session_hopes_for_follows_its_tree(self) -> None:
         session = decoding(max_candidates=2)
-        session.pace.committed(3, 0.0)
-        assert session.prospect(0.0, 0.0).expected == 1.0
+        session.draft_timing.committed(3, 0.0)
+        assert session.wait_estimate(0.0, 0.0).expected == 1.0
         session.extend(3, Paths([4, 5, 6], [0, 1, 2], [0.0] * 3), 0.0)
-        assert session.prospect(0.0, 0.0).expected == 3.0  # the tip's and those of two candidates
+        assert session.wait_estimate(0.0, 0.0).expected == 3.0  # the tip's and those of two candidates
         step(session, Script({(1, 2, 3): 4}, default=8))
-        assert session.prospect(0.0, 0.0).expected == 1.0
+        assert session.wait_estimate(0.0, 0.0).expected == 1.0
 
 
 class TestMemory:
@@ -348,8 +348,8 @@ class TestMemory:
         session.extend(3, Paths([4], [0], [-0.1]), 0.0)
         session.settle_in(pool)
         session.computed = 2
-        verdict, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}))
-        assert verdict.sources == [DRAFT, BONUS]
+        result, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}))
+        assert result.sources == [DRAFT, BONUS]
 
 
 def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
@@ -360,11 +360,11 @@ def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
     nodes: list[Node] = session.tree.best(9)
     assert packer.wanted == list(range(6))
     assert len(set(packer.slots)) == 6
-    assert plan.tip == 0
-    assert plan.below is not None
-    assert sorted(plan.below.results.values()) == [1, 2, 3, 4, 5]
+    assert plan.root_row == 0
+    assert plan.tree is not None
+    assert sorted(plan.tree.results.values()) == [1, 2, 3, 4, 5]
     own = session.slots.tolist()
-    assert [plan.below.slots[id(node)] == own[node.position] for node in nodes] == [True, True, False, False, False]
+    assert [plan.tree.slots[id(node)] == own[node.position] for node in nodes] == [True, True, False, False, False]
 
 
 def test_rows_that_the_rule_cannot_use_are_dropped() -> None:

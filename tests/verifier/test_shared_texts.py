@@ -55,7 +55,7 @@ def test_who_asks_again_is_answered_in_fewer_steps(tenant: str, most: int, heard
         client = Client(loop, [2, 3, 4], 60, tenant=whose, policy=policy, sampling=SOUND)
         run(loop, client)
         assert client.tokens == client.want
-        steps.append(sum(verdict.steps for verdict in client.mail.verdicts))
-        sources = [source for verdict in client.mail.verdicts for source in verdict.sources]
+        steps.append(sum(result.steps for result in client.mail.results))
+        sources = [source for result in client.mail.results for source in result.sources]
     assert (steps[1] < steps[0] / 3) is heard
     assert (sources.count(NGRAM) > 40) is heard

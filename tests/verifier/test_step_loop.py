@@ -45,7 +45,7 @@ from verifier_service.scheduling.run_queue import SPARE_SHARE
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode, SpeculationController
 from verifier_service.step_loop import COMMIT_COALESCE_SECONDS, MOST_CANDIDATES, UNHURRIED, StepLoop
-from verifier_service.verdict import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP
+from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
@@ -97,7 +97,7 @@ class TestTokens:
                 each.read()
             loop.turn()
         check_over(loop, engine, *clients)
-        sources = {source for each in clients for verdict in each.mail.verdicts for source in verdict.sources}
+        sources = {source for each in clients for result in each.mail.results for source in result.sources}
         assert sources == {DRAFT, CORRECTION, BONUS, PLAIN}
         assert 0 < loop.stats.accepted < loop.stats.drafted
 
@@ -138,7 +138,7 @@ class TestTokens:
         while not one.over:
             one.read()
             assert loop.turn() == 0.0  # nothing is waited for: what is there will do
-        offered = sum(verdict.offered for verdict in one.mail.verdicts)
+        offered = sum(result.offered for result in one.mail.results)
         assert offered == (4 if always else 0)
         assert {times.price == 1.0 for times in one.mail.times[1:]} == {not always}
 
@@ -197,13 +197,13 @@ class TestTokens:
         assert not second.has_memory
         while not first.tokens:
             turns(loop, 1)
-        assert first.mail.verdicts[0].accepted == 0  # the step that ends a prompt has no room for candidates
+        assert first.mail.results[0].accepted == 0  # the step that ends a prompt has no room for candidates
         turns(loop, 1)
-        assert first.mail.verdicts[1].accepted == 3
+        assert first.mail.results[1].accepted == 3
         late = first.session.tree.base - 2
         first.session.extend(late, Paths(first.tokens[-2:], [0, 1], [-0.1, -0.1]), 0.0)
         run(loop, first, second)
-        assert sum(verdict.accepted for verdict in second.mail.verdicts) == 3
+        assert sum(result.accepted for result in second.mail.results) == 3
         check_over(loop, engine, first, second)
 
     def test_more_candidates_than_side_slots(self) -> None:
@@ -261,9 +261,9 @@ class TestTokens:
         plain.offer(right=5)
         run(loop, plain)
         assert loop.stats.drafted == 0
-        assert {s for verdict in plain.mail.verdicts for s in verdict.sources} == {PLAIN}
-        bases = [verdict.base for verdict in plain.mail.verdicts]
-        assert bases == [10 + sum(len(v.tokens) for v in plain.mail.verdicts[:i]) for i in range(len(bases))]
+        assert {s for result in plain.mail.results for s in result.sources} == {PLAIN}
+        bases = [result.base for result in plain.mail.results]
+        assert bases == [10 + sum(len(v.tokens) for v in plain.mail.results[:i]) for i in range(len(bases))]
         assert len(plain.logprobs) == 30
         check_over(loop, engine, plain)
 
@@ -275,8 +275,8 @@ class TestTokens:
         patient = client(loop, 10, 1, 60, unhurried=True, policy=undrafted)
         drafted = client(loop, 10, 2, 60, unhurried=True)
         run(loop, patient, drafted)
-        assert len(patient.mail.verdicts) <= 2 + (time.monotonic() - begin) / UNHURRIED
-        assert len(drafted.mail.verdicts) == 60
+        assert len(patient.mail.results) <= 2 + (time.monotonic() - begin) / UNHURRIED
+        assert len(drafted.mail.results) == 60
         check_over(loop, engine, patient, drafted)
 
     def test_tokens_of_an_undrafted_text_that_come_fast_are_told_together(self) -> None:
@@ -285,8 +285,8 @@ class TestTokens:
         begin = time.monotonic()
         alone = client(loop, 10, 1, 60, policy=Policy(False, 8, 0.0))
         run(loop, alone)
-        assert len(alone.mail.verdicts) <= 2 + (time.monotonic() - begin) / COMMIT_COALESCE_SECONDS
-        assert len(alone.mail.verdicts[0].tokens) == 1  # nobody waits for the first
+        assert len(alone.mail.results) <= 2 + (time.monotonic() - begin) / COMMIT_COALESCE_SECONDS
+        assert len(alone.mail.results[0].tokens) == 1  # nobody waits for the first
         check_over(loop, engine, alone)
 
     def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
@@ -311,7 +311,7 @@ class TestLogprobs:
         for each in clients:
             each.offer(right=3, wrong=[2, 3])
         run(loop, *clients)
-        assert all(max(verdict.accepted for verdict in each.mail.verdicts) == 3 for each in clients)
+        assert all(max(result.accepted for result in each.mail.results) == 3 for each in clients)
         for each, want in zip(clients, wants, strict=True):
             assert len(each.logprobs) == (len(each.tokens) if want else 0)
             prefix = list(each.session.request.prompt)
@@ -469,7 +469,7 @@ class TestMemory:
         assert [each.attached.preemptions for each in clients] == [0, 1, 1]
         assert [each.mail.times[-1].preemptions for each in clients] == [0, 1, 1]
         assert loop.stats.preemptions == 2
-        assert len(old.mail.verdicts) == len(middle.mail.verdicts) == len(young.mail.verdicts) == 20
+        assert len(old.mail.results) == len(middle.mail.results) == len(young.mail.results) == 20
         check_over(loop, engine, *clients)
 
     def test_the_preempted_go_before_the_new(self) -> None:
@@ -812,7 +812,7 @@ class TestLoad:
         assert load.steps == len(engine.steps)
         assert load.rows == sum(engine.steps)
         assert load.committed == 30
-        assert (load.accepted, load.drafted) == (3, sum(v.offered for each in clients for v in each.mail.verdicts))
+        assert (load.accepted, load.drafted) == (3, sum(v.offered for each in clients for v in each.mail.results))
         assert load.prompt_tokens == 300
         assert load.busy > 0
         check_over(loop, engine, *clients)

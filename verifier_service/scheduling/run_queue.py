@@ -116,7 +116,7 @@ class RunQueue:
         insort(self.running, attached, key=lambda a: a.arrival)
         self._copy(source, target)
         now = attached.let_in = time.monotonic()
-        session.pace.committed(session.tree.base, now)
+        session.draft_timing.committed(session.tree.base, now)
         attached.queued += now - attached.waiting_since
         if not attached.preemptions:
             session.found = session.computed

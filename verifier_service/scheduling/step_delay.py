@@ -16,7 +16,7 @@ REMEMBERED_COMMITS = 16
 
 
 @dataclass(frozen=True)
-class Prospect:
+class WaitEstimate:
     """What a session would bring to a step now, and what it has to hope for."""
 
     expected: float  # tokens
@@ -24,16 +24,16 @@ class Prospect:
     until: float = 0.0  # when the hope is over
 
 
-def wait_until(prospects: Sequence[Prospect], now: float, last_step: float, step_time: float) -> float | None:
+def delay_until(estimates: Sequence[WaitEstimate], now: float, last_step: float, step_time: float) -> float | None:
     """Until when to put the step off, or None: step now. Whatever arrives meanwhile opens the question anew."""
-    gain = sum(prospect.gain for prospect in prospects)
-    expected = sum(prospect.expected for prospect in prospects)
+    gain = sum(wait_estimate.gain for wait_estimate in estimates)
+    expected = sum(wait_estimate.expected for wait_estimate in estimates)
     if gain <= expected / (step_time + now - last_step):
         return None
-    return min(prospect.until for prospect in prospects if prospect.gain)
+    return min(wait_estimate.until for wait_estimate in estimates if wait_estimate.gain)
 
 
-class Pace:
+class DraftTiming:
     """What one session has learned of its draft: how soon it answers a commit, how fast it goes on, how often
     it is right. Seconds; times are those of `time.monotonic`."""
 
@@ -72,14 +72,14 @@ class Pace:
             self._delay += SMOOTHING * (at - begun - self._delay)
         self._last[base] = at
 
-    def walked(self, accepted: int, corrected: bool) -> None:
+    def verified(self, accepted: int, corrected: bool) -> None:
         """A step took `accepted` candidates and then, perhaps, another token than was offered."""
         for right in [True] * accepted + [False] * corrected:
             self._acceptance += 0.05 * (right - self._acceptance)
 
-    def prospect(
+    def wait_estimate(
         self, base: int, now: float, *, expected: float, leaf: float, price: float, patience: float
-    ) -> Prospect:
+    ) -> WaitEstimate:
         """`expected` tokens would come of a step now, `leaf` is the reach of the best leaf; what hangs below it must be
         worth the `price` of its row. Hope ends at twice the time that a message usually takes, or with `patience` after
         the last commit."""
@@ -90,9 +90,9 @@ class Pace:
         until = min(since + 2 * usual, begun + patience)
         gain = self._acceptance * leaf - price
         if self._given_up or now >= until or gain <= 0:
-            return Prospect(expected)
+            return WaitEstimate(expected)
         self._awaited = until
-        return Prospect(expected, gain / max(since + usual - now, 1e-4), until)
+        return WaitEstimate(expected, gain / max(since + usual - now, 1e-4), until)
 
     def _give_up(self, base: int, now: float) -> None:
         """What was awaited takes at least that long."""

@@ -16,7 +16,7 @@ from specdec.decoding.rows import Rows
 from specdec.decoding.sampling import Sampling
 
 
-class Walker(Protocol):
+class TreeWalker(Protocol):
     """A session on its way down."""
 
     row: int
@@ -32,11 +32,11 @@ class Walker(Protocol):
         """Its logits cannot be used."""
 
 
-def walk(walkers: Sequence[Walker], rows: Rows) -> None:
+def verify_trees(walkers: Sequence[TreeWalker], rows: Rows) -> None:
     """Take every walker to the end of its way."""
     while walkers:
         tokens, sound = rows.choose([walker.row for walker in walkers], [walker.ask() for walker in walkers])
-        going: list[Walker] = []
+        going: list[TreeWalker] = []
         for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
                 walker.fail(FloatingPointError("the model's logits are not finite"))

@@ -11,7 +11,7 @@ STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v1.FinishReason
 
 
 @dataclass(slots=True)
-class Verdict:
+class VerifyResult:
     """What a step, or several, add to a session."""
 
     base: int
@@ -24,7 +24,7 @@ class Verdict:
     steps: int = 1
     checksum: int = 0  # as in Commit
 
-    def join(self, later: Verdict) -> None:
+    def join(self, later: VerifyResult) -> None:
         """Take in the one of the steps that followed."""
         self.offered += later.offered
         self.tokens += later.tokens

@@ -13,78 +13,78 @@ from verifier_service.guesses import Foresight
 
 
 @dataclass(slots=True)
-class Below:
+class TreeRows:
     """What a step computes below the tip."""
 
     candidates: list[Node]
     foresight: Foresight | None
     results: dict[int, int] = field(default_factory=dict)  # id(candidate) -> index among the results
     slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
-    foreseen: list[int] = field(default_factory=list)  # for each place that the window asks about, likewise
+    lookahead_results: list[int] = field(default_factory=list)  # for each place that the window asks about, likewise
 
 
 @dataclass(slots=True)
-class Planned:
+class ScheduledRows:
     """Where to find the logits of the tip, and of what is below it."""
 
     count: int  # committed tokens among the rows
-    tip: int | None = None  # None: a piece of prompt that does not reach the tip
-    below: Below | None = None
+    root_row: int | None = None  # None: a piece of prompt that does not reach the tip
+    tree: TreeRows | None = None
 
 
-def plan_below(
+def plan_tree(
     packer: Packer,
     root: Node,
-    tip: int,
-    own: Slots,
+    root_row: int,
+    text_slots: Slots,
     text: list[int],
     candidates: list[Node],
-    scratch: list[int],
+    tree_slots: list[int],
     foresight: Foresight | None,
-) -> Below:
-    """Rows for candidates, best first, and for a window, and a path of keys to each leaf. `tip` is the result of the
-    tip's row, the last of the rows of the `text`; `own` are the session's slots.
+) -> TreeRows:
+    """Rows for candidates, best first, and for a window, and a path of keys to each leaf. `root_row` is the result of
+    the tip's row, the last of the rows of the `text`; `text_slots` are the session's slots.
 
     The most probable path is written where its tokens will stand if they are accepted; only side branches
     need scratch slots, and copying if one of them wins.
     """
-    below = Below(candidates, foresight)
+    tree = TreeRows(candidates, foresight)
     principal = root
     row_of: dict[int, int] = {}
     inner: set[int] = set()
     for node in candidates:  # best first, so the first child met is the principal path's next
         if node.parent is principal:
-            principal, slot = node, int(own[node.position])
+            principal, slot = node, int(text_slots[node.position])
         else:
-            slot = scratch.pop()
+            slot = tree_slots.pop()
         row = packer.add_row(node.token, node.position, slot)
-        below.slots[id(node)] = slot
-        below.results[id(node)] = packer.want(row)
+        tree.slots[id(node)] = slot
+        tree.results[id(node)] = packer.want(row)
         row_of[id(node)] = row
         inner.add(id(node.parent))
     nodes = candidates
     if foresight is not None:
         ahead = [node for node in foresight.nodes if id(node) not in row_of]  # a trunk may be among the candidates
         for node in ahead:
-            below.slots[id(node)] = slot = scratch.pop()
+            tree.slots[id(node)] = slot = tree_slots.pop()
             row_of[id(node)] = packer.add_row(node.token, node.position, slot)
             inner.add(id(node.parent))
-        below.foreseen = [_result(packer, tip, below, node, row_of) for node in foresight.asked]
+        tree.lookahead_results = [_result(packer, root_row, tree, node, row_of) for node in foresight.asked]
         nodes = candidates + ahead
-    prefix, rows = own[: root.position + 1], text
+    prefix, rows = text_slots[: root.position + 1], text
     for leaf in nodes:
         if id(leaf) in inner:
             continue
         path = leaf.path()
-        keys = np.concatenate([prefix, [below.slots[id(node)] for node in path]])
+        keys = np.concatenate([prefix, [tree.slots[id(node)] for node in path]])
         packer.add_path(keys, rows + [row_of.pop(id(node)) for node in path if id(node) in row_of])
         rows = []
-    return below
+    return tree
 
 
-def _result(packer: Packer, tip: int, below: Below, node: Node, row_of: dict[int, int]) -> int:
+def _result(packer: Packer, root_row: int, tree: TreeRows, node: Node, row_of: dict[int, int]) -> int:
     """Where a window's node finds its logits: it may be the tip, or a candidate."""
     if node.parent is None:
-        return tip
-    known = below.results.get(id(node))
+        return root_row
+    known = tree.results.get(id(node))
     return packer.want(row_of[id(node)]) if known is None else known
