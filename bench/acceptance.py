@@ -98,7 +98,7 @@ class Pair:
 
         loop = GrowthLoop(self.draft)
         loop.attach(Attached(draft, pushed.append, fail))
-        verifier.settle_in(BlockPool((CAPACITY - SCRATCH) // 64))
+        verifier.allocate(BlockPool((CAPACITY - SCRATCH) // 64))
         count = Count()
         while True:
             while draft.best_reach() > -math.inf:
@@ -113,7 +113,7 @@ class Pair:
 
     def _step(self, session: Session, count: Count) -> bool:
         """One verification of everything; whether the text is over."""
-        nodes = [node for _, node in session.offers()]
+        nodes = [node for _, node in session.candidates()]
         assert session.table is not None
         session.table.reserve(max([session.tree.base, *(node.position + 1 for node in nodes)]))
         packer = self.target.packer()

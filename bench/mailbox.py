@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.serving.outbox import Outbox
-from verifier_service.attached import StepTimes
+from verifier_service.running_session import StepTimes
 from verifier_service.verification.result import VerifyResult
 
 

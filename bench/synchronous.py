@@ -21,7 +21,7 @@ from draft_service.session import Extension, GrowthPolicy
 from specdec.decoding.tree import Node, Paths
 from specdec.serving.outbox import Outbox
 from specdec.v1 import draft_pb2, verifier_pb2
-from verifier_service.attached import Attached, StepTimes
+from verifier_service.running_session import RunningSession, StepTimes
 from verifier_service.servicer import response
 from verifier_service.session import Policy
 from verifier_service.verification.result import VerifyResult
@@ -110,7 +110,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 
     def attach(self, session: verifier_service.session.Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
-        self._loop.attach(Attached(session, outbox, _free_of_charge))
+        self._loop.attach(RunningSession(session, outbox, _free_of_charge))
 
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
         """An answer is all there will be: there is nothing to put a step off for. Nor is it a matter for the

@@ -22,12 +22,12 @@ from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
-from verifier_service.attached import Attached
+from verifier_service.running_session import RunningSession
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
-MOST_NODES = 256
+MAX_OWN_NODES = 256
 
 
 @dataclass
@@ -54,12 +54,12 @@ class _Stream:
             list(prompt), [], Chooser(Sampling(), frozenset()), frozenset(), length, 0, loop.context
         )
         policy = Policy(speculate=width > 0, max_candidates=width, patience=0.0, always=True)
-        self.session = Session(request, policy, MOST_NODES, vocabulary)
+        self.session = Session(request, policy, MAX_OWN_NODES, vocabulary)
         self.mail = Mailbox()
         self.tokens: list[int] = []
         self.offered = self.accepted = 0
         self._read = 0  # verdicts
-        loop.attach(Attached(self.session, self.mail, lambda result, times: (result, times)))
+        loop.attach(RunningSession(self.session, self.mail, lambda result, times: (result, times)))
 
     @property
     def over(self) -> bool:

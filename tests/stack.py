@@ -34,7 +34,7 @@ from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.serving.trunk.servicer import TrunkServicer
 from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
-from verifier_service.own_draft import OwnDraft
+from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
@@ -237,10 +237,10 @@ async def stack(
     draft_kind: type[DraftServicer] = DraftServicer,
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
     controller: SpeculationController | None = None,
-    own_draft: Path | None = None,
+    draft_model: Path | None = None,
 ) -> AsyncIterator[Stack]:
     """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
-    the target's. Verifiers may have an `own_draft`. Other kinds of servicers may stand in for the ordinary ones;
+    the target's. Verifiers may have an `draft_model`. Other kinds of servicers may stand in for the ordinary ones;
     `disguise` changes what the verifier of this number says it is."""
     async with AsyncExitStack() as exits:
 
@@ -249,11 +249,11 @@ async def stack(
             if target_delay is not None:
                 engine = SlowEngine(engine, target_delay)
             own = None
-            if own_draft is not None:
-                small = exits.enter_context(torch_engine(own_draft, capacity=capacity, exact=False))
-                own = OwnDraft(small, ModelDirectory(own_draft).context)
+            if draft_model is not None:
+                small = exits.enter_context(torch_engine(draft_model, capacity=capacity, exact=False))
+                own = DraftModelProposer(small, ModelDirectory(draft_model).context)
             cost = cost_of(engine, target, capacity, dtype, exact, target_delay)
-            loop = StepLoop(engine, latency=cost, controller=controller, own_draft=own)
+            loop = StepLoop(engine, latency=cost, controller=controller, draft_model=own)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

@@ -18,7 +18,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.serving import logs
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of
-from verifier_service.own_draft import OwnDraft
+from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import Limits, VerifierServicer
 from verifier_service.step_loop import StepLoop
 
@@ -115,8 +115,8 @@ def main(
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
-        own = None if small is None else OwnDraft(load_engine(engine, small, **common), small.context)
-        loop = StepLoop(loaded, step_rows=step_rows, shared_tokens=shared_tokens, own_draft=own)
+        own = None if small is None else DraftModelProposer(load_engine(engine, small, **common), small.context)
+        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=shared_tokens, draft_model=own)
         loop.start()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)

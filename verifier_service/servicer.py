@@ -28,7 +28,7 @@ from specdec.serving.wire import (
     token_violations,
 )
 from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.attached import Attached, StepTimes
+from verifier_service.running_session import RunningSession, StepTimes
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.step_loop import StepLoop
 from verifier_service.verification.result import VerifyResult
@@ -73,7 +73,7 @@ class VerifierServicer(
         await self.run(request_iterator, context)
 
     def attach(self, session: Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
-        self._loop.attach(Attached(session, outbox, response))
+        self._loop.attach(RunningSession(session, outbox, response))
 
     def admit(self, request: verifier_pb2.VerifyRequest) -> None:
         super().admit(request)
@@ -137,7 +137,7 @@ class VerifierServicer(
             case "policy":
                 if wrong := _policy_violations(request.policy):
                     raise ValueError("; ".join(" ".join(each) for each in wrong))
-                session.adopt(self._policy(request.policy))
+                session.set_policy(self._policy(request.policy))
             case "consumed":
                 session.consumed = min(session.tree.base, len(session.request.prompt) + request.consumed.tokens)
 
@@ -186,7 +186,7 @@ class VerifierServicer(
             max_candidates=min(message.max_candidates or most, most),
             patience=message.patience_us * 1e-6,
             always=message.always,
-            guess=message.guess,
+            ngram=message.guess,
             lookahead=lookahead_from(message.lookahead) if message.HasField("lookahead") else None,
         )
 
@@ -246,7 +246,7 @@ def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyRespo
         step_us=int(1e6 * times.step),
         waited_us=int(1e6 * times.waited),
         queued_us=int(1e6 * times.queued),
-        found_tokens=times.found,
+        found_tokens=times.cached,
         preemptions=times.preemptions,
         steps=result.steps,
         price=times.price,

@@ -19,7 +19,7 @@ from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv import PoolFullError, Slots
 from specdec.serving import checksum
-from verifier_service.guesses import MOST_NODES, Foresight, Guesser
+from verifier_service.proposers.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
 from verifier_service.scheduling.batch_plan import ScheduledRows, plan_tree
 from verifier_service.scheduling.step_delay import DraftTiming, WaitEstimate
 from verifier_service.verification.result import CONTEXT, CORRECTION, DRAFT, LENGTH, OWN_DRAFT, STOP, VerifyResult
@@ -52,7 +52,7 @@ class Policy:
     max_candidates: int
     patience: float  # seconds
     always: bool = False  # whether or not it pays
-    guess: bool = False  # without one as well
+    ngram: bool = False  # without one as well
     lookahead: Lookahead | None = None  # the window that is wanted, whether or not it pays; None: one that pays
 
 
@@ -75,18 +75,18 @@ class Session:
             vocabulary=vocabulary,
             last_position=self.end - 1,
             end_tokens=request.end_tokens,
-            max_nodes=max_nodes + MOST_NODES,
+            max_nodes=max_nodes + MAX_OWN_NODES,
             sampled=request.chooser.rule is Rule.REJECTION,
         )
         self.history = (
             History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
         )
         self.draft_timing = DraftTiming()
-        self.guesser = Guesser(text, self.end, request.chooser)
+        self.ngrams = NgramProposer(text, self.end, request.chooser)
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0
-        self.found = 0  # tokens that were in memory already when it was first given some
+        self.cached_tokens = 0  # tokens that were in memory already when it was first given some
         self.consumed = len(text)
         self.refused_extends = 0  # messages of candidates that made no sense
         self._expected_tokens: tuple[float, float] | None = None  # of the tree as it is
@@ -97,25 +97,25 @@ class Session:
         return self.tree.base - 1 - self.computed
 
     @property
-    def contrasts(self) -> bool:
+    def needs_draft(self) -> bool:
         """Whether no token can be chosen without the draft's distribution at its place."""
         return self.request.chooser.rule is Rule.CONTRASTIVE
 
     @property
-    def draws(self) -> bool:
+    def samples_candidates(self) -> bool:
         """Whether a place has room for one candidate, which is drawn."""
         return self.request.chooser.rule is Rule.REJECTION
 
     @property
     def speculates(self) -> bool:
         """Whether it may have candidates at all."""
-        return self.policy.speculate or self.guesses
+        return self.policy.speculate or self.takes_ngrams
 
     @property
     def computable(self) -> int:
         """Committed tokens that a step can take: all but, while its draft is silent, the tip of a session that
         contrasts."""
-        return self.remaining_prompt + (not self.contrasts or self.tree.root.row is not None)
+        return self.remaining_prompt + (not self.needs_draft or self.tree.root.row is not None)
 
     @property
     def slots(self) -> Slots:
@@ -124,7 +124,7 @@ class Session:
 
     # --- memory -------------------------------------------------------------------------------------
 
-    def settle_in(self, pool: BlockPool, spare: int = 0) -> tuple[Slots, Slots]:
+    def allocate(self, pool: BlockPool, spare: int = 0) -> tuple[Slots, Slots]:
         """Take memory for the text, and leave `spare` blocks to others; PoolFullError, and none taken, if there is
         too little. Rows (from, to) to copy before the next step."""
         table, source, target = pool.open(self.tree.committed, self.request.tenant)
@@ -139,7 +139,7 @@ class Session:
         self.table, self.computed = table, table.shared
         return source, target
 
-    def leave(self, *, wipe: bool = False) -> Slots:
+    def free(self, *, wipe: bool = False) -> Slots:
         """Give the memory back; the text stays, and can be computed anew. Slots to overwrite if wiping."""
         if self.table is None:
             return np.arange(0)
@@ -147,7 +147,7 @@ class Session:
         self.table, self.computed = None, 0
         return spare
 
-    def publish(self) -> None:
+    def cache_prefix(self) -> None:
         """Let others share what has been computed."""
         if self.table is not None:
             self.table.publish(self.tree.committed, self.computed)
@@ -166,53 +166,53 @@ class Session:
     def usable(self, node: Node) -> bool:
         """Whether verifying a candidate can bring anything: where tokens are contrasted, one without the draft's
         distribution below it is a place at which nothing can be chosen."""
-        return not self.contrasts or node.row is not None
+        return not self.needs_draft or node.row is not None
 
-    def adopt(self, policy: Policy) -> None:
+    def set_policy(self, policy: Policy) -> None:
         """Speculate otherwise from now on."""
         self.policy = policy
         self._expected_tokens = None
 
     @property
-    def guesses(self) -> bool:
+    def takes_ngrams(self) -> bool:
         """Whether it may have candidates that come of no draft. Where they are drawn they would take the place of
         better ones; where tokens are contrasted nothing can be chosen below them."""
         rule = self.request.chooser.rule
-        return self.policy.guess and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.speculate))
+        return self.policy.ngram and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.speculate))
 
-    def guess(self, price: float, shared: Tokens | None) -> None:
+    def propose_ngrams(self, price: float, shared: Tokens | None) -> None:
         """Put its own candidates into the tree, once for each length of the text; `shared` are texts of others."""
         every = self.policy.lookahead is not None
-        if self.guesser.propose(self.tree, price, shared, every=every, sampled=self.draws):
+        if self.ngrams.propose(self.tree, price, shared, every=every, sampled=self.samples_candidates):
             self._expected_tokens = None
 
-    def suggest(self, paths: Paths) -> None:
+    def add_local_candidates(self, paths: Paths) -> None:
         """Candidates of the verifier's own draft, below the text as it is."""
         self.tree.insert(self.tree.base, paths, origin=OWN_DRAFT)
         self._expected_tokens = None
 
-    def look_ahead(self, size: Lookahead | None) -> Foresight | None:
+    def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
         """A lookahead window of this size for the coming step, if any."""
-        if size is None or (size.ngram == 2 and self.draws):
-            self.guesser.look_away()  # a trunk that is not drawn cannot be accepted
+        if size is None or (size.ngram == 2 and self.samples_candidates):
+            self.ngrams.close_window()  # a trunk that is not drawn cannot be accepted
             return None
-        return self.guesser.look_ahead(self.tree, size)
+        return self.ngrams.open_window(self.tree, size)
 
     @property
-    def drafted(self) -> bool:
+    def has_draft_candidates(self) -> bool:
         """Whether a draft's candidates for the next token are here; what the session guessed itself does not count."""
         return any(node.origin == DRAFT for node in self.tree.root.children.values())
 
     @property
-    def allowance(self) -> int:
+    def max_candidates(self) -> int:
         """Candidates it may have in a step."""
         if self.remaining_prompt or not self.speculates:
             return 0
         return self.policy.max_candidates
 
-    def offers(self) -> Iterator[tuple[float, Node]]:
+    def candidates(self) -> Iterator[tuple[float, Node]]:
         """The candidates it would like to have in a step, best first, each with its reach."""
-        return islice(self.tree.by_reach(self.usable), self.allowance)
+        return islice(self.tree.by_reach(self.usable), self.max_candidates)
 
     def expected_tokens(self) -> tuple[float, float]:
         """As `TokenTree.expected_tokens`, of as many candidates as it may have."""
@@ -237,7 +237,7 @@ class Session:
         count: int,
         nodes: list[Node],
         tree_slots: list[int],
-        foresight: Foresight | None = None,
+        lookahead: LookaheadRows | None = None,
     ) -> ScheduledRows:
         """Add rows to a batch: `count` committed tokens that are not computed yet and, if the tip is the last of them,
         candidates, best first, as far as there is room to accept them, and a window. `tree_slots` holds free slots for
@@ -249,9 +249,9 @@ class Session:
         planned = ScheduledRows(count)
         if end == self.tree.base:
             planned.root_row = packer.want(rows[-1])
-        if planned.root_row is not None and (nodes or foresight):
+        if planned.root_row is not None and (nodes or lookahead):
             planned.tree = plan_tree(
-                packer, self.tree.root, planned.root_row, own, list(rows), nodes, tree_slots, foresight
+                packer, self.tree.root, planned.root_row, own, list(rows), nodes, tree_slots, lookahead
             )
         else:
             packer.add_path(own[:end], rows)
@@ -264,7 +264,7 @@ class Session:
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
         self.tree.commit(result.tokens)
         self.draft_timing.committed(self.tree.base, now)
-        self.guesser.extend(result.tokens, result.sources)
+        self.ngrams.extend(result.tokens, result.sources)
         self._expected_tokens = None
         if self.history is not None:
             self.history.extend(result.tokens)

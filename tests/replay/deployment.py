@@ -31,7 +31,7 @@ from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 from tests.replay.clock import Clock
 from tests.replay.engines import HabitEngine, TimedEngine
 from tests.replay.scenarios import CONTRASTIVE, Request, Scenario
-from verifier_service.own_draft import OwnDraft
+from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import Limits, VerifierServicer
 from verifier_service.step_loop import StepLoop
 
@@ -133,9 +133,12 @@ class Deployment:
     ) -> None:
         self._scenario, self._clock = scenario, clock
         self._target, self._draft = target, draft
-        own = None if local is None else OwnDraft(local, 4096)
+        own = None if local is None else DraftModelProposer(local, 4096)
         self._steps = StepLoop(
-            target, max_unread_tokens=scenario.max_unread_tokens, shared_tokens=scenario.shared_tokens, own_draft=own
+            target,
+            max_unread_tokens=scenario.max_unread_tokens,
+            suffix_cache_tokens=scenario.suffix_cache_tokens,
+            draft_model=own,
         )
         self._growth = GrowthLoop(draft)
         identity = model_pb2.ModelIdentity(vocabulary_size=target.vocabulary, context_tokens=1024)

@@ -51,7 +51,7 @@ class Scenario:
     noise: float = 0.7  # of what a made-up draft has learnt
     local_draft: bool = False
     max_unread_tokens: int = 256
-    shared_tokens: int = 0
+    suffix_cache_tokens: int = 0
     ticks: int = 400
 
 
@@ -106,7 +106,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             Request(arrives=30, same=0, prompt=40, tokens=40, options={"tenant": "a"}, **GUESSED),
             Request(arrives=30, same=0, prompt=40, tokens=40, options={"tenant": "b"}, **GUESSED),
         ),
-        shared_tokens=400,
+        suffix_cache_tokens=400,
     ),
     "windows": Scenario(
         (

@@ -61,7 +61,7 @@ async def test_sampled_tokens_follow_the_target(directories: Directories, rule: 
 
 @pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
 async def test_they_do_with_a_draft_of_the_verifiers_own(directories: Directories, rule: str) -> None:
-    options: dict[str, Any] = {"own_draft": directories.near, "controller": Decided(Mode.LOCAL_DRAFT)}
+    options: dict[str, Any] = {"draft_model": directories.near, "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, target_delay=lambda: time.sleep(0.04), **options) as services:
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule)
     assert sources[model_pb2.TOKEN_SOURCE_OWN_DRAFT] > 15

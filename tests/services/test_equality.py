@@ -113,7 +113,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
     for own in (directories.near, directories.random):
         controller = Decided(Mode.LOCAL_DRAFT)
         async with stack(
-            directories.target, None, own_draft=own, controller=controller, target_delay=slow_target
+            directories.target, None, draft_model=own, controller=controller, target_delay=slow_target
         ) as services:
             for at_once in (1, 8):
                 got, drafted, accepted = await run_all(services, requests, tokens, at_once=at_once)
@@ -189,6 +189,6 @@ async def test_an_own_draft_equal_to_the_target_guesses_nearly_all(
 ) -> None:
     """Which it does only if its memory is right after every step."""
     options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "controller": Decided(Mode.LOCAL_DRAFT)}
-    async with stack(directories.target, None, own_draft=directories.target, **options) as services:
+    async with stack(directories.target, None, draft_model=directories.target, **options) as services:
         completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)
     assert completion.finish.speculation.sources.get("own_draft", 0) > 40

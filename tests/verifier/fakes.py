@@ -29,7 +29,7 @@ from specdec.engine.device_rows import DeviceRows
 from specdec.engine.kv import NOWHERE, Slots
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
-from verifier_service.attached import Attached
+from verifier_service.running_session import RunningSession
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
@@ -235,9 +235,9 @@ class Client:
         self.session = Session(request, policy or Policy(True, max_candidates, 0.0), 64, VOCABULARY)
         self.want = reference(request)
         self.mail = Mailbox()
-        self.attached = Attached(self.session, self.mail, lambda result, times: (result, times))
+        self.running = RunningSession(self.session, self.mail, lambda result, times: (result, times))
         self._loop = loop
-        loop.attach(self.attached)
+        loop.attach(self.running)
 
     @property
     def tokens(self) -> list[int]:

@@ -51,7 +51,7 @@ def made(
 def decoding(pool: BlockPool | None = None, **fields: Any) -> Session:
     """A session with memory, of whose text all but the tip is computed."""
     session = made(**fields)
-    session.settle_in(pool or BlockPool(4))
+    session.allocate(pool or BlockPool(4))
     session.computed = session.tree.base - 1
     return session
 
@@ -81,7 +81,7 @@ class Script:
 
 def planned(session: Session, packer: PathPacker, scratch: list[int] | None = None) -> ScheduledRows:
     """With the best candidates that it may have."""
-    nodes = session.tree.best(session.allowance)
+    nodes = session.tree.best(session.max_candidates)
     return session.plan(packer, 1, nodes, list(SCRATCH) if scratch is None else scratch)
 
 
@@ -216,7 +216,7 @@ class TestStep:
 class TestPrompt:
     def test_in_pieces_it_decides_nothing_until_its_tip(self) -> None:
         session = made()
-        session.settle_in(BlockPool(2))
+        session.allocate(BlockPool(2))
         for done in (1, 2):
             packer = PathPacker()
             piece = session.plan(packer, 1, [], [])
@@ -228,7 +228,7 @@ class TestPrompt:
 
     def test_at_once_it_decides_the_first_token(self) -> None:
         session = made()
-        session.settle_in(BlockPool(2))
+        session.allocate(BlockPool(2))
         packer = PathPacker()
         verification = TreeVerification(session, session.plan(packer, 3, [], []))
         verify_trees([verification], HostRows(Script({(1, 2, 3): 7}).logits(packer, session)))
@@ -247,12 +247,12 @@ class TestCandidates:
 
     def test_none_without_speculation_or_in_the_prompt(self) -> None:
         session = made(max_candidates=5)
-        session.settle_in(BlockPool(2))
-        assert (session.remaining_prompt, session.allowance) == (2, 0)
+        session.allocate(BlockPool(2))
+        assert (session.remaining_prompt, session.max_candidates) == (2, 0)
         session.computed = 2
-        assert session.allowance == 5
+        assert session.max_candidates == 5
         session.policy = Policy(False, 5, 0.0)
-        assert session.allowance == 0
+        assert session.max_candidates == 0
         assert session.wait_estimate(0.0, 0.0).expected == 1.0
 
     def test_those_past_the_memory_are_left_out(self) -> None:
@@ -284,31 +284,31 @@ class TestMemory:
         pool = BlockPool(3)
         session = made([1] * (2 * BLOCK + 1))
         with pytest.raises(PoolFullError):
-            session.settle_in(pool)
+            session.allocate(pool)
         assert (pool.held, session.table, session.computed) == (0, None, 0)
 
     def test_a_found_beginning_does_not_stay_held_when_the_rest_has_no_room(self) -> None:
         pool = BlockPool(3)
         self.served(pool, [1] * BLOCK)
         with pytest.raises(PoolFullError):
-            made([1] * (2 * BLOCK + 1)).settle_in(pool)
+            made([1] * (2 * BLOCK + 1)).allocate(pool)
         assert (pool.held, pool.cached) == (0, 1)
 
     @staticmethod
     def served(pool: BlockPool, text: list[int], tenant: str = "") -> None:
         """A session has come, computed its text, and gone."""
         session = made(text, tenant=tenant)
-        session.settle_in(pool)
+        session.allocate(pool)
         session.computed = len(text)
-        session.publish()
-        assert not len(session.leave())
+        session.cache_prefix()
+        assert not len(session.free())
 
     def test_what_others_have_computed_is_found(self) -> None:
         pool = BlockPool(8)
         text = [1] * BLOCK + [2] * BLOCK
         self.served(pool, text)
         session = made([*text[:-10], 3, 3])
-        source, target = session.settle_in(pool)
+        source, target = session.allocate(pool)
         assert session.computed == 2 * BLOCK - 10
         assert session.remaining_prompt == 1
         assert target.tolist() == session.slots[BLOCK : 2 * BLOCK - 10].tolist()
@@ -319,34 +319,34 @@ class TestMemory:
         pool = BlockPool(8)
         self.served(pool, [1] * 2 * BLOCK, "a")
         session = made([1] * 2 * BLOCK, tenant="b")
-        source, _ = session.settle_in(pool)
+        source, _ = session.allocate(pool)
         assert (session.computed, len(source)) == (0, 0)
 
     def test_it_leaves_with_its_text(self) -> None:
         pool = BlockPool(4)
         session = decoding(pool)
         step(session, Script({(1, 2, 3): 7}))
-        assert not len(session.leave())
+        assert not len(session.free())
         assert (pool.held, session.table, session.computed) == (0, None, 0)
-        assert not len(session.leave(wipe=True))  # nothing to leave any more
-        session.publish()
+        assert not len(session.free(wipe=True))  # nothing to leave any more
+        session.cache_prefix()
         assert pool.cached == 0
-        session.settle_in(pool)
+        session.allocate(pool)
         assert (session.tree.committed, session.remaining_prompt) == ([1, 2, 3, 7], 3)
 
     def test_wiping_says_what_to_overwrite(self) -> None:
         pool = BlockPool(4)
         session = decoding(pool)
         slots = session.slots.tolist()
-        assert session.leave(wipe=True).tolist() == slots
+        assert session.free(wipe=True).tolist() == slots
         assert pool.free == pool.usable
 
     def test_candidates_outlive_the_memory(self) -> None:
         pool = BlockPool(4)
         session = decoding(pool)
-        session.leave()
+        session.free()
         session.extend(3, Paths([4], [0], [-0.1]), 0.0)
-        session.settle_in(pool)
+        session.allocate(pool)
         session.computed = 2
         result, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}))
         assert result.sources == [DRAFT, BONUS]
@@ -379,10 +379,10 @@ def test_rows_that_the_rule_cannot_use_are_dropped() -> None:
 
 def test_a_session_that_contrasts_sits_out_until_it_has_a_row() -> None:
     session = made(rule=Rule.CONTRASTIVE)
-    session.settle_in(BlockPool(4))
+    session.allocate(BlockPool(4))
     assert (session.remaining_prompt, session.computable) == (2, 2)  # all but the tip
     session.computed = 2
     assert session.computable == 0
     session.extend(3, Paths([4], [0], [-0.1], [(0, DraftRow(None, np.zeros(VOCABULARY, np.float16)))]), 0.0)
     assert session.computable == 1
-    assert list(session.offers()) == []  # nothing can be chosen below a candidate without a row
+    assert list(session.candidates()) == []  # nothing can be chosen below a candidate without a row

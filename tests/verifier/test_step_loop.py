@@ -377,8 +377,8 @@ class TestSharing:
         found = 3 * BLOCK
         assert engine.steps[before] == (200 - found) + 200 + (not over)
         run(loop, first, same, other)
-        assert [each.mail.times[0].found for each in (first, same, other)] == [0, found, 0]
-        assert {times.found for times in same.mail.times[1:]} == {0}
+        assert [each.mail.times[0].cached for each in (first, same, other)] == [0, found, 0]
+        assert {times.cached for times in same.mail.times[1:]} == {0}
         assert (loop.stats.prompt_tokens, loop.stats.found_tokens) == (600, found)
         check_over(loop, engine, first, same, other)
 
@@ -391,7 +391,7 @@ class TestSharing:
         assert text(200, 1)[170] != 3
         second = Client(loop, prompt, 30, sampling=NO_BAD)
         run(loop, second)
-        assert second.mail.times[0].found == 170
+        assert second.mail.times[0].cached == 170
         assert engine.steps[1] == 3
         check_over(loop, engine, first, second)
 
@@ -402,7 +402,7 @@ class TestSharing:
         run(loop, first)
         second = Client(loop, text(60, 1) + first.tokens, 10, sampling=NO_BAD)
         run(loop, second)
-        assert second.mail.times[0].found == BLOCK
+        assert second.mail.times[0].cached == BLOCK
         check_over(loop, engine, first, second)
 
     def test_tenants_share_nothing(self) -> None:
@@ -413,11 +413,11 @@ class TestSharing:
             one = client(loop, 200, 1, 5, tenant=tenant)
             run(loop, one)
             assert engine.steps[before] == 200
-            assert one.mail.times[0].found == 0
+            assert one.mail.times[0].cached == 0
             check_over(loop, engine, one)
         again = client(loop, 200, 1, 5, tenant="b")
         run(loop, again)
-        assert again.mail.times[0].found == 3 * BLOCK
+        assert again.mail.times[0].cached == 3 * BLOCK
 
     def test_what_is_shared_is_never_written(self) -> None:
         """Five sessions on one prefix, each with candidates of its own, the first among the others' ancestors."""
@@ -466,7 +466,7 @@ class TestMemory:
         turns(loop, 1)  # all need a second block
         assert [each.has_memory for each in clients] == [True, False, False]
         run(loop, *clients)
-        assert [each.attached.preemptions for each in clients] == [0, 1, 1]
+        assert [each.running.preemptions for each in clients] == [0, 1, 1]
         assert [each.mail.times[-1].preemptions for each in clients] == [0, 1, 1]
         assert loop.stats.preemptions == 2
         assert len(old.mail.results) == len(middle.mail.results) == len(young.mail.results) == 20
@@ -529,10 +529,10 @@ class TestMemory:
         assert all(each.has_memory for each in (old, young))
         run(loop, young)
         run(loop, old)
-        assert old.attached.preemptions == 0
-        assert young.attached.preemptions == 1
+        assert old.running.preemptions == 0
+        assert young.running.preemptions == 1
         assert sum(engine.steps) < 120 + 30 + 125 + 10 + 125 - BLOCK // 2
-        assert {times.found for times in young.mail.times} == {0}  # none was there when it first came
+        assert {times.cached for times in young.mail.times} == {0}  # none was there when it first came
         assert loop.stats.found_tokens == 0
         check_over(loop, engine, old, young)
 
@@ -562,7 +562,7 @@ class TestReaders:
         assert loop.turn() is None
         eager = client(loop, 70, 2, 10)
         run(loop, eager)
-        assert lazy.attached.preemptions == 1
+        assert lazy.running.preemptions == 1
         assert not lazy.has_memory
         assert loop.turn() is None  # it is not let in before it reads
         late = client(loop, 70, 3, 10)
@@ -583,7 +583,7 @@ class TestReaders:
         assert young.has_memory
         assert not lazy.has_memory
         run(loop, lazy, young)
-        assert (lazy.attached.preemptions, young.attached.preemptions) == (1, 1)
+        assert (lazy.running.preemptions, young.running.preemptions) == (1, 1)
         check_over(loop, engine, lazy, large, young)
 
     def test_an_old_one_that_does_not_read_stops_nobody_who_grows(self) -> None:
@@ -603,7 +603,7 @@ class TestReaders:
         for _ in range(7):
             old.read()
             turns(loop, 1)
-        assert lazy.attached.preemptions == 1
+        assert lazy.running.preemptions == 1
         assert not lazy.has_memory
         late = client(loop, 60, 3, 4)
         run(loop, old)
@@ -709,7 +709,7 @@ class TestFailures:
         assert not engine.broken.any()
         again = client(loop, 100, 2, 5)
         run(loop, again)
-        assert again.mail.times[0].found == 0
+        assert again.mail.times[0].cached == 0
         check_over(loop, engine, *good, again)
 
     def test_one_that_leaves_on_trial_holds_up_nobody(self) -> None:
@@ -742,7 +742,7 @@ class TestFailures:
         assert loop.works
         again = client(loop, 130, 2, 5)
         run(loop, again)
-        assert again.mail.times[0].found == 0
+        assert again.mail.times[0].cached == 0
         check_over(loop, engine, again)
 
     @pytest.mark.parametrize("offered", [0, 4])
@@ -763,7 +763,7 @@ class TestFailures:
         run(loop, good)
         again = client(loop, 100, 2, 20)
         run(loop, again)
-        assert again.mail.times[0].found == 0  # nor is anything found of the text
+        assert again.mail.times[0].cached == 0  # nor is anything found of the text
         check_over(loop, engine, good, again)
 
     def test_a_prompt_of_no_numbers(self) -> None:
@@ -780,7 +780,7 @@ class TestFailures:
         assert isinstance(doomed.mail.error, FloatingPointError)
         assert doomed.tokens == []
         assert not engine.broken[: 20 * BLOCK].any()
-        assert beside.mail.times[0].found == 0
+        assert beside.mail.times[0].cached == 0
         check_over(loop, engine, good, beside)
 
     def test_sharers_of_a_wiped_beginning_go_on(self) -> None:
@@ -795,7 +795,7 @@ class TestFailures:
         assert isinstance(doomed.mail.error, FloatingPointError)
         other = Client(loop, [*prompt, 5], 5, sampling=NO_BAD)
         run(loop, first, other)
-        assert other.mail.times[0].found == 0
+        assert other.mail.times[0].cached == 0
         assert not engine.broken[: 20 * BLOCK].any()
         check_over(loop, engine, first, other)
 
@@ -913,7 +913,7 @@ class ManySessions(RuleBasedStateMachine):
         lookahead=st.sampled_from([None, None, Lookahead(4, 2, 1), Lookahead(3, 3, 2), Lookahead(5, 5, 5)]),
     )
     def change_policy(self, who: int, speculate: bool, most: int, guess: bool, lookahead: Lookahead | None) -> None:
-        policy = Policy(speculate, most, 0.0, guess=guess, lookahead=lookahead)
+        policy = Policy(speculate, most, 0.0, ngram=guess, lookahead=lookahead)
         self.alive[who % len(self.alive)].session.policy = policy
 
     @precondition(lambda self: self.alive)

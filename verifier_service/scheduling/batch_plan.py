@@ -9,7 +9,7 @@ import numpy as np
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.kv import Slots
-from verifier_service.guesses import Foresight
+from verifier_service.proposers.ngram import LookaheadRows
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class TreeRows:
     """What a step computes below the tip."""
 
     candidates: list[Node]
-    foresight: Foresight | None
+    lookahead: LookaheadRows | None
     results: dict[int, int] = field(default_factory=dict)  # id(candidate) -> index among the results
     slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
     lookahead_results: list[int] = field(default_factory=list)  # for each place that the window asks about, likewise
@@ -40,7 +40,7 @@ def plan_tree(
     text: list[int],
     candidates: list[Node],
     tree_slots: list[int],
-    foresight: Foresight | None,
+    lookahead: LookaheadRows | None,
 ) -> TreeRows:
     """Rows for candidates, best first, and for a window, and a path of keys to each leaf. `root_row` is the result of
     the tip's row, the last of the rows of the `text`; `text_slots` are the session's slots.
@@ -48,7 +48,7 @@ def plan_tree(
     The most probable path is written where its tokens will stand if they are accepted; only side branches
     need scratch slots, and copying if one of them wins.
     """
-    tree = TreeRows(candidates, foresight)
+    tree = TreeRows(candidates, lookahead)
     principal = root
     row_of: dict[int, int] = {}
     inner: set[int] = set()
@@ -63,13 +63,13 @@ def plan_tree(
         row_of[id(node)] = row
         inner.add(id(node.parent))
     nodes = candidates
-    if foresight is not None:
-        ahead = [node for node in foresight.nodes if id(node) not in row_of]  # a trunk may be among the candidates
+    if lookahead is not None:
+        ahead = [node for node in lookahead.nodes if id(node) not in row_of]  # a trunk may be among the candidates
         for node in ahead:
             tree.slots[id(node)] = slot = tree_slots.pop()
             row_of[id(node)] = packer.add_row(node.token, node.position, slot)
             inner.add(id(node.parent))
-        tree.lookahead_results = [_result(packer, root_row, tree, node, row_of) for node in foresight.asked]
+        tree.lookahead_results = [_result(packer, root_row, tree, node, row_of) for node in lookahead.queried]
         nodes = candidates + ahead
     prefix, rows = text_slots[: root.position + 1], text
     for leaf in nodes:

@@ -17,7 +17,7 @@ from specdec.decoding.tree import Node
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE, PoolFullError, Slots
-from verifier_service.attached import Attached
+from verifier_service.running_session import RunningSession
 from verifier_service.session import Session
 from verifier_service.stats import VerifierStats
 
@@ -37,11 +37,11 @@ class RunQueue:
         pool: BlockPool,
         stats: VerifierStats,
         max_unread_tokens: int,
-        on_preempt: Callable[[Attached], None],
+        on_preempt: Callable[[RunningSession], None],
     ) -> None:
         self.pool = pool
-        self.running: list[Attached] = []  # in order of arrival
-        self._waiting: list[Attached] = []  # for memory, in order of precedence
+        self.running: list[RunningSession] = []  # in order of arrival
+        self._waiting: list[RunningSession] = []  # for memory, in order of precedence
         self._engine = engine
         self._stats = stats
         self._max_unread_tokens = max_unread_tokens
@@ -49,16 +49,16 @@ class RunQueue:
         self._arrivals = itertools.count()
 
     @property
-    def all(self) -> list[Attached]:
+    def all(self) -> list[RunningSession]:
         """Those who have memory, and those who wait for it."""
         return [*self.running, *self._waiting]
 
-    def add(self, attached: Attached) -> None:
+    def add(self, entry: RunningSession) -> None:
         """Let a session in as soon as there is memory for it."""
-        attached.arrival = next(self._arrivals)
-        attached.waiting_since = time.monotonic()
-        insort(self._waiting, attached, key=lambda a: a.precedence)
-        self._stats.prompt_tokens += attached.session.tree.base
+        entry.arrival = next(self._arrivals)
+        entry.waiting_since = time.monotonic()
+        insort(self._waiting, entry, key=lambda a: a.precedence)
+        self._stats.prompt_tokens += entry.session.tree.base
         self._count()
 
     def remove(self, session: Session, *, wipe: bool = False) -> None:
@@ -70,23 +70,23 @@ class RunQueue:
 
     def admit(self) -> None:
         """Give memory to who waits for it, in order, as far as it goes."""
-        for attached in [a for a in self._waiting if not self.throttled(a)]:
-            while not self._admit(attached):
+        for entry in [a for a in self._waiting if not self.throttled(a)]:
+            while not self._admit(entry):
                 throttled = [a for a in self.running if self.throttled(a)]
                 if not throttled:
                     return
                 self._preempt(throttled[-1])  # it has no use for its memory until its reader catches up
 
-    def throttled(self, attached: Attached) -> bool:
+    def throttled(self, entry: RunningSession) -> bool:
         """Whether it is far ahead of its reader; `consumed` will wake the loop."""
-        return attached.session.tree.base - attached.session.consumed > self._max_unread_tokens
+        return entry.session.tree.base - entry.session.consumed > self._max_unread_tokens
 
-    def reserve_text(self, attached: Attached) -> bool:
+    def reserve_text(self, entry: RunningSession) -> bool:
         """Memory up to the tip, if need be at the expense of the youngest; False if this is the youngest, or
         has just been preempted for another."""
-        while attached.session.table is not None:
+        while entry.session.table is not None:
             try:
-                attached.session.table.reserve(attached.session.tree.base)
+                entry.session.table.reserve(entry.session.tree.base)
             except PoolFullError:
                 self._preempt(self.running[-1])
             else:
@@ -106,38 +106,38 @@ class RunQueue:
             pairs = np.asarray(moves)
             self._copy(pairs[:, 0], pairs[:, 1])
 
-    def _admit(self, attached: Attached) -> bool:
-        session = attached.session
+    def _admit(self, entry: RunningSession) -> bool:
+        session = entry.session
         try:
-            source, target = session.settle_in(self.pool, min(len(self.running), self.pool.usable // SPARE_SHARE))
+            source, target = session.allocate(self.pool, min(len(self.running), self.pool.usable // SPARE_SHARE))
         except PoolFullError:
             return False
-        self._waiting.remove(attached)
-        insort(self.running, attached, key=lambda a: a.arrival)
+        self._waiting.remove(entry)
+        insort(self.running, entry, key=lambda a: a.arrival)
         self._copy(source, target)
-        now = attached.let_in = time.monotonic()
+        now = entry.admitted_at = time.monotonic()
         session.draft_timing.committed(session.tree.base, now)
-        attached.queued += now - attached.waiting_since
-        if not attached.preemptions:
-            session.found = session.computed
-            self._stats.found_tokens += session.found
+        entry.queued += now - entry.waiting_since
+        if not entry.preemptions:
+            session.cached_tokens = session.computed
+            self._stats.found_tokens += session.cached_tokens
         self._count()
         return True
 
-    def _preempt(self, attached: Attached) -> None:
+    def _preempt(self, entry: RunningSession) -> None:
         """Take a session's memory; its text is computed anew when there is room, before anyone new comes in."""
-        self._on_preempt(attached)
-        self._take_memory(attached.session)
-        attached.preemptions += 1
-        attached.waiting_since = time.monotonic()
-        self.running.remove(attached)
-        insort(self._waiting, attached, key=lambda a: a.precedence)
+        self._on_preempt(entry)
+        self._take_memory(entry.session)
+        entry.preemptions += 1
+        entry.waiting_since = time.monotonic()
+        self.running.remove(entry)
+        insort(self._waiting, entry, key=lambda a: a.precedence)
         self._stats.preemptions += 1
         self._count()
-        log.info("preempted", tokens=attached.session.tree.base, running=len(self.running))
+        log.info("preempted", tokens=entry.session.tree.base, running=len(self.running))
 
     def _take_memory(self, session: Session, *, wipe: bool = False) -> None:
-        spoiled = session.leave(wipe=wipe)
+        spoiled = session.free(wipe=wipe)
         self._copy(np.full(len(spoiled), NOWHERE), spoiled)
 
     def _copy(self, source: Slots, target: Slots) -> None:
@@ -146,4 +146,4 @@ class RunQueue:
 
     def _count(self) -> None:
         self._stats.running, self._stats.waiting = len(self.running), len(self._waiting)
-        self._stats.throttled = sum(self.throttled(attached) for attached in self._waiting)
+        self._stats.throttled = sum(self.throttled(entry) for entry in self._waiting)

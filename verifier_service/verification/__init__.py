@@ -1,0 +1,1 @@
+"""Which candidates the target accepts."""

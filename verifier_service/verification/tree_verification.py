@@ -54,8 +54,8 @@ class TreeVerification:
     def lookahead_queries(self) -> Iterator[tuple[int, Ask]]:
         """What its window asks, likewise."""
         tree = self.planned.tree
-        if tree is not None and tree.foresight is not None:
-            asks = self.session.guesser.asks(tree.foresight, self.session.history)
+        if tree is not None and tree.lookahead is not None:
+            asks = self.session.ngrams.asks(tree.lookahead, self.session.history)
             yield from zip(tree.lookahead_results, asks, strict=True)
 
     def take(self, token: int) -> bool:
@@ -84,7 +84,7 @@ class TreeVerification:
         """The candidate that has been chosen, if there was one in this step; the guesser hears of its own."""
         for guessed in self._node.children.values():
             if guessed.origin != DRAFT and id(guessed) in tree.results:
-                self.session.guesser.tested(guessed, guessed.token == token)
+                self.session.ngrams.learn(guessed, guessed.token == token)
         child = self._node.children.get(token)
         return child if child is not None and id(child) in tree.results else None
 

@@ -19,7 +19,7 @@ class StepTimes:
     step: float
     waited: float  # for candidates
     queued: float  # for memory, since its last commit
-    found: int = 0  # on the first commit: tokens that were in memory already
+    cached: int = 0  # on the first commit: tokens that were in memory already
     preemptions: int = 0  # so far
     price: float = 0.0  # of a candidate: the probability from which it pays to verify one
     drafted: int = 0  # sessions of the pod for which there is a draft
@@ -27,7 +27,7 @@ class StepTimes:
 
 
 @dataclass(eq=False)
-class Attached:
+class RunningSession:
     """Owned by the loop's thread; `message` runs on the outbox's event loop."""
 
     session: Session
@@ -37,11 +37,11 @@ class Attached:
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory
     queued: float = 0.0  # seconds
-    untold: VerifyResult | None = None  # of the last steps
-    told: float = 0.0  # when a verdict was last told
+    pending_result: VerifyResult | None = None  # of the last steps
+    last_sent_at: float = 0.0  # when a verdict was last told
     price: float = 0.0  # as was told with it
-    let_in: float = 0.0  # when it got its memory
-    decided: bool = False  # a step of it, which has a draft, has ended since it was last looked at
+    admitted_at: float = 0.0  # when it got its memory
+    awaiting_draft: bool = False  # a step of it, which has a draft, has ended since it was last looked at
 
     @property
     def precedence(self) -> tuple[bool, int]:

@@ -30,28 +30,28 @@ BRANCHES = 3
 DEPTH = 24
 """Of what the text itself suggests, so many continuations of so many tokens are tried."""
 
-MOST_NODES = 128
+MAX_OWN_NODES = 128
 """Guesses of its own that a session may have alive, about, besides the nodes that its draft was granted."""
 
-LEAST_REACH = 0.02
-CHEAPER = 0.5
+MIN_PROBABILITY = 0.02
+PRICE_SHARE = 0.5
 """A guess is put into the tree if it is reached at least so often, and where rows cost half as much as of late."""
 
-PATIENCE, MOST_SKIPPED = 8, 15
+FRUITLESS_STEPS, MAX_SKIPPED = 8, 15
 """Looking takes time of the step: after every so many steps in a row in which no guess was right, one step more is left
 out between two looks, up to so many."""
 
-LEARNS = 0.1
+CONFIDENCE_SMOOTHING = 0.1
 LEAST_RATE = 0.01
 
 WINDOWS = (Lookahead(15, 5, 15), Lookahead(10, 5, 10), Lookahead(7, 5, 7), Lookahead(5, 4, 5), Lookahead(4, 3, 4))
 """Sizes of windows to choose from where a request asks for none: the larger, the better and the dearer."""
 
-GAIN_LEARNS = 0.05
-HOPE = 0.5
+GAIN_SMOOTHING = 0.05
+INITIAL_GAIN = 0.5
 """Tokens a step that a window is hoped to bring when it is opened."""
 
-FIRST_REST, LONGEST_REST = 64, 4096
+FIRST_WINDOW_PAUSE, LONGEST_WINDOW_PAUSE = 64, 4096
 """Steps until a window that did not pay is tried again, twice as many each time."""
 
 
@@ -75,18 +75,18 @@ class Confidence:
     def learn(self, match: int, right: bool) -> None:
         match = min(match, LONGEST)
         rate = math.exp(self._scores[match])
-        self._scores[match] = math.log(max(rate + LEARNS * (right - rate), LEAST_RATE))
+        self._scores[match] = math.log(max(rate + CONFIDENCE_SMOOTHING * (right - rate), LEAST_RATE))
 
 
-class Foresight(NamedTuple):
+class LookaheadRows(NamedTuple):
     """A window's rows in a step."""
 
     nodes: list[Node]  # parents first
-    asked: list[Node]  # below which a choice is wanted; one without a parent is the tip
+    queried: list[Node]  # below which a choice is wanted; one without a parent is the tip
     candidates: list[Node]  # nodes that live in the token tree
 
 
-class Guesser:
+class NgramProposer:
     """Owned by its session. `text` are prompt and generated tokens so far; it ends before position `end`."""
 
     def __init__(self, text: Sequence[int], end: int, chooser: Chooser) -> None:
@@ -97,14 +97,14 @@ class Guesser:
         # A guess is deterministic: under a rule that draws otherwise, the best one is the most probable token.
         likeliest = replace(chooser.sampling, temperature=0.0)
         self._chooser = chooser if chooser.rule is Rule.COUPLED else Chooser(likeliest)
-        self.copied, self.foreseen = Confidence(), Confidence()
+        self.lookup_confidence, self.lookahead_confidence = Confidence(), Confidence()
         self._proposed = 0  # length of the text at which guesses were last made
         self._fruitless = self._skipped = 0  # steps in a row
         self._size: Lookahead | None = None
         self.window: Window | None = None
         self.pool: NgramPool | None = None
-        self.gain = HOPE  # tokens a step that the window brings, moving average
-        self._rest, self._next_rest = 0, FIRST_REST  # steps
+        self.gain = INITIAL_GAIN  # tokens a step that the window brings, moving average
+        self._window_pause, self._next_window_pause = 0, FIRST_WINDOW_PAUSE  # steps
 
     # --- candidates ---------------------------------------------------------------------------------
 
@@ -114,26 +114,26 @@ class Guesser:
         if self._proposed == self._length:
             return False
         self._proposed = self._length
-        if self._skipped < min(self._fruitless // PATIENCE, MOST_SKIPPED) and not every:
+        if self._skipped < min(self._fruitless // FRUITLESS_STEPS, MAX_SKIPPED) and not every:
             self._skipped += 1
             return False
         self._skipped = 0
-        worth = math.log(max(LEAST_REACH, price * CHEAPER))
+        worth = math.log(max(MIN_PROBABILITY, price * PRICE_SHARE))
         text = self._text[: self._length]
         for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH):
             # What reaches the end of the text goes on as it has begun: the text repeats itself.
-            self._copy(tree, np.resize(tokens, DEPTH), match, worth, sampled)
+            self._insert_lookup(tree, np.resize(tokens, DEPTH), match, worth, sampled)
         if shared is not None:
             for tokens, match in continuations(shared, text[-LONGEST:], BRANCHES, DEPTH):
-                self._copy(tree, tokens, match, worth, sampled)
+                self._insert_lookup(tree, tokens, match, worth, sampled)
         if self.pool is not None:
             for ngram in self.pool.after(int(text[-1])):
-                scores = self.foreseen.scores(1, len(ngram), -math.inf if every else worth)
+                scores = self.lookahead_confidence.scores(1, len(ngram), -math.inf if every else worth)
                 self._insert(tree, ngram[: len(scores)], scores, 1, LOOKAHEAD, sampled)
         return True
 
-    def _copy(self, tree: TokenTree, tokens: Tokens, match: int, worth: float, sampled: bool) -> None:
-        scores = self.copied.scores(match, len(tokens), worth)
+    def _insert_lookup(self, tree: TokenTree, tokens: Tokens, match: int, worth: float, sampled: bool) -> None:
+        scores = self.lookup_confidence.scores(match, len(tokens), worth)
         self._insert(tree, tokens[: len(scores)].tolist(), scores, match, NGRAM, sampled)
 
     def _insert(
@@ -143,10 +143,10 @@ class Guesser:
         for node in tree.insert(tree.base, Paths(tokens, range(len(tokens)), scores, rows), origin):
             node.state = match + node.position - tree.base
 
-    def tested(self, node: Node, right: bool) -> None:
+    def learn(self, node: Node, right: bool) -> None:
         """The target has chosen at a place for which one of these guesses was offered."""
         if isinstance(node.state, int):
-            (self.copied if node.origin == NGRAM else self.foreseen).learn(node.state, right)
+            (self.lookup_confidence if node.origin == NGRAM else self.lookahead_confidence).learn(node.state, right)
 
     def extend(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
         """The text goes on."""
@@ -154,9 +154,9 @@ class Guesser:
         self._length += len(tokens)
         self._fruitless = 0 if NGRAM in sources or LOOKAHEAD in sources else self._fruitless + 1
         if self.window is None:
-            self._rest -= 1
+            self._window_pause -= 1
         elif self.window.full:
-            self.gain += GAIN_LEARNS * (sources.count(LOOKAHEAD) - self.gain)
+            self.gain += GAIN_SMOOTHING * (sources.count(LOOKAHEAD) - self.gain)
 
     # --- the window ---------------------------------------------------------------------------------
 
@@ -164,10 +164,10 @@ class Guesser:
     def sizes(self) -> tuple[Lookahead, ...]:
         """Those that a window of the next step may have if nobody asks for one."""
         if self.window is None or self._size is None:
-            return () if self._rest > 0 else WINDOWS
+            return () if self._window_pause > 0 else WINDOWS
         return (self._size,)
 
-    def look_ahead(self, tree: TokenTree, size: Lookahead) -> Foresight | None:
+    def open_window(self, tree: TokenTree, size: Lookahead) -> LookaheadRows | None:
         """The rows of a window for this step, which is opened if there is none of this size; None at the end of a
         text, where there is nothing ahead."""
         if tree.base + size.window + size.ngram - 3 > self._end:
@@ -176,21 +176,24 @@ class Guesser:
             count = size.window + size.ngram - 3
             seeds = np.resize(self._text[max(0, self._length - count) : self._length], count)
             self._size, self.window, self.pool = size, Window(size, seeds.tolist()), NgramPool(size.guesses)
-        return _jacobi(self.window, tree) if self.window.jacobi else _foresight(self.window, tree)
+        return _jacobi(self.window, tree) if self.window.jacobi else _lookahead_rows(self.window, tree)
 
-    def look_away(self) -> None:
+    def close_window(self) -> None:
         """No window in this step: what it saw is soon out of date. Its n-grams stay."""
         if self.window is not None:
-            self.window, self.gain = None, HOPE
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+            self.window, self.gain = None, INITIAL_GAIN
+            self._window_pause, self._next_window_pause = (
+                self._next_window_pause,
+                min(2 * self._next_window_pause, LONGEST_WINDOW_PAUSE),
+            )
 
-    def asks(self, foresight: Foresight, history: History | None) -> Iterator[Ask]:
+    def asks(self, lookahead_rows: LookaheadRows, history: History | None) -> Iterator[Ask]:
         """What is to be chosen below the window."""
-        for node in foresight.asked:
+        for node in lookahead_rows.queried:
             path = [step.token for step in node.path()]
             yield Ask(self._chooser, node.position + 1, history, path, None)
 
-    def looked(self, chosen: Sequence[int], committed: int) -> None:
+    def observe_window(self, chosen: Sequence[int], committed: int) -> None:
         """What the target chose where it was asked; by the same step the text is to go on by `committed` tokens."""
         assert self.window is not None
         assert self.pool is not None
@@ -211,18 +214,18 @@ def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:
     return nodes
 
 
-def _foresight(window: Window, tree: TokenTree) -> Foresight:
+def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
     """A tree of its own behind the tip: nothing of it is seen by candidates, nor are they."""
     tip = Node(tree.root.token, tree.root.position, None, 0.0, 0)
     trunk = _chain(tip, window.levels[0])
     if len(window.levels) == 1:
-        return Foresight(trunk, [tip, *trunk], [])
+        return LookaheadRows(trunk, [tip, *trunk], [])
     columns = [_chain(above, column) for above, column in zip([tip, *trunk], window.columns, strict=True)]
     nodes = trunk + [node for column in columns for node in column]
-    return Foresight(nodes, [column[-1] for column in columns], [])
+    return LookaheadRows(nodes, [column[-1] for column in columns], [])
 
 
-def _jacobi(window: Window, tree: TokenTree) -> Foresight:
+def _jacobi(window: Window, tree: TokenTree) -> LookaheadRows:
     """The trunk as candidates: each token is where the walk finds it, or beside the tree if it cannot be there."""
     nodes: list[Node] = []
     candidates: list[Node] = []
@@ -237,4 +240,4 @@ def _jacobi(window: Window, tree: TokenTree) -> Foresight:
             candidates.append(child)
         nodes.append(child)
         place = child
-    return Foresight(nodes, [tree.root, *nodes], candidates)
+    return LookaheadRows(nodes, [tree.root, *nodes], candidates)

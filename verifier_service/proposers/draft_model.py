@@ -21,31 +21,31 @@ from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE
-from verifier_service.chain import Chain, Reading
+from verifier_service.proposers.draft_chain import DraftChain, PrefixState
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Session
 
 log = structlog.get_logger()
 
-TEXT_ROWS = 256
+MAX_PREFILL_ROWS = 256
 """Committed tokens that are read between two steps, over all sessions, besides the two that each has at the end of a
 step: who waits for the step waits for them."""
 
-FIRST_HOPE, FIRST_PROMISE = 0.5, 1.0
-LEARNS = 0.05
+FIRST_ACCEPTANCE, FIRST_EXPECTED_ACCEPTED = 0.5, 1.0
+SMOOTHING = 0.05
 
 
-class Guessing(NamedTuple):
+class ProposalStats(NamedTuple):
     """What was done before a step."""
 
     seconds: float
     sessions: int  # for which something was guessed
 
 
-NOTHING = Guessing(0.0, 0)
+NO_PROPOSALS = ProposalStats(0.0, 0)
 
 
-class OwnDraft:
+class DraftModelProposer:
     """Of the step loop's thread. `engine` knows the target's tokens; its bits may depend on what it reads together. A
     draft costs no token: one that fails is not asked again."""
 
@@ -57,10 +57,10 @@ class OwnDraft:
         self._context = context
         self._pool = BlockPool(blocks)
         self._latency = latency or StepLatency.measure(engine, blocks * BLOCK)
-        self._readings: dict[Session, Reading] = {}
+        self._prefixes: dict[Session, PrefixState] = {}
         self._calibrations = Calibrations()
-        self._hope = FIRST_HOPE  # that the next token of a chain is right
-        self._promise = FIRST_PROMISE  # right tokens of a chain
+        self._next_token_acceptance = FIRST_ACCEPTANCE  # that the next token of a chain is right
+        self._expected_accepted = FIRST_EXPECTED_ACCEPTED  # right tokens of a chain
 
     @property
     def held(self) -> int:
@@ -69,55 +69,57 @@ class OwnDraft:
 
     def serves(self, session: Session) -> bool:
         """Whether it may have guesses for a session now or later, as far as is known."""
-        reading = self._readings.get(session)
-        return self.works and session.tree.base < self._context and (reading is None or not reading.over)
+        prefix = self._prefixes.get(session)
+        return self.works and session.tree.base < self._context and (prefix is None or not prefix.over)
 
-    def guess(self, sessions: Sequence[Session], decoding: int, latency: StepLatency, price: float) -> Guessing:
+    def guess(self, sessions: Sequence[Session], decoding: int, latency: StepLatency, price: float) -> ProposalStats:
         """Suggest to these sessions what may follow their texts, as far as it is worth its time before a step of
         `decoding` ones that costs T_v, where a row more costs `price` tokens."""
         begin = time.monotonic()
-        chains: list[Chain] = []
+        chains: list[DraftChain] = []
         try:
             chains += self._begin(
-                [session for session in sessions if session.expected_tokens()[0] - 1.0 < self._promise]
+                [session for session in sessions if session.expected_tokens()[0] - 1.0 < self._expected_accepted]
             )
             self._go_on(chains, decoding, latency, price, begin)
         except Exception as error:
             self._fail(error)
         for chain in chains:
-            self._promise += LEARNS * (chain.promise - self._promise)
+            self._expected_accepted += SMOOTHING * (chain.expected_accepted - self._expected_accepted)
             chain.offer()
             if chain.broken:
-                self._close(chain.reading, wipe=True)
-        return Guessing(time.monotonic() - begin, len(chains))
+                self._close(chain.prefix, wipe=True)
+        return ProposalStats(time.monotonic() - begin, len(chains))
 
     def leave(self, session: Session) -> None:
         """Forget a session; it may come back."""
-        reading = self._readings.pop(session, None)
-        if reading is not None:
-            self._close(reading)
+        prefix = self._prefixes.pop(session, None)
+        if prefix is not None:
+            self._close(prefix)
 
-    def _begin(self, sessions: Sequence[Session]) -> list[Chain]:
+    def _begin(self, sessions: Sequence[Session]) -> list[DraftChain]:
         """Read what was committed, the shortest first; chains of those of whom nothing is unread."""
-        readings = [reading for session in sessions if (reading := self._followed(session)) is not None]
-        readings.sort(key=lambda reading: reading.unread)
-        packer, budget = self.engine.packer(), TEXT_ROWS + 2 * len(readings)
-        chains: list[Chain] = []
-        for reading in readings:
+        prefixes = [prefix for session in sessions if (prefix := self._followed(session)) is not None]
+        prefixes.sort(key=lambda prefix: prefix.pending)
+        packer, budget = self.engine.packer(), MAX_PREFILL_ROWS + 2 * len(prefixes)
+        chains: list[DraftChain] = []
+        for prefix in prefixes:
             if not budget:
                 break
-            tokens, position, slots = reading.take(budget)
+            tokens, position, slots = prefix.take(budget)
             budget -= len(tokens)
             rows = packer.add_rows(tokens, position, slots[position:])
             packer.add_path(slots, rows)
-            if not reading.unread:
+            if not prefix.pending:
                 packer.want(rows[-1])
-                chains.append(Chain(reading, self._calibrations.of(reading.session.request.chooser)))
+                chains.append(DraftChain(prefix, self._calibrations.of(prefix.session.request.chooser)))
         if packer.tokens:
             self._read(packer, chains)
         return chains
 
-    def _go_on(self, chains: Sequence[Chain], decoding: int, latency: StepLatency, price: float, begin: float) -> None:
+    def _go_on(
+        self, chains: Sequence[DraftChain], decoding: int, latency: StepLatency, price: float, begin: float
+    ) -> None:
         """Read the ends of chains, for as long as a pass over them brings more than the step would in its time."""
         expected, rows = float(decoding), decoding
         longer = [chain for chain in chains if chain.tokens]
@@ -137,15 +139,15 @@ class OwnDraft:
                 packer.want(row)
             longer = self._read(packer, going)
 
-    def _gain(self, chain: Chain) -> float:
+    def _gain(self, chain: DraftChain) -> float:
         """Tokens that one more in a chain is expected to bring."""
-        return math.exp(chain.reach) * self._hope
+        return math.exp(chain.reach) * self._next_token_acceptance
 
-    def _read(self, packer: Packer, chains: Sequence[Chain]) -> list[Chain]:
+    def _read(self, packer: Packer, chains: Sequence[DraftChain]) -> list[DraftChain]:
         """One forward pass, whose wanted rows are these chains'; those that it makes longer."""
         rows, begin = len(packer.tokens), time.monotonic()
         logits = self.engine.forward(packer.pack())
-        longer: list[Chain] = []
+        longer: list[DraftChain] = []
         for chain, row in zip(chains, logits, strict=False):  # others may be behind them
             before = chain.reach
             try:
@@ -155,29 +157,29 @@ class OwnDraft:
                 log.error("chain_failed", exc_info=error)
                 chain.broken = chain.ended = True
                 continue
-            self._hope += LEARNS * (math.exp(chain.reach - before) - self._hope)
+            self._next_token_acceptance += SMOOTHING * (math.exp(chain.reach - before) - self._next_token_acceptance)
             longer.append(chain)
         self._latency.observe(rows, time.monotonic() - begin)
         return longer
 
-    def _followed(self, session: Session) -> Reading | None:
+    def _followed(self, session: Session) -> PrefixState | None:
         """What has been read of a session, brought up to its text; None if nothing can be guessed for it now."""
-        reading = self._readings.get(session)
-        if reading is None:
+        prefix = self._prefixes.get(session)
+        if prefix is None:
             table, source, target = self._pool.open(session.tree.committed, session.request.tenant)
             if len(source):
                 self.engine.copy(source, target)
-            reading = self._readings[session] = Reading(session, table, self._context, self.engine.vocabulary)
-        if reading.follow():
-            return reading
-        if reading.over:
-            self._close(reading)
+            prefix = self._prefixes[session] = PrefixState(session, table, self._context, self.engine.vocabulary)
+        if prefix.follow():
+            return prefix
+        if prefix.over:
+            self._close(prefix)
         return None
 
-    def _close(self, reading: Reading, *, wipe: bool = False) -> None:
+    def _close(self, prefix: PrefixState, *, wipe: bool = False) -> None:
         """Give its memory back."""
-        reading.over = True
-        spoiled = reading.table.close(wipe=wipe)
+        prefix.over = True
+        spoiled = prefix.table.close(wipe=wipe)
         if len(spoiled) and self.works:
             try:
                 self.engine.copy(np.full(len(spoiled), NOWHERE), spoiled)

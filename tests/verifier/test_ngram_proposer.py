@@ -27,7 +27,14 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
-from verifier_service.guesses import FIRST_REST, MOST_SKIPPED, NGRAM, PATIENCE, Confidence, Guesser
+from verifier_service.proposers.ngram import (
+    FIRST_WINDOW_PAUSE,
+    FRUITLESS_STEPS,
+    MAX_SKIPPED,
+    NGRAM,
+    Confidence,
+    NgramProposer,
+)
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.speculation.controller import Mode
 from verifier_service.verification.result import PLAIN
@@ -38,7 +45,7 @@ REPETITIVE = [3, 4, 5, 6, 7] * 4
 
 
 def guessing(lookahead: Lookahead | None = None, candidates: int = 192) -> Policy:
-    return Policy(False, candidates, 0.0, guess=True, lookahead=lookahead)
+    return Policy(False, candidates, 0.0, ngram=True, lookahead=lookahead)
 
 
 class Model:
@@ -116,19 +123,19 @@ def test_window_and_pool_are_the_papers_step_by_step(size: tuple[int, int, int],
     client = Client(loop, [2, 3, 4, 5], 60, sampling=sampling, policy=guessing(lookahead))
     loop.turn()  # the prompt; there is no window yet
     paper = LookaheadDecoding(Model(client), lookahead, list(client.session.tree.committed))
-    guesser = client.session.guesser
+    ngrams = client.session.ngrams
     steps = 0
     while client.session.tree.base + size[0] + size[1] - 3 <= client.session.end:
         steps += 1
         text = list(client.session.tree.committed)
         loop.turn()
-        assert guesser.window is not None
+        assert ngrams.window is not None
         assert client.session.tree.base - len(text) >= min(paper.accepted(text), client.session.end - len(text))
         paper.step(text)
-        assert guesser.window.levels == paper.past
-        assert guesser.pool is not None
+        assert ngrams.window.levels == paper.past
+        assert ngrams.pool is not None
         for key in range(12):
-            assert guesser.pool.after(key) == paper.pool[key][::-1]
+            assert ngrams.pool.after(key) == paper.pool[key][::-1]
     assert steps > 2 * lookahead.ngram
     assert any(paper.pool.values())
     run(loop, client)
@@ -150,7 +157,7 @@ def test_bigrams_are_jacobi_decoding(width: int, sampling: Sampling) -> None:
     while client.session.tree.base + width - 1 <= client.session.end:
         text = list(client.session.tree.committed)
         loop.turn()
-        window = client.session.guesser.window
+        window = client.session.ngrams.window
         assert window is not None
         again = [model(text + block[:i]) for i in range(width)]
         standing = next((i for i, (old, new) in enumerate(zip(block, again, strict=False)) if old != new), width - 1)
@@ -208,17 +215,17 @@ def test_guesses_join_what_a_draft_offers_only_where_nothing_is_drawn(rule: Rule
     """A guess in the place of a draw would keep the better one out."""
     loop = step_loop(TextEngine(8))
     sampling = Sampling(temperature=1.0, seed=5)
-    policy = Policy(True, 64, 0.0, guess=True)
+    policy = Policy(True, 64, 0.0, ngram=True)
     drafted = Client(loop, REPETITIVE, 60, sampling=sampling, rule=rule, policy=policy)
     loop.turn()
-    assert drafted.session.guesses is (rule is Rule.COUPLED)
+    assert drafted.session.takes_ngrams is (rule is Rule.COUPLED)
     drafted.session.policy.speculate = False
-    assert drafted.session.guesses
+    assert drafted.session.takes_ngrams
 
 
 def test_what_a_session_guesses_is_no_foresight_of_its_draft() -> None:
     loop = step_loop(Parrot(8))
-    policy = Policy(True, 64, 0.0, guess=True)
+    policy = Policy(True, 64, 0.0, ngram=True)
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=policy)
     for _ in range(60):
         loop.turn()
@@ -260,7 +267,7 @@ def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there()
 def test_what_is_contrasted_is_not_guessed() -> None:
     chooser = Chooser(Sampling(), rule=Rule.CONTRASTIVE)
     request = SessionRequest(REPETITIVE, [], chooser, frozenset(), 60, 0, 256)
-    assert not Session(request, Policy(True, 64, 0.0, guess=True), 64, 12).guesses
+    assert not Session(request, Policy(True, 64, 0.0, ngram=True), 64, 12).takes_ngrams
 
 
 def test_who_asks_for_no_guesses_gets_none() -> None:
@@ -276,11 +283,11 @@ def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> 
     while not client.over:
         client.read()
         loop.turn()
-        open_at.append(client.session.guesser.window is not None)
+        open_at.append(client.session.ngrams.window is not None)
     assert any(open_at[:5])
     closed = open_at.index(False, open_at.index(True))
-    assert not any(open_at[closed : closed + FIRST_REST])
-    assert any(open_at[closed + FIRST_REST :])
+    assert not any(open_at[closed : closed + FIRST_WINDOW_PAUSE])
+    assert any(open_at[closed + FIRST_WINDOW_PAUSE :])
     assert sum(open_at) < len(open_at) / 2
     assert client.tokens == client.want
 
@@ -290,11 +297,11 @@ def test_a_window_that_is_asked_for_is_opened_whatever_it_costs() -> None:
     client = Client(loop, REPETITIVE, 30, policy=guessing(Lookahead(3, 3, 3)))
     loop.turn()
     loop.turn()
-    assert client.session.guesser.window is not None
+    assert client.session.ngrams.window is not None
     other = Client(loop, REPETITIVE, 30, policy=guessing())
     loop.turn()
     loop.turn()
-    assert other.session.guesser.window is None
+    assert other.session.ngrams.window is None
 
 
 def test_windows_share_the_scratch_slots_as_far_as_they_go() -> None:
@@ -326,17 +333,17 @@ NEVER = -1e9
 
 def test_who_finds_nothing_looks_less_often_and_at_once_again_when_it_does() -> None:
     tree = TokenTree([1, 2, 3, 1], vocabulary=12, last_position=500)
-    guesser = Guesser(tree.committed, 500, Chooser(Sampling()))
+    ngrams = NgramProposer(tree.committed, 500, Chooser(Sampling()))
     looks = []
     for _ in range(400):
-        looks.append(guesser.propose(tree, 0.0, None, every=False, sampled=False))
-        guesser.extend([5], [PLAIN])
+        looks.append(ngrams.propose(tree, 0.0, None, every=False, sampled=False))
+        ngrams.extend([5], [PLAIN])
         tree.commit([5])
-    assert all(looks[:PATIENCE])
-    assert sum(looks[-10 * (MOST_SKIPPED + 1) :]) == 10
-    guesser.extend([5], [NGRAM])
+    assert all(looks[:FRUITLESS_STEPS])
+    assert sum(looks[-10 * (MAX_SKIPPED + 1) :]) == 10
+    ngrams.extend([5], [NGRAM])
     tree.commit([5])
-    assert guesser.propose(tree, 0.0, None, every=False, sampled=False)
+    assert ngrams.propose(tree, 0.0, None, every=False, sampled=False)
 
 
 class TestConfidence:
@@ -372,7 +379,7 @@ def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
     """A session's own verdicts move its scores."""
     loop = step_loop(Parrot(8))
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
-    before = Guesser([2], 9, client.session.request.chooser).copied
+    before = NgramProposer([2], 9, client.session.request.chooser).lookup_confidence
     for _ in range(60):
         loop.turn()
-    assert client.session.guesser.copied.scores(12, 1, NEVER) > before.scores(12, 1, NEVER)
+    assert client.session.ngrams.lookup_confidence.scores(12, 1, NEVER) > before.scores(12, 1, NEVER)

@@ -24,8 +24,8 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
-from verifier_service.guesses import LOOKAHEAD, NGRAM
-from verifier_service.own_draft import TEXT_ROWS, OwnDraft
+from verifier_service.proposers.draft_model import MAX_PREFILL_ROWS, DraftModelProposer
+from verifier_service.proposers.ngram import LOOKAHEAD, NGRAM
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
@@ -34,7 +34,7 @@ from verifier_service.verification.result import CORRECTION, OWN_DRAFT
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
 PENALISED = Sampling(temperature=1.0, seed=3, top_k=4, repetition_penalty=1.3, banned_tokens=frozenset({BAD}))
-GUESSING = Policy(False, 8, 0.0, guess=True)
+GUESSING = Policy(False, 8, 0.0, ngram=True)
 CONTEXT = 10_000
 
 
@@ -74,8 +74,8 @@ class OftenWrong(TextEngine):
 
 
 def loop_with(draft: TextEngine, *, context: int = CONTEXT, target: TextEngine | None = None) -> StepLoop:
-    own = OwnDraft(draft, context, latency=QUICK)
-    return step_loop(target or TextEngine(60), controller=Decided(Mode.LOCAL_DRAFT), own_draft=own)
+    own = DraftModelProposer(draft, context, latency=QUICK)
+    return step_loop(target or TextEngine(60), controller=Decided(Mode.LOCAL_DRAFT), draft_model=own)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -98,8 +98,8 @@ def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
         assert each.tokens == each.want
     assert draft.faults == []
     assert loop.pool.held == 0
-    assert loop._own_draft is not None
-    assert loop._own_draft.held == 0
+    assert loop._draft_model is not None
+    assert loop._draft_model.held == 0
 
 
 @pytest.mark.parametrize("rows", [None, RowClass((4, 6, 16, 64, 256))], ids=["any-rows", "row-class"])
@@ -132,7 +132,7 @@ def test_long_texts_are_read_in_pieces() -> None:
     short, long = client(loop, 3, 1, 200), client(loop, 900, 2, 100)
     run(loop, short, long)
     check_over(loop, draft, short, long)
-    assert max(draft.steps) <= TEXT_ROWS + 4
+    assert max(draft.steps) <= MAX_PREFILL_ROWS + 4
     assert sources(long).count(OWN_DRAFT) > 20
 
 
@@ -141,7 +141,10 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
     for latency, own_cost in ((DEAR, QUICK), (FREE, SLOW)):
         draft = TextEngine(60)
         loop = step_loop(
-            TextEngine(60), latency, controller=Decided(Mode.LOCAL_DRAFT), own_draft=OwnDraft(draft, CONTEXT, own_cost)
+            TextEngine(60),
+            latency,
+            controller=Decided(Mode.LOCAL_DRAFT),
+            draft_model=DraftModelProposer(draft, CONTEXT, own_cost),
         )
         one = client(loop)
         run(loop, one)
@@ -173,7 +176,9 @@ def test_end_tokens_end_a_chain() -> None:
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.NGRAM, Mode.REMOTE_DRAFT])
 def test_it_is_asked_in_its_own_way_only(mode: Mode) -> None:
     draft = TextEngine(60)
-    loop = step_loop(TextEngine(60), controller=Decided(mode), own_draft=OwnDraft(draft, CONTEXT, latency=QUICK))
+    loop = step_loop(
+        TextEngine(60), controller=Decided(mode), draft_model=DraftModelProposer(draft, CONTEXT, latency=QUICK)
+    )
     one, other = client(loop), client(loop, policy=Policy(True, 8, 0.0))
     run(loop, one, other)
     check_over(loop, draft, one, other)
@@ -209,8 +214,8 @@ def test_a_token_that_it_does_not_know() -> None:
     check_over(loop, draft, one, other)
     assert max(one.tokens) >= Narrow.vocabulary
     assert OWN_DRAFT in sources(other)
-    assert loop._own_draft is not None
-    assert loop._own_draft.works
+    assert loop._draft_model is not None
+    assert loop._draft_model.works
 
 
 def test_memory_that_is_full_costs_no_token() -> None:
@@ -261,12 +266,12 @@ def test_who_loses_its_memory_to_another_comes_back() -> None:
     draft = TextEngine(60)
     loop = loop_with(draft, target=TextEngine(9))
     clients = [client(loop, BLOCK, i, 3 * BLOCK) for i in range(4)]
-    assert loop._own_draft is not None
+    assert loop._draft_model is not None
     while not all(each.over for each in clients):
         for each in clients:
             each.read()
         assert loop.turn() == 0.0 or all(each.over for each in clients)
-        assert loop._own_draft._readings.keys() <= {attached.session for attached in loop._queue.running}
+        assert loop._draft_model._prefixes.keys() <= {attached.session for attached in loop._queue.running}
     check_over(loop, draft, *clients)
     assert loop.stats.preemptions > 0
     assert sources(*clients).count(OWN_DRAFT) > 200
@@ -280,11 +285,11 @@ def test_those_who_leave_take_their_memory_with_them() -> None:
         for each in clients:
             each.read()
         loop.turn()
-    assert loop._own_draft is not None
-    assert loop._own_draft.held > 0
+    assert loop._draft_model is not None
+    assert loop._draft_model.held > 0
     for each in clients:
         each.cancel()
-    assert loop._own_draft.held == 0
+    assert loop._draft_model.held == 0
     assert loop.turn() is None
 
 
@@ -318,7 +323,7 @@ def test_draws_have_their_places_to_themselves() -> None:
 def test_who_asks_for_a_window_gets_that(rule: Rule) -> None:
     draft = TextEngine(60)
     loop = loop_with(draft)
-    window = Policy(False, 8, 0.0, guess=True, lookahead=Lookahead(5, 3, 5))
+    window = Policy(False, 8, 0.0, ngram=True, lookahead=Lookahead(5, 3, 5))
     one = client(loop, rule=rule, policy=window, max_tokens=200)
     run(loop, one)
     assert draft.steps == []

@@ -21,7 +21,7 @@ BREAK = -1
 """Between two texts: no token, so that nothing agrees across it."""
 
 
-class SharedTexts:
+class SuffixCache:
     """The last `most` tokens of each tenant's finished texts."""
 
     def __init__(self, most: int) -> None:
@@ -38,7 +38,7 @@ class SharedTexts:
         if len(self._texts) > MOST_TENANTS:
             self._texts.popitem(last=False)
 
-    def of(self, tenant: str) -> Tokens | None:
+    def tokens_of(self, tenant: str) -> Tokens | None:
         """A view of a tenant's texts, the latest last."""
         recent = self._texts.get(tenant)
         return None if recent is None else recent.tokens

@@ -8,48 +8,48 @@ from hypothesis import strategies as st
 
 from specdec.decoding.sampling import Sampling
 from tests.verifier.fakes import BAD, Client, TextEngine, run, step_loop
-from verifier_service.guesses import NGRAM
+from verifier_service.proposers.ngram import NGRAM
+from verifier_service.proposers.suffix_cache import BREAK, MOST_TENANTS, SuffixCache
 from verifier_service.session import Policy
-from verifier_service.shared_texts import BREAK, MOST_TENANTS, SharedTexts
 
 SOUND = Sampling(banned_tokens=frozenset({BAD}))
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), max_size=12), st.integers(2, 40))
 def test_the_last_tokens_are_kept_in_order(texts: list[list[int]], most: int) -> None:
-    shared = SharedTexts(most)
+    shared = SuffixCache(most)
     for text in texts:
         shared.add("a", text)
     said = [token for text in texts for token in [BREAK, *text[-(most - 1) :]]]
-    found = shared.of("a")
+    found = shared.tokens_of("a")
     assert (found is None) == (not texts)
     assert found is None or found.tolist() == said[-most:]
 
 
 def test_tenants_are_apart_and_the_longest_silent_is_forgotten() -> None:
-    shared = SharedTexts(8)
+    shared = SuffixCache(8)
     for number in range(MOST_TENANTS):
         shared.add(str(number), [number])
     shared.add("0", [5])
     shared.add("new", [7])
-    found = shared.of("0")
+    found = shared.tokens_of("0")
     assert found is not None
     assert found.tolist() == [BREAK, 0, BREAK, 5]
-    assert shared.of("1") is None
-    assert shared.of("2") is not None
+    assert shared.tokens_of("1") is None
+    assert shared.tokens_of("2") is not None
 
 
 def test_nothing_is_kept_unless_asked_for() -> None:
-    shared = SharedTexts(0)
+    shared = SuffixCache(0)
     shared.add("a", [1, 2, 3])
-    assert shared.of("a") is None
+    assert shared.tokens_of("a") is None
 
 
 @pytest.mark.parametrize(("tenant", "most", "heard"), [("a", 500, True), ("b", 500, False), ("a", 0, False)])
 def test_who_asks_again_is_answered_in_fewer_steps(tenant: str, most: int, heard: bool) -> None:
     """The same request twice: the second time all of it has been said before, if it was said to the same tenant."""
-    policy = Policy(False, 64, 0.0, guess=True)
-    loop = step_loop(TextEngine(20), shared_tokens=most)
+    policy = Policy(False, 64, 0.0, ngram=True)
+    loop = step_loop(TextEngine(20), suffix_cache_tokens=most)
     steps = []
     for whose in ("a", tenant):
         client = Client(loop, [2, 3, 4], 60, tenant=whose, policy=policy, sampling=SOUND)

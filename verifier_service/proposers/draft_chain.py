@@ -22,14 +22,14 @@ from verifier_service.session import Session
 BRANCHES = 3
 """Candidates for a place: the one by which the chain goes on, and the next likeliest."""
 
-DEEPEST = 16
+MAX_DEPTH = 16
 """Guesses of a chain."""
 
-HOPELESS = math.log(0.02)
+MIN_LOGPROB = math.log(0.02)
 """What is reached less often is not offered."""
 
 
-class Reading:
+class PrefixState:
     """Of one session, as far as a draft of this `context` and `vocabulary` can. Guessed tokens are read where they will
     stand if they are right; then they need not be read again."""
 
@@ -38,15 +38,15 @@ class Reading:
         self.table = table
         self.end = min(session.end - 1, context)  # what would be the last token of the text saves no step
         self.over = False  # nothing is guessed any more
-        self.read = table.shared  # leading tokens of the text whose keys and values are in place
-        self.chain: Chain | None = None  # at this length of the text
+        self.computed = table.shared  # leading tokens of the text whose keys and values are in place
+        self.chain: DraftChain | None = None  # at this length of the text
         self._vocabulary = vocabulary
         self._length = 0  # of the text when it was last looked at
 
     @property
-    def unread(self) -> int:
+    def pending(self) -> int:
         """Committed tokens."""
-        return self.session.tree.base - self.read
+        return self.session.tree.base - self.computed
 
     def follow(self) -> bool:
         """Whether the text has grown since it was last looked at, and the draft can read it and guess on."""
@@ -60,12 +60,12 @@ class Reading:
         if self.chain is not None:  # and with it numbers for all that was read
             committed = tree.committed[before:]
             self.chain.learn(committed)
-            self.table.publish(tree.committed, self.read)
-            self.read += _agreeing(self.chain.read, committed)
+            self.table.publish(tree.committed, self.computed)
+            self.computed += _agreeing(self.chain.computed, committed)
             self.chain = None
-        self.read = min(self.read, tree.base - 1)  # what may follow the last one is asked anew
+        self.computed = min(self.computed, tree.base - 1)  # what may follow the last one is asked anew
         try:
-            self.table.reserve(min(self.end, tree.base + DEEPEST))
+            self.table.reserve(min(self.end, tree.base + MAX_DEPTH))
         except PoolFullError:
             return False
         return True
@@ -77,36 +77,36 @@ class Reading:
     def take(self, most: int) -> tuple[list[int], int, Slots]:
         """So many of the unread tokens at most, which count as read from now on; the position of the first; the slots
         of all that is read."""
-        begin = self.read
-        self.read = min(begin + most, self.session.tree.base)
-        return self.session.tree.committed[begin : self.read], begin, self.table.slots[: self.read]
+        begin = self.computed
+        self.computed = min(begin + most, self.session.tree.base)
+        return self.session.tree.committed[begin : self.computed], begin, self.table.slots[: self.computed]
 
 
-class Chain:
+class DraftChain:
     """The likeliest guess for each place, one below the other, and others beside them."""
 
-    def __init__(self, reading: Reading, calibration: Calibration) -> None:
-        self.reading = reading
+    def __init__(self, prefix: PrefixState, calibration: Calibration) -> None:
+        self.prefix = prefix
         self.tokens: list[int] = []
-        self.read: list[int] = []  # of them, by the draft
+        self.computed: list[int] = []  # of them, by the draft
         self.reach = 0.0  # log P(the text goes through its last token)
-        self.promise = 0.0  # tokens of it that are expected to be right
+        self.expected_accepted = 0.0  # tokens of it that are expected to be right
         self.ended = False
         self.broken = False  # the draft's logits are not finite
         self._calibration = calibration
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and scores of siblings
         self._rows: list[DraftRow] = []  # from which they were drawn (REJECTION)
-        reading.chain = self
+        prefix.chain = self
 
     def take(self) -> tuple[int, int, Slots]:
         """Its last token, which counts as read from now on; its position; the slots of all up to it."""
         position = self._end - 1
-        self.read.append(self.tokens[-1])
-        return self.tokens[-1], position, self.reading.table.slots[: position + 1]
+        self.computed.append(self.tokens[-1])
+        return self.tokens[-1], position, self.prefix.table.slots[: position + 1]
 
     def extend(self, logits: NDArray[np.float32]) -> bool:
         """By what the draft's logits [V] below its last token say; whether that is a guess."""
-        session, position = self.reading.session, self._end
+        session, position = self.prefix.session, self._end
         logits = logits[: session.vocabulary]
         if len(logits) < session.vocabulary:
             logits = np.pad(logits, (0, session.vocabulary - len(logits)), constant_values=-np.inf)
@@ -119,16 +119,16 @@ class Chain:
         self._places.append((tokens, scores))
         self.tokens.append(tokens[0])
         self.reach += scores[0]
-        self.promise += math.exp(self.reach)
-        full = len(self.tokens) == DEEPEST or self._end >= self.reading.end
+        self.expected_accepted += math.exp(self.reach)
+        full = len(self.tokens) == MAX_DEPTH or self._end >= self.prefix.end
         self.ended = full or tokens[0] in session.request.end_tokens
         return True
 
     def _likeliest(self, logits: NDArray[np.float32], position: int) -> tuple[list[int], list[float]]:
         """Candidates for a position and their scores, best first; none of a broken row."""
-        session = self.reading.session
+        session = self.prefix.session
         chooser = session.request.chooser
-        if not session.draws:
+        if not session.samples_candidates:
             return chooser.preferences(logits, position, session.history, self.tokens, BRANCHES)
         proposal = rejection.propose(logits, Ask(chooser, position, session.history, self.tokens))
         if proposal is None:
@@ -144,7 +144,9 @@ class Chain:
         parent, reach = 0, 0.0
         for tokens, scores in self._places:
             likely = [
-                (token, parent, score) for token, score in zip(tokens, scores, strict=True) if reach + score >= HOPELESS
+                (token, parent, score)
+                for token, score in zip(tokens, scores, strict=True)
+                if reach + score >= MIN_LOGPROB
             ]
             if not likely:
                 break
@@ -152,7 +154,9 @@ class Chain:
             nodes += likely
         if nodes:
             of_tokens, of_parents, of_scores = zip(*nodes, strict=True)
-            self.reading.session.suggest(Paths(of_tokens, of_parents, of_scores, list(enumerate(self._rows))))
+            self.prefix.session.add_local_candidates(
+                Paths(of_tokens, of_parents, of_scores, list(enumerate(self._rows)))
+            )
 
     def learn(self, committed: Sequence[int]) -> None:
         """What followed in fact."""
@@ -165,7 +169,7 @@ class Chain:
     @property
     def _end(self) -> int:
         """Position behind its last token."""
-        return self.reading.session.tree.base + len(self.tokens)
+        return self.prefix.session.tree.base + len(self.tokens)
 
 
 def _agreeing(guessed: Sequence[int], committed: Sequence[int]) -> int:
