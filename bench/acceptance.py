@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.prompts import held_out
-from draft_service.growth_loop import Attached, GrowthLoop
-from draft_service.session import Extension, GrowthPolicy
+from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.session import ExpansionPolicy, Extension
 from draft_service.session import Session as DraftSession
 from draft_service.session import SessionRequest as DraftRequest
 from specdec.decoding.calibration import Calibration
@@ -87,7 +87,7 @@ class Pair:
 
     def run(self, prompt: list[int], chooser: Chooser, shape: Shape, tokens: int, calibration: Calibration) -> Text:
         growing = DraftRequest(prompt, [], chooser, frozenset(), tokens, self.context)
-        policy = GrowthPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
+        policy = ExpansionPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
         draft = DraftSession(growing, policy, self.draft.vocabulary, calibration)
         wanted = SessionRequest(prompt, [], chooser, frozenset(), tokens, 0, self.context)
         verifier = Session(wanted, Policy(True, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
@@ -96,12 +96,12 @@ class Pair:
         def fail(error: Exception) -> None:
             raise error
 
-        loop = GrowthLoop(self.draft)
-        loop.attach(Attached(draft, pushed.append, fail))
+        loop = DraftLoop(self.draft)
+        loop.attach(RunningSession(draft, pushed.append, fail))
         verifier.allocate(BlockPool((CAPACITY - SCRATCH) // 64))
         count = Count()
         while True:
-            while draft.best_reach() > -math.inf:
+            while draft.best_logprob() > -math.inf:
                 loop.turn()
             for extension in pushed:
                 verifier.extend(extension.base, extension.paths, 0.0)

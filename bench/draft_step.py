@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draft_service.breadth import siblings
+from draft_service.expansion_width import siblings
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
 from specdec.engine.load import Dtype, Kind, load_engine

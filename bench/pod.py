@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bench import synchronous
 from bench.long_steps import LongSteps
-from draft_service import breadth
-from draft_service.growth_loop import GrowthLoop
+from draft_service import expansion_width
+from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from specdec.engine.engine import Engine
@@ -49,7 +49,7 @@ def draft(args: argparse.Namespace) -> Service:
     engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
     limits = DraftLimits()
     paced = _paced(engine, args.step_ms)
-    loop = GrowthLoop(paced, rows_per_session=breadth.measured(paced, limits.defaults.max_branches))
+    loop = DraftLoop(paced, rows_per_session=expansion_width.measured(paced, limits.defaults.max_branches))
     loop.start()
     kind = synchronous.DraftServicer if args.synchronous else DraftServicer
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)

@@ -17,7 +17,7 @@ import draft_service.servicer
 import draft_service.session
 import verifier_service.servicer
 import verifier_service.session
-from draft_service.session import Extension, GrowthPolicy
+from draft_service.session import ExpansionPolicy, Extension
 from specdec.decoding.tree import Node, Paths
 from specdec.serving.outbox import Outbox
 from specdec.v1 import draft_pb2, verifier_pb2
@@ -36,36 +36,36 @@ class DraftSession(draft_service.session.Session):
         """The text goes on, and the tree is begun anew."""
         super().commit(base, tokens)
         dropped = [node.state for node in self.tree.root.walk()]
-        if dropped and not self.unread_text:
+        if dropped and not self.pending_text:
             dropped.append(self.prefix.pop())  # the tip is read again, for the children it had
         self._free += [slot for slot in dropped if isinstance(slot, int)]
         self.tree.root = Node(self.tree.root.token, self.tree.root.position, None, 0.0, 0)
         self.tree.size = 0
         self.unsent, self.unsent_rows = [], []
-        self._unread.clear()
-        self._kept.clear()
+        self._frontier.clear()
+        self._held_back.clear()
 
     def best_reach(self) -> float:
         """Nothing once it has answered, nor once the K best are known: what is unread leads to none that is better."""
-        best = -math.inf if self._answered == self.tree.base else super().best_reach()
-        return best if best > self._kept.reach_of(self.policy.max_nodes) else -math.inf
+        best = -math.inf if self._answered == self.tree.base else super().best_logprob()
+        return best if best > self._held_back.logprob_of(self.policy.max_nodes) else -math.inf
 
-    def _worth_sending(self, reach: float, node: Node) -> bool:
+    def _worth_sending(self, path_logprob: float, node: Node) -> bool:
         """Not before all that might be better is known."""
         return False
 
     def due(self, step: float) -> float:
         """When there is nothing left to grow; no candidate at all is an answer too."""
-        return -math.inf if self._answered != self.tree.base and self.best_reach() == -math.inf else math.inf
+        return -math.inf if self._answered != self.tree.base and self.best_logprob() == -math.inf else math.inf
 
-    def spell_unsent(self, now: float) -> Extension:
+    def take_unsent(self, now: float) -> Extension:
         self._answered = self.tree.base
-        while self._kept and len(self.unsent) < self.policy.max_nodes:
-            reach, node = self._kept.take()
-            if self.unsent and reach < self.policy.least_reach:
+        while self._held_back and len(self.unsent) < self.policy.max_nodes:
+            path_logprob, node = self._held_back.take()
+            if self.unsent and path_logprob < self.policy.min_logprob:
                 break
             self._offer(node)
-        return super().spell_unsent(now)
+        return super().take_unsent(now)
 
     def resend(self) -> None:
         super().resend()
@@ -79,11 +79,16 @@ class DraftServicer(draft_service.servicer.DraftServicer):
         plain = super().parse(request)
         return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibrations.of(plain.request.chooser))
 
-    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> GrowthPolicy:
+    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
         """K nodes, whatever a candidate's price is; hopeless ones are left out, which makes the answer quicker."""
         policy = super()._policy(message, most_nodes)
         nodes = min(policy.max_depth, most_nodes)
-        return replace(policy, max_nodes=nodes, min_reach=self._limits.defaults.min_reach, extend_interval=0.0)
+        return replace(
+            policy,
+            max_nodes=nodes,
+            min_path_probability=self._limits.defaults.min_path_probability,
+            extend_interval=0.0,
+        )
 
 
 class VerifierSession(verifier_service.session.Session):

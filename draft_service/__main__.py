@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import structlog
 import typer
 
-from draft_service import breadth
-from draft_service.growth_loop import GrowthLoop
+from draft_service import expansion_width
+from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer, Limits
 from specdec.durations import duration
 from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
@@ -59,9 +59,9 @@ def main(
         limits = Limits(max_sessions=max_sessions)
         # A session's memory holds its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
-        nodes = breadth.measured(loaded, limits.defaults.max_branches)
+        nodes = expansion_width.measured(loaded, limits.defaults.max_branches)
         log.info("breadth", nodes_of_a_session_in_a_step=nodes)
-        loop = GrowthLoop(loaded, rows_per_session=nodes)
+        loop = DraftLoop(loaded, rows_per_session=nodes)
         loop.start()
         return DraftServicer(loop, identity, limits)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from draft_service.growth_loop import Attached, GrowthLoop
-from draft_service.session import Extension, GrowthPolicy, Session, SessionRequest
+from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
 from specdec.decoding.calibration import Calibrations
 from specdec.serving.errors import InvalidRequestError
 from specdec.serving.outbox import Outbox
@@ -29,7 +29,7 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2
 class Limits:
     """What a session may ask for; defaults where it asks for nothing."""
 
-    defaults: GrowthPolicy = field(default_factory=GrowthPolicy)
+    defaults: ExpansionPolicy = field(default_factory=ExpansionPolicy)
     max_nodes: int = 256
     max_depth: int = 128
     max_branches: int = 16
@@ -42,7 +42,7 @@ class DraftServicer(
 ):
     name = "specdec.v1.DraftService"
 
-    def __init__(self, loop: GrowthLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
+    def __init__(self, loop: DraftLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
         super().__init__(loop, limits.max_sessions)
         self._loop = loop
         self._identity = identity
@@ -65,7 +65,7 @@ class DraftServicer(
             extend.held_us = int(1e6 * extension.held)
             outbox.put(draft_pb2.DraftResponse(extend=extend))
 
-        self._loop.attach(Attached(session, emit, outbox.put, lambda: not outbox.full))
+        self._loop.attach(RunningSession(session, emit, outbox.put, lambda: not outbox.full))
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)
@@ -73,10 +73,10 @@ class DraftServicer(
     def act(self, session: Session, request: draft_pb2.DraftRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "committed":
-                session.heard(arrived)
+                session.committed_at(arrived)
                 session.commit(request.committed.base, list(request.committed.tokens))
             case "policy":
-                session.follow(self._policy(request.policy, len(session.slots) - session.end))
+                session.set_policy(self._policy(request.policy, len(session.slots) - session.end))
             case "resend":
                 session.resend()
 
@@ -89,14 +89,14 @@ class DraftServicer(
     def is_last(self, response: draft_pb2.DraftResponse) -> bool:
         return False  # the caller ends a draft session
 
-    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> GrowthPolicy:
+    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
         """A policy within this pod's limits, with at most as many nodes as there is memory for."""
         limits, defaults = self._limits, self._limits.defaults
-        return GrowthPolicy(
+        return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
             max_branches=min(message.max_branches or defaults.max_branches, limits.max_branches),
-            min_reach=max(message.min_reach, defaults.min_reach),
+            min_path_probability=max(message.min_reach, defaults.min_path_probability),
             extend_interval=message.extend_interval_us * 1e-6,
             round_trip=message.round_trip_us * 1e-6,
         )

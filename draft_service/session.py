@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.ranking import Ranking
-from draft_service.rhythm import Rhythm
+from draft_service.frontier import Frontier
+from draft_service.send_timing import SendTimer
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import Ask, Chooser
@@ -20,20 +20,20 @@ from specdec.decoding.tree import Node, Paths, TokenTree, spell
 from specdec.engine.batch import Packer
 from specdec.engine.kv import Slots
 
-ROWS_A_MESSAGE = 4
+DISTRIBUTIONS_A_MESSAGE = 4
 """Whole distributions in a message, about: one over a vocabulary of 128,000 tokens takes a quarter of a megabyte."""
 
-RESTING_UNREAD = 512
+PAUSED_LAG_TOKENS = 512
 """Tokens that a draft at rest leaves unread: short texts cost its neighbours nothing, and whenever it is wanted again
 it has caught up in a step."""
 
-LEAST_REACH = 0.002
+MIN_PROBABILITY = 0.002
 """Probability, from which on a node is read at all."""
 
-HOPELESS = math.log(LEAST_REACH)
+MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
 """A child that is less likely than this below its parent will not be read even once the text has come to it."""
 
-SENT_FROM = 3.0
+SEND_FACTOR = 3.0
 """In least reaches. What is grown ahead of need lies mostly where the text will not go: it is sent once the text has
 come so near. That halves the bytes, at no cost in tokens a second (`python -m bench.simulate`)."""
 
@@ -48,30 +48,30 @@ class Extension(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GrowthPolicy:
+class ExpansionPolicy:
     """A validated DraftPolicy."""
 
     max_nodes: int = 256  # so many offered to the verifier at most, and so many read
     max_depth: int = 64
     max_branches: int = 5
-    min_reach: float = LEAST_REACH  # probability; at 1 it rests
+    min_path_probability: float = MIN_PROBABILITY  # probability; at 1 it rests
     extend_interval: float = 0.0  # seconds
     round_trip: float = 0.0  # seconds; 0: unknown
 
     @property
-    def rests(self) -> bool:
+    def paused(self) -> bool:
         """Whether there is nothing to do but to keep up, more or less."""
-        return self.min_reach >= 1
+        return self.min_path_probability >= 1
 
     @property
-    def least_reach(self) -> float:
-        """`min_reach` as a log-probability."""
-        return math.log(self.min_reach) if self.min_reach > 0 else -math.inf
+    def min_logprob(self) -> float:
+        """`min_path_probability` as a log-probability."""
+        return math.log(self.min_path_probability) if self.min_path_probability > 0 else -math.inf
 
     @property
-    def least_sent(self) -> float:
+    def min_sent_logprob(self) -> float:
         """Log-probability, from which on a node is sent."""
-        return self.least_reach + math.log(SENT_FROM)
+        return self.min_logprob + math.log(SEND_FACTOR)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Session:
     """
 
     def __init__(
-        self, request: SessionRequest, policy: GrowthPolicy, vocabulary: int, calibration: Calibration
+        self, request: SessionRequest, policy: ExpansionPolicy, vocabulary: int, calibration: Calibration
     ) -> None:
         self.request = request
         self.policy = policy
@@ -112,33 +112,33 @@ class Session:
         self.prefix: list[int] = []
         self.unsent: list[Node] = []
         self.unsent_rows: list[Node] = []  # nodes whose distribution over their children is to be sent
-        self._unread = Ranking()  # nodes that may have children
+        self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # of them, as long as root and policy stay
-        self._kept = Ranking()  # not worth a message until the text has come nearer
-        self.rhythm = Rhythm()
+        self._held_back = Frontier()  # not worth a message until the text has come nearer
+        self.send_timer = SendTimer()
         self._free: list[int] = []
         self._planned: list[tuple[Node, int]] = []  # (node, index among the results)
-        self._read = 0  # tokens of the prefix before the step that is planned
-        self._reading: list[Node] = []  # nodes that it reads
+        self._computed = 0  # tokens of the prefix before the step that is planned
+        self._computing: list[Node] = []  # nodes that it reads
 
-    def own(self, slots: Slots) -> None:
+    def allocate(self, slots: Slots) -> None:
         """Take possession of memory, enough for the text and every node."""
         self.slots = slots
         self._free = slots.tolist()
 
-    def undo(self) -> None:
+    def undo_step(self) -> None:
         """Take back what was planned for a step that has failed: it counts as not read."""
-        self._free += self.prefix[self._read :]
-        del self.prefix[self._read :]
-        for node in self._reading:
+        self._free += self.prefix[self._computed :]
+        del self.prefix[self._computed :]
+        for node in self._computing:
             assert isinstance(node.state, int)
             self._free.append(node.state)
             node.state = None
-            self._unread.add(node.reach(), node)
-        self._reading, self._planned = [], []
+            self._frontier.add(node.path_logprob(), node)
+        self._computing, self._planned = [], []
 
     @property
-    def _needed(self) -> bool:
+    def _required(self) -> bool:
         """Whether no token can be chosen without what this session says."""
         return self.request.chooser.rule is Rule.CONTRASTIVE
 
@@ -162,26 +162,26 @@ class Session:
             raise ValueError(f"token {max(tokens)} is not in the draft's vocabulary of {self.vocabulary}")
         held = {node.state for node in tree.root.walk()}
         self._learn(news)
-        node, passed = (None if self.unread_text else tree.root), 0.0
+        node, passed = (None if self.pending_text else tree.root), 0.0
         for token in news:
             node = node.children.get(token) if node is not None else None
             if node is None or node.state is None:
                 break
             assert isinstance(node.state, int)
             self.prefix.append(node.state)
-            passed += node.score
-        self._look_deeper()
+            passed += node.logprob
+        self._restore_deep()
         tree.commit(news)
-        if self._needed and tree.base >= self.request.context:
+        if self._required and tree.base >= self.request.context:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
         if self.history is not None:
             self.history.extend(news)
         alive = set(tree.root.walk())
-        self._unread.follow(passed, alive)
-        self._kept.follow(passed, alive)
+        self._frontier.descend(passed, alive)
+        self._held_back.descend(passed, alive)
         self.unsent = [n for n in self.unsent if n in alive]
         self.unsent_rows = [n for n in self.unsent_rows if n is tree.root or n in alive]
-        if self._needed and tree.root.row is not None and tree.root not in self.unsent_rows:
+        if self._required and tree.root.row is not None and tree.root not in self.unsent_rows:
             self.unsent_rows.append(tree.root)  # it may have been dropped where there was no room for its node
         self._release()
         kept = {*(n.state for n in alive), *self.prefix[base:]}
@@ -195,31 +195,31 @@ class Session:
                 return
             siblings = list(node.children)
             taken = siblings.index(token) if token in node.children else None
-            self._calibration.learn(depth, taken, [child.score for child in node.children.values()])
+            self._calibration.learn(depth, taken, [child.logprob for child in node.children.values()])
             node = node.children.get(token)
 
     # --- growing -----------------------------------------------------------------------------------
 
     @property
-    def unread_text(self) -> int:
+    def pending_text(self) -> int:
         """Committed tokens to be read before anything can be guessed."""
         return self.tree.base - len(self.prefix)
 
-    def best_reach(self) -> float:
+    def best_logprob(self) -> float:
         """Log-reach of the best node that is worth reading: 0 while there is text to be read, -inf if there is none.
         What is too deep for now is put aside."""
         policy, tree = self.policy, self.tree
         if tree.base >= self.end:
             return -math.inf  # the text is over, or past what this model can hold
-        if self.unread_text > (RESTING_UNREAD if policy.rests else 0):
+        if self.pending_text > (PAUSED_LAG_TOKENS if policy.paused else 0):
             return 0.0
-        if policy.rests or self._full:
+        if policy.paused or self._full:
             return -math.inf
-        while self._unread:
-            reach, node = self._unread.best()
+        while self._frontier:
+            path_logprob, node = self._frontier.best()
             if self._depth(node) < policy.max_depth:
-                return reach if reach >= policy.least_reach else -math.inf
-            self._too_deep.append(self._unread.take())
+                return path_logprob if path_logprob >= policy.min_logprob else -math.inf
+            self._too_deep.append(self._frontier.take())
         return -math.inf
 
     @property
@@ -231,12 +231,12 @@ class Session:
     @property
     def _offered(self) -> int:
         """Nodes that were sent, or are about to be."""
-        return self.tree.size - len(self._kept)
+        return self.tree.size - len(self._held_back)
 
-    def _look_deeper(self) -> None:
+    def _restore_deep(self) -> None:
         """Depths are about to change, or how much of it is wanted."""
-        for reach, node in self._too_deep:
-            self._unread.add(reach, node)
+        for path_logprob, node in self._too_deep:
+            self._frontier.add(path_logprob, node)
         self._too_deep.clear()
 
     def _depth(self, node: Node) -> int:
@@ -247,7 +247,7 @@ class Session:
 
     def plan_text(self, packer: Packer, budget: int) -> int:
         """Catching up, after a correction or at the start: one chain of at most `budget` rows; how many."""
-        start = self._read = len(self.prefix)
+        start = self._computed = len(self.prefix)
         text = self.tree.committed[start : start + budget]
         slots = [self._free.pop() for _ in text]
         self.prefix += slots
@@ -261,9 +261,9 @@ class Session:
         """The nodes most worth reading, `most` at most; how many.
 
         One lane: the prefix, the nodes' ancestors, the nodes; a mask says who sees whom."""
-        self._read, chosen = len(self.prefix), self._reading
-        while len(chosen) < most and self.best_reach() > -math.inf:
-            _, node = self._unread.take()
+        self._computed, chosen = len(self.prefix), self._computing
+        while len(chosen) < most and self.best_logprob() > -math.inf:
+            _, node = self._frontier.take()
             node.state = self._free.pop()
             chosen.append(node)
         tail: dict[int, int] = {}  # id(node) -> column after the prefix
@@ -291,7 +291,7 @@ class Session:
         packer.add_tree(keys, np.asarray([*range(base), *column_positions]), rows, visible)
         return len(chosen)
 
-    def grow(self, logits: NDArray[np.float32]) -> None:
+    def expand(self, logits: NDArray[np.float32]) -> None:
         """Give the nodes just read children, by the request's rule. A broken row of logits gives none."""
         for node, index in self._planned:
             row = logits[index, : self.vocabulary]
@@ -301,9 +301,9 @@ class Session:
                     self._sample(node, row, ask)
                 else:
                     self._branch(node, row, ask)
-            elif self._needed:
+            elif self._required:
                 raise FloatingPointError("the draft's logits are not finite")
-        self._reading, self._planned = [], []
+        self._computing, self._planned = [], []
 
     def _sample(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
         """One child, drawn. Whether there is one must not depend on which it is, so nothing is asked of it."""
@@ -312,36 +312,36 @@ class Session:
             return
         token, node.row = proposal
         assert token is not None
-        (score,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.row))])
-        self._sprout(node, token, score, node.reach() + score)
+        (logprob,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.row))])
+        self._add_child(node, token, logprob, node.path_logprob() + logprob)
 
     def _branch(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
         """The likeliest children."""
         policy, chooser = self.policy, self.request.chooser
         if chooser.rule is Rule.CONTRASTIVE:
             node.row = contrastive.amateur_row(logits, chooser.contrast)
-            if node not in self._kept:
+            if node not in self._held_back:
                 self.unsent_rows.append(node)
-        tokens, scores = chooser.preferences(logits, ask.position, ask.history, ask.path, policy.max_branches)
-        reach = node.reach()
-        for token, score in zip(tokens, self._calibration.corrected(self._depth(node), scores), strict=True):
-            if score < HOPELESS and node.children:
+        tokens, logprobs = chooser.preferences(logits, ask.position, ask.history, ask.path, policy.max_branches)
+        path_logprob = node.path_logprob()
+        for token, logprob in zip(tokens, self._calibration.corrected(self._depth(node), logprobs), strict=True):
+            if logprob < MIN_CHILD_LOGPROB and node.children:
                 break
-            self._sprout(node, token, score, reach + score)
+            self._add_child(node, token, logprob, path_logprob + logprob)
 
     # --- sending -----------------------------------------------------------------------------------
 
-    def _sprout(self, parent: Node, token: int, score: float, reach: float) -> None:
+    def _add_child(self, parent: Node, token: int, logprob: float, path_logprob: float) -> None:
         """Make a child of this reach, to be sent and read as far as it is worth it."""
-        child = self.tree.add(parent, token, score)
+        child = self.tree.add(parent, token, logprob)
         if child is None:
             return
         if self._may_have_children(child):
-            self._unread.add(reach, child)
-        if self._worth_sending(reach, child):
+            self._frontier.add(path_logprob, child)
+        if self._worth_sending(path_logprob, child):
             self._offer(child)
         else:
-            self._kept.add(reach, child)
+            self._held_back.add(path_logprob, child)
 
     def _offer(self, node: Node) -> None:
         """Into the next message. A draw goes together with what it was drawn from (REJECTION), and a node that has been
@@ -353,10 +353,10 @@ class Session:
         elif node.row is not None:
             self.unsent_rows.append(node)
 
-    def _worth_sending(self, reach: float, node: Node) -> bool:
+    def _worth_sending(self, path_logprob: float, node: Node) -> bool:
         """Whether it is near enough, and there is credit for it, itself included. The likeliest next token always is:
         else a verifier would wait for nothing."""
-        near = reach >= self.policy.least_sent and self._offered <= self.policy.max_nodes
+        near = path_logprob >= self.policy.min_sent_logprob and self._offered <= self.policy.max_nodes
         return near or node is self._likeliest
 
     @property
@@ -366,59 +366,59 @@ class Session:
 
     def _release(self) -> None:
         """The text has come nearer, or less is worth it now."""
-        kept, policy = self._kept, self.policy
+        kept, policy = self._held_back, self.policy
         while kept:
-            reach, node = kept.best()  # the likeliest next token, if that is among them
-            near = reach >= policy.least_sent and self._offered < policy.max_nodes
+            path_logprob, node = kept.best()  # the likeliest next token, if that is among them
+            near = path_logprob >= policy.min_sent_logprob and self._offered < policy.max_nodes
             if not near and node is not self._likeliest:
                 break
             self._offer(kept.take()[1])
 
-    def due(self, step: float) -> float:
+    def send_at(self, step: float) -> float:
         """The moment from which on what is new is to be sent, perhaps long past; `step`: seconds of a draft's step.
 
         The distribution of the next token is needed at once: without it nothing can be chosen (CONTRASTIVE), or a draw
         comes after the choice at its place and is lost (REJECTION). Nor do whole ones wait (CONTRASTIVE). Draws do,
         however many there are: an end token is the last of its chain, and when it is sent must not tell of it."""
-        if not self.waits:
+        if not self.has_unsent:
             return math.inf
-        if self.tree.root in self.unsent_rows or (self._needed and len(self.unsent_rows) >= ROWS_A_MESSAGE):
+        if self.tree.root in self.unsent_rows or (self._required and len(self.unsent_rows) >= DISTRIBUTIONS_A_MESSAGE):
             return -math.inf
         nothing_sent = len(self.unsent) == self._offered
         policy = self.policy
-        return self.rhythm.due(policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
+        return self.send_timer.next_send_at(policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
     @property
-    def waits(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether there is anything to send."""
         return bool(self.unsent or self.unsent_rows)
 
-    def heard(self, now: float) -> None:
+    def committed_at(self, now: float) -> None:
         """A commit came at that time."""
-        self.rhythm.heard(now, unsent=self.waits)
+        self.send_timer.committed(now, unsent=self.has_unsent)
 
-    def spell_unsent(self, now: float) -> Extension:
+    def take_unsent(self, now: float) -> Extension:
         """What was not sent yet."""
         paths = spell(self.unsent, self.unsent_rows)
         self.unsent, self.unsent_rows = [], []
-        self.rhythm.sent(now)
-        return Extension(self.tree.base, paths, self.rhythm.held(now))
+        self.send_timer.sent(now)
+        return Extension(self.tree.base, paths, self.send_timer.base_age(now))
 
-    def follow(self, policy: GrowthPolicy) -> None:
+    def set_policy(self, policy: ExpansionPolicy) -> None:
         """Grow by another policy from now on."""
-        if self.policy.rests and not policy.rests:
-            self.rhythm = Rhythm()  # meanwhile it heard of many commits at once
+        if self.policy.paused and not policy.paused:
+            self.send_timer = SendTimer()  # meanwhile it heard of many commits at once
         self.policy = policy
-        self._look_deeper()
+        self._restore_deep()
         self._release()
 
     def resend(self) -> None:
         """Everything counts as unsent, and nothing is known of how this verifier steps."""
         self.unsent, self.unsent_rows = [], []
-        self._kept.clear()
-        for reach, node in self.tree.by_reach():
-            self._kept.add(reach, node)
-        if self._needed and self.tree.root.row is not None:
+        self._held_back.clear()
+        for path_logprob, node in self.tree.by_path_logprob():
+            self._held_back.add(path_logprob, node)
+        if self._required and self.tree.root.row is not None:
             self.unsent_rows.append(self.tree.root)
         self._release()
-        self.rhythm = Rhythm()
+        self.send_timer = SendTimer()

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from orchestrator.breaker import Breaker
-from orchestrator.load import Load
+from orchestrator.pod_capacity import PodCapacity
 from specdec.serving.errors import OverloadedError
 from specdec.v1 import model_pb2
 
@@ -31,7 +31,7 @@ class LeftAloneError(Exception):
 class Admission:
     """To one verifier."""
 
-    def __init__(self, load: Load, breaker: Breaker) -> None:
+    def __init__(self, load: PodCapacity, breaker: Breaker) -> None:
         self._load = load
         self._breaker = breaker
         self._changed = asyncio.Event()  # an opening is over
@@ -52,7 +52,7 @@ class Admission:
                 yield
             except OverloadedError as refusal:
                 full = model_pb2.Load(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
-                load.tell(full, MOMENT)
+                load.report(full, MOMENT)
                 raise
             finally:
                 load.opening -= 1
@@ -64,7 +64,7 @@ class Admission:
     @property
     def refusal(self) -> OverloadedError | None:
         """What to tell whoever comes now, if it is no use to ask the verifier."""
-        told = self._load.told
+        told = self._load.reported
         if told is None or told.room > self._load.opening:
             return None
         return OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
@@ -74,4 +74,4 @@ class Admission:
         refusal = self.refusal
         if refusal is not None:
             raise refusal
-        return self._load.opening < (1 if self._load.told is None else AT_ONCE)
+        return self._load.opening < (1 if self._load.reported is None else AT_ONCE)

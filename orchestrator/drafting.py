@@ -16,12 +16,12 @@ import structlog
 
 from orchestrator.backoff import Backoff
 from orchestrator.candidate_flow import CandidateFlow
-from orchestrator.links import DraftLink, LostError, OtherTokenizerError, VerifierLink
-from orchestrator.pacing import Pacing, first_reach
+from orchestrator.draft_control import DraftControl, first_min_probability
+from orchestrator.failover_events import FailoverEvents, FailoverReason
+from orchestrator.peer_streams import DraftStream, LostError, OtherTokenizerError, VerifierStream
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
-from orchestrator.switches import Reason, Switches
 from orchestrator.transcript import Transcript
 from specdec.decoding.sampling import Rule
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError
@@ -60,7 +60,7 @@ class Drafting:
         model: Model,
         peers: Peers,
         transcript: Transcript,
-        switches: Switches,
+        events: FailoverEvents,
         deadline: float | None,
     ) -> None:
         self._sample = sample
@@ -68,22 +68,22 @@ class Drafting:
         self._pods = peers.drafts if sample.speculation.enabled else None
         self._silence = peers.silence_seconds
         self._transcript = transcript
-        self._switches = switches
+        self._events = events
         self._deadline = deadline
-        self._needed = sample.rule is Rule.CONTRASTIVE
+        self._required = sample.rule is Rule.CONTRASTIVE
         self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
         self._working: asyncio.Task[None] | None = None
-        self._insisted = self._needed or sample.speculation.always  # on, whatever its candidates cost
+        self._forced = self._required or sample.speculation.always  # on, whatever its candidates cost
         self._price = 1.0  # of a candidate, as last heard from the verifier
-        self._worthwhile = asyncio.Event()  # once its candidates may pay
-        self._verifier: VerifierLink | None = None  # who candidates go to
-        self._draft: DraftLink | None = None  # who makes them
-        self._pacing: Pacing | None = None  # of its session
+        self._wanted = asyncio.Event()  # once its candidates may pay
+        self._verifier: VerifierStream | None = None  # who candidates go to
+        self._draft: DraftStream | None = None  # who makes them
+        self._draft_control: DraftControl | None = None  # of its session
         self._flow: CandidateFlow | None = None  # likewise
         self._fruitless = self._offered = 0  # steps in a row, and candidates verified in them
-        self._without = False  # there is no draft now
+        self._undrafted = False  # there is no draft now
         self._useless_until: dict[Pod, float] = {}  # for this text
-        self._trouble = "no_draft", "no pod"  # with the last one: (reason, why)
+        self._last_failure = "no_draft", "no pod"  # with the last one: (reason, why)
         self._given_up: ServiceError | None = None
         self.undrafted_reason = "" if self._pods is not None else "no_draft" if sample.speculation.enabled else "off"
         self.policy = verifier_pb2.VerifyPolicy(
@@ -95,7 +95,7 @@ class Drafting:
             guess=sample.speculation.guess,
             lookahead=sample.speculation.lookahead,
         )
-        if self._needed and self._pods is None:
+        if self._required and self._pods is None:
             self._give_up("there is none")
 
     async def __aenter__(self) -> Self:
@@ -110,45 +110,45 @@ class Drafting:
 
     # --- what happens to the text -------------------------------------------------------------------
 
-    async def serve(self, verifier: VerifierLink) -> None:
+    async def serve(self, verifier: VerifierStream) -> None:
         """Candidates go to this verifier from now on. It knows none of those that another one had."""
         self._verifier = verifier
-        self._hear(verifier.price)
+        self._on_price(verifier.price)
         await verifier.speculate(self.policy)  # it may have changed since the session was opened
         if self._given_up is not None:
-            verifier.give_up(self._given_up)
+            verifier.abort(self._given_up)
         elif self._pods is not None and self._working is None:
             self._working = asyncio.create_task(self._work())
-        elif self._draft is not None and self._pacing is not None and self._flow is not None:
+        elif self._draft is not None and self._draft_control is not None and self._flow is not None:
             self._flow = CandidateFlow(verifier.max_nodes)
-            for message in self._pacing.another_verifier(verifier.max_nodes):
-                self._draft.tell(message)
+            for message in self._draft_control.another_verifier(verifier.max_nodes):
+                self._draft.send(message)
 
-    def tell(self, commit: verifier_pb2.Commit) -> None:
+    def on_commit(self, commit: verifier_pb2.Commit) -> None:
         """What the target decided."""
-        self._hear(commit.price)
-        draft, pacing, flow = self._draft, self._pacing, self._flow
-        if draft is None or pacing is None or flow is None:
+        self._on_price(commit.price)
+        draft, draft_control, flow = self._draft, self._draft_control, self._flow
+        if draft is None or draft_control is None or flow is None:
             return
         flow.committed()
-        rested = pacing.resting
-        for message in pacing.messages(commit):
-            draft.tell(message)
-        if draft.at_work and pacing.resting is not rested:
-            self._switches.note("draft_works" if rested else "draft_rests", draft.pod)
-        self._judge(draft, commit)
+        rested = draft_control.paused
+        for message in draft_control.messages(commit):
+            draft.send(message)
+        if draft.at_work and draft_control.paused is not rested:
+            self._events.record("draft_works" if rested else "draft_rests", draft.pod)
+        self._evaluate(draft, commit)
 
-    def _hear(self, price: float) -> None:
+    def _on_price(self, price: float) -> None:
         """Of a candidate; of a session that the verifier believes to have no draft it says nothing."""
         self._price = price
-        if price < 1 or self._insisted or not self.policy.speculate:
-            self._worthwhile.set()
+        if price < 1 or self._forced or not self.policy.speculate:
+            self._wanted.set()
 
-    def _judge(self, draft: DraftLink, commit: verifier_pb2.Commit) -> None:
+    def _evaluate(self, draft: DraftStream, commit: verifier_pb2.Commit) -> None:
         """Whether candidates that were wanted are any good."""
         if not draft.at_work:
             return
-        if commit.accepted or commit.price >= 1 or self._needed:
+        if commit.accepted or commit.price >= 1 or self._required:
             self._fruitless = self._offered = 0
             self._backoff.progressed()
             draft.pod.breaker.succeeded()
@@ -157,7 +157,7 @@ class Drafting:
         self._offered += commit.offered
         if self._fruitless >= FRUITLESS_STEPS:
             kind = UselessError if self._offered else LaggingError
-            draft.give_up(kind(f"of {self._offered} candidates in {self._fruitless} steps none was accepted"))
+            draft.abort(kind(f"of {self._offered} candidates in {self._fruitless} steps none was accepted"))
 
     # --- the work -----------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Drafting:
         """One draft after another, from when one may pay: a session that rests costs its opening, and has the draft
         read the prompt. Whatever goes wrong here ends no request, but one that cannot do without."""
         assert self._pods is not None
-        await self._worthwhile.wait()
+        await self._wanted.wait()
         tried: set[Pod] = set()  # since a draft was at work, or the last pause
         while True:
             now = time.monotonic()
@@ -184,59 +184,59 @@ class Drafting:
     async def _draft_at(self, pod: Pod) -> bool:
         """Have this pod draft until it fails; whether it ever was at work."""
         pod.breaker.attempt()
-        async with DraftLink(pod, self._timeout(), self._silence) as link:
+        async with DraftStream(pod, self._timeout(), self._silence) as stream:
             try:
                 with pod.load.session():
-                    await self._relay(link)
+                    await self._relay(stream)
             except OtherTokenizerError as unfit:
                 pod.found_unfit("tokenizer_mismatch", str(unfit))
             except UselessError as useless:  # for this text: the pod serves others
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
-                self._left(link, "draft_useless", useless)
+                self._record_end(stream, "draft_useless", useless)
             except LaggingError as lagging:
                 pod.breaker.failed()
-                self._left(link, "draft_useless", lagging)
+                self._record_end(stream, "draft_useless", lagging)
             except FloodError as flood:
                 pod.found_unfit("draft_lost", str(flood))
-                self._left(link, "draft_lost", flood)
+                self._record_end(stream, "draft_lost", flood)
             except LostError as lost:
                 pod.breaker.failed(conclusive=lost.conclusive)
-                self._left(link, "draft_lost", lost)
+                self._record_end(stream, "draft_lost", lost)
             except Exception as error:  # it is full, or has found something to object to
                 if isinstance(error, ModelFailureError | InvalidRequestError):
                     self._useless_until[pod] = math.inf
-                self._trouble = "no_draft", f"{pod}: {error}"
+                self._last_failure = "no_draft", f"{pod}: {error}"
             finally:
-                self._draft = self._pacing = self._flow = None
-        return link.at_work
+                self._draft = self._draft_control = self._flow = None
+        return stream.at_work
 
-    def _left(self, link: DraftLink, reason: Reason, why: LostError) -> None:
+    def _record_end(self, stream: DraftStream, reason: FailoverReason, why: LostError) -> None:
         """The draft's session has ended; one that was never open counts as none."""
-        if link.opened:
-            self._switches.note(reason, link.pod, str(why))
-        self._trouble = reason if link.opened else "no_draft", f"{link.pod}: {why}"
+        if stream.opened:
+            self._events.record(reason, stream.pod, str(why))
+        self._last_failure = reason if stream.opened else "no_draft", f"{stream.pod}: {why}"
 
-    async def _relay(self, link: DraftLink) -> None:
+    async def _relay(self, stream: DraftStream) -> None:
         """Open a session, and push what is guessed there to the verifier."""
         assert self._verifier is not None
         policy = draft_pb2.DraftPolicy(
             max_nodes=self._verifier.max_nodes,
             max_depth=self._sample.speculation.max_depth,
             max_branches=self._sample.speculation.max_branches,
-            min_reach=0.0 if self._insisted else first_reach(self._price),
+            min_reach=0.0 if self._forced else first_min_probability(self._price),
         )
         # It opens with the text as it is now: from here on, commits are queued for it.
-        self._draft, self._pacing = link, Pacing(policy, needed=self._needed)
+        self._draft, self._draft_control = stream, DraftControl(policy, needed=self._required)
         self._flow = CandidateFlow(self._verifier.max_nodes)
         self._fruitless = self._offered = 0
-        await link.open(self._sample, self._transcript.generated, self._model, policy)
+        await stream.open(self._sample, self._transcript.generated, self._model, policy)
         await self._speculate(True)
-        async for extend in link.extensions():
+        async for extend in stream.candidates():
             if problem := self._flow.violation(extend):
                 raise FloodError(problem)
-            if self._without:
-                self._without = False
-                self._switches.note("draft_back", link.pod)
+            if self._undrafted:
+                self._undrafted = False
+                self._events.record("draft_back", stream.pod)
             await self._verifier.extend(extend)
 
     async def _go_without(self) -> None:
@@ -244,16 +244,16 @@ class Drafting:
         assert self._pods is not None
         if self._pods and all(pod.unfit for pod in self._pods):
             pods = list(self._pods)
-            self._trouble = pods[0].unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
+            self._last_failure = pods[0].unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
         self._backoff.failed()
-        if self._needed:
+        if self._required:
             if self._backoff.exhausted:
-                log.warning("no_draft", reason=self._trouble[0], why=self._trouble[1])
+                log.warning("no_draft", reason=self._last_failure[0], why=self._last_failure[1])
                 self._give_up("none can be had")
             return
-        if not self._without:
-            self._without = True
-            self.undrafted_reason, why = self._trouble
+        if not self._undrafted:
+            self._undrafted = True
+            self.undrafted_reason, why = self._last_failure
             log.info("undrafted", reason=self.undrafted_reason, why=why)
         await self._speculate(False)
 
@@ -265,7 +265,7 @@ class Drafting:
     def _give_up(self, why: str) -> None:
         self._given_up = PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")
         if self._verifier is not None:
-            self._verifier.give_up(self._given_up)
+            self._verifier.abort(self._given_up)
 
     def _timeout(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from orchestrator.drafting import Drafting
+from orchestrator.failover_events import FailoverEvents
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Sample
-from orchestrator.switches import Switches
 from orchestrator.transcript import Transcript
 from orchestrator.verification import Verification
 from specdec.decoding.sampling import Rule
@@ -24,11 +24,11 @@ class Generation:
 
     def __init__(self, sample: Sample, model: Model, peers: Peers, deadline: float | None) -> None:
         self._sample = sample
-        self._switches = Switches()
+        self._events = FailoverEvents()
         self._transcript = Transcript(sample, model)
-        self._drafting = Drafting(sample, model, peers, self._transcript, self._switches, deadline)
+        self._drafting = Drafting(sample, model, peers, self._transcript, self._events, deadline)
         self._verification = Verification(
-            sample, model, peers, self._transcript, self._drafting, self._switches, deadline
+            sample, model, peers, self._transcript, self._drafting, self._events, deadline
         )
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
@@ -37,7 +37,7 @@ class Generation:
         await self._transcript.resume()
         async with self._drafting, aclosing(self._verification.commits()) as commits:
             async for commit in commits:
-                self._drafting.tell(commit)
+                self._drafting.on_commit(commit)
                 response = self._transcript.take(commit)
                 if first:
                     response.model_fingerprint = self._verification.revision
@@ -56,4 +56,4 @@ class Generation:
         finish.reproducible = self._sample.rule is Rule.COUPLED and not verification.numerics_changed
         finish.preemptions = verification.preemptions
         finish.speculation.undrafted_reason = self._drafting.undrafted_reason
-        finish.speculation.switches.update(self._switches.counts)
+        finish.speculation.switches.update(self._events.counts)

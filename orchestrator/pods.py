@@ -12,7 +12,7 @@ import structlog
 
 from orchestrator.admission import Admission
 from orchestrator.breaker import Breaker
-from orchestrator.load import Load
+from orchestrator.pod_capacity import PodCapacity
 from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS
 from specdec.serving.trunk.channel import TrunkChannel
 
@@ -29,7 +29,7 @@ class Pod:
         self.address = address
         self.channel = channel
         self.breaker = Breaker(address, clock)
-        self.load = Load(clock)
+        self.load = PodCapacity(clock)
         self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as it last told
         self.turn = 0  # when it was last chosen

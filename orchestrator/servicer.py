@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
+from orchestrator.bounded_threads import BoundedThreads
+from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
-from orchestrator.joining import Responses, joined
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
-from orchestrator.turns import Turns
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
@@ -44,8 +44,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
         self._model = model
         self._peers = peers
-        self._short = Turns("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
-        self._long = Turns("long prompts", 1, MAX_WAITING_LONG)
+        self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
+        self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
@@ -115,7 +115,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Responses of all samples as they come."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
-        runs = [joined(Generation(sample, self._model, self._peers, deadline).run()) for sample in request.samples]
+        runs = [coalesced(Generation(sample, self._model, self._peers, deadline).run()) for sample in request.samples]
         return runs[0] if len(runs) == 1 else _merged(runs)
 
 

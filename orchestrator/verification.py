@@ -17,11 +17,11 @@ from orchestrator.admission import LeftAloneError
 from orchestrator.backoff import Backoff
 from orchestrator.commit_check import CommitCheck
 from orchestrator.drafting import Drafting
-from orchestrator.links import LostError, UnfitError, VerifierLink
+from orchestrator.failover_events import FailoverEvents
+from orchestrator.peer_streams import LostError, UnfitError, VerifierStream
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
-from orchestrator.switches import Switches
 from orchestrator.transcript import Transcript
 from specdec.serving.errors import (
     DeadlineError,
@@ -49,7 +49,7 @@ class Verification:
         peers: Peers,
         transcript: Transcript,
         drafting: Drafting,
-        switches: Switches,
+        events: FailoverEvents,
         deadline: float | None,
     ) -> None:
         self._sample = sample
@@ -59,7 +59,7 @@ class Verification:
         self._stuck_seconds = peers.stuck_seconds
         self._transcript = transcript
         self._drafting = drafting
-        self._switches = switches
+        self._events = events
         self._deadline = deadline
         self._backoff = Backoff(peers.failover_seconds)
         self._attempt = 1  # which session of this text is the next
@@ -78,29 +78,29 @@ class Verification:
         while True:
             pod = await self._next_pod()
             longest_step = partial(self._longest_step, pod)
-            async with VerifierLink(pod, self._timeout(), self._silence, longest_step) as link:
+            async with VerifierStream(pod, self._timeout(), self._silence, longest_step) as stream:
                 try:
-                    await self._open(link)
+                    await self._open(stream)
                     with pod.load.session():
                         reported = self._transcript.base
-                        check = CommitCheck(self._sample, self._model, link.identity.context_tokens)
-                        async for commit in link.commits():
+                        check = CommitCheck(self._sample, self._model, stream.identity.context_tokens)
+                        async for commit in stream.commits():
                             if problem := check.violation(commit, len(self._transcript.generated)):
                                 raise LostError(f"a commit makes no sense: {problem}")
                             self._progressed(pod, commit)
                             yield commit
                             if self._transcript.base - reported >= CONSUMED_EVERY:
                                 reported = self._transcript.base
-                                await link.consumed(len(self._transcript.generated))
+                                await stream.consumed(len(self._transcript.generated))
                     return
                 except LostError as lost:
-                    self._note_lost(link, lost)
+                    self._note_lost(stream, lost)
                 except (OverloadedError, LeftAloneError) as error:
                     self._tried[pod] = error
                 except UnfitError as unfit:
                     self._unfit[pod] = unfit.error
                 except (ModelFailureError, InvalidRequestError) as error:
-                    self._note_failed(link, error)
+                    self._note_failed(stream, error)
 
     def _longest_step(self, pod: Pod) -> float:
         """Seconds. Where nobody else could take the text, a step that lasts is better waited for: the verifier has
@@ -144,11 +144,11 @@ class Verification:
         if left is not None and left <= pause:
             raise DeadlineError("verifier: none before the deadline")
 
-    async def _open(self, link: VerifierLink) -> None:
-        pod = link.pod
+    async def _open(self, stream: VerifierStream) -> None:
+        pod = stream.pod
         async with pod.admission.opening(again=self._attempt > 1):
             pod.breaker.attempt()
-            await link.open(
+            await stream.open(
                 self._sample,
                 self._transcript.generated,
                 self._model,
@@ -156,14 +156,14 @@ class Verification:
                 attempt=self._attempt,
                 revision=self.revision,
             )
-        before, self.identity = self.identity.numerics_fingerprint, link.identity
-        self.revision = link.identity.model_fingerprint
-        if before and link.identity.numerics_fingerprint != before:
+        before, self.identity = self.identity.numerics_fingerprint, stream.identity
+        self.revision = stream.identity.model_fingerprint
+        if before and stream.identity.numerics_fingerprint != before:
             self.numerics_changed = True
-            self._switches.note("numerics_changed", pod, f"{before}, then {link.identity.numerics_fingerprint}")
+            self._events.record("numerics_changed", pod, f"{before}, then {stream.identity.numerics_fingerprint}")
         self._attempt += 1
         self._preemptions.append(0)
-        await self._drafting.serve(link)
+        await self._drafting.serve(stream)
 
     @property
     def preemptions(self) -> int:
@@ -177,23 +177,23 @@ class Verification:
         self._backoff.progressed()
         self._tried.clear()
 
-    def _note_lost(self, link: VerifierLink, lost: LostError) -> None:
-        pod = self._lost = link.pod
+    def _note_lost(self, stream: VerifierStream, lost: LostError) -> None:
+        pod = self._lost = stream.pod
         self._tried[pod] = lost
         pod.breaker.failed(conclusive=lost.conclusive)
-        if link.opened:
-            self._switches.note("verifier_lost", pod, str(lost))
+        if stream.opened:
+            self._events.record("verifier_lost", pod, str(lost))
         else:
             log.info("verifier_not_opened", pod=str(pod), why=str(lost))
 
-    def _note_failed(self, link: VerifierLink, error: ServiceError) -> None:
+    def _note_failed(self, stream: VerifierStream, error: ServiceError) -> None:
         """A verifier's model has failed on this text, or it finds invalid what another one has begun: others may not.
         A request that no verifier has begun may be wrong indeed, and its caller is told so."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             raise error
-        self._lost = link.pod
-        self._unfit[link.pod] = error
-        self._switches.note("verifier_lost", link.pod, str(error))
+        self._lost = stream.pod
+        self._unfit[stream.pod] = error
+        self._events.record("verifier_lost", stream.pod, str(error))
 
     def _timeout(self) -> float | None:
         """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""

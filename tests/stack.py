@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draft_service.growth_loop import GrowthLoop
+from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.peers import Peers
@@ -114,7 +114,7 @@ class VerifierPod(Pod):
 @dataclass
 class DraftPod(Pod):
     service: DraftServicer
-    loop: GrowthLoop = field(kw_only=True)
+    loop: DraftLoop = field(kw_only=True)
 
 
 @asynccontextmanager
@@ -150,7 +150,7 @@ class Stack:
         return self.verifiers[0].loop
 
     @property
-    def draft_loop(self) -> GrowthLoop | None:
+    def draft_loop(self) -> DraftLoop | None:
         return self.drafts[0].loop if self.drafts else None
 
     @property
@@ -270,7 +270,7 @@ async def stack(
                 engine = exits.enter_context(torch_engine(directory.path, capacity=capacity, exact=False))
             if delay is not None:
                 engine = SlowEngine(engine, delay)
-            loop = GrowthLoop(engine)
+            loop = DraftLoop(engine)
             loop.start()
             service = draft_kind(loop, identity_of(directory, engine, capacity), draft_limits or DraftLimits())
             pod = DraftPod(service, loop=loop)

@@ -41,4 +41,4 @@ def test_whatever_arrives_is_scores(message: bytes) -> None:
 
 def test_an_older_drafts_scores_are_read() -> None:
     message = model_pb2.Extend(base=3, tokens=[5, 6], parents=[0, 1], scores=[-0.5, -1.5])
-    assert paths_from(message).scores == [-0.5, -1.5]
+    assert paths_from(message).logprobs == [-0.5, -1.5]

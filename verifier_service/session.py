@@ -212,7 +212,7 @@ class Session:
 
     def candidates(self) -> Iterator[tuple[float, Node]]:
         """The candidates it would like to have in a step, best first, each with its reach."""
-        return islice(self.tree.by_reach(self.usable), self.max_candidates)
+        return islice(self.tree.by_path_logprob(self.usable), self.max_candidates)
 
     def expected_tokens(self) -> tuple[float, float]:
         """As `TokenTree.expected_tokens`, of as many candidates as it may have."""

@@ -16,8 +16,8 @@ from bench.simulation import clock
 from bench.simulation.channel import Channel
 from bench.simulation.devices import Hardware, SharedDevice, SimulatedEngine
 from bench.simulation.language import Language
-from bench.simulation.workers import LockstepLoop, SimulatedGrowthLoop, SimulatedStepLoop, sleep
-from draft_service.breadth import widest
+from bench.simulation.workers import LockstepLoop, SimulatedDraftLoop, SimulatedStepLoop, sleep
+from draft_service.expansion_width import widest
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.generation import Generation
@@ -225,7 +225,7 @@ class Deployment:
         kind = LockstepLoop if self._scenario.lockstep else SimulatedStepLoop
         return kind(engine, latency=target.latency())
 
-    def _draft(self) -> SimulatedGrowthLoop:
+    def _draft(self) -> SimulatedDraftLoop:
         language, nodes = self._scenario.language, self._scenario.nodes
         engine = SimulatedEngine(
             self._scenario.hardware.draft,
@@ -234,14 +234,14 @@ class Deployment:
             vocabulary=language.vocabulary,
             occupy=self._occupy,
         )
-        return SimulatedGrowthLoop(engine, rows_per_session=widest(self._scenario.hardware.draft.seconds))
+        return SimulatedDraftLoop(engine, rows_per_session=widest(self._scenario.hardware.draft.seconds))
 
     def _verifier_servicer(self) -> VerifierServicer:
         kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer
         limits = VerifierLimits(max_nodes=self._scenario.nodes)
         return kind(self._verifier_loop, self._identity, limits)
 
-    def _draft_servicer(self, loop: SimulatedGrowthLoop) -> DraftServicer:
+    def _draft_servicer(self, loop: SimulatedDraftLoop) -> DraftServicer:
         kind = synchronous.DraftServicer if self._scenario.synchronous else DraftServicer
         return kind(loop, self._identity, DraftLimits(max_nodes=self._scenario.nodes))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from draft_service.growth_loop import GrowthLoop
+from draft_service.draft_loop import DraftLoop
 from specdec.serving.worker import Worker
 from verifier_service.step_loop import StepLoop
 
@@ -123,5 +123,5 @@ class LockstepLoop(SimulatedStepLoop):
         return None  # an answer of a draft wakes the loop
 
 
-class SimulatedGrowthLoop(OnVirtualTime, GrowthLoop):
+class SimulatedDraftLoop(OnVirtualTime, DraftLoop):
     pass

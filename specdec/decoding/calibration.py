@@ -35,22 +35,22 @@ class Calibration:
     def __init__(self) -> None:
         self._shifts = [[0.0] * RANKS for _ in range(DEPTHS)]
 
-    def corrected(self, depth: int, scores: Iterable[float]) -> list[float]:
+    def corrected(self, depth: int, logprobs: Iterable[float]) -> list[float]:
         """Log-probabilities of siblings, best first, as the verdicts have it; none above the one before it."""
         shifts = self._shifts[min(depth, DEPTHS - 1)]
         result: list[float] = []
-        for rank, score in enumerate(scores):
-            odds = _log_odds(math.exp(score)) + shifts[min(rank, RANKS - 1)]
+        for rank, logprob in enumerate(logprobs):
+            odds = _log_odds(math.exp(logprob)) + shifts[min(rank, RANKS - 1)]
             corrected = -math.log1p(math.exp(-odds))
             result.append(min(corrected, result[-1]) if result else corrected)
         return result
 
-    def learn(self, depth: int, taken: int | None, scores: Iterable[float]) -> None:
+    def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         """Of siblings with these corrected scores the target took the one of rank `taken`, or none."""
         shifts = self._shifts[min(depth, DEPTHS - 1)]
-        for rank, score in enumerate(scores):
+        for rank, logprob in enumerate(logprobs):
             at = min(rank, RANKS - 1)
-            shift = shifts[at] + LEARNS * ((rank == taken) - math.exp(score))
+            shift = shifts[at] + LEARNS * ((rank == taken) - math.exp(logprob))
             shifts[at] = max(-MOST, min(MOST, shift))
 
 

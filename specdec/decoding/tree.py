@@ -27,20 +27,20 @@ class Paths(NamedTuple):
 
     tokens: Sequence[int]
     parents: Sequence[int]
-    scores: Sequence[float]
+    logprobs: Sequence[float]
     rows: Sequence[tuple[int, DraftRow]] = ()
 
 
 class Node:
-    """One candidate. `score` is log P(the target takes this token | it reaches the parent)."""
+    """One candidate. `logprob` is log P(the target takes this token | it reaches the parent)."""
 
-    __slots__ = ("children", "origin", "parent", "position", "row", "score", "state", "token")
+    __slots__ = ("children", "logprob", "origin", "parent", "position", "row", "state", "token")
 
-    def __init__(self, token: int, position: int, parent: Node | None, score: float, origin: int) -> None:
+    def __init__(self, token: int, position: int, parent: Node | None, logprob: float, origin: int) -> None:
         self.token = token
         self.position = position  # absolute, of this token
         self.parent = parent
-        self.score = score
+        self.logprob = logprob
         self.origin = origin  # whose guess it is, in the holder's terms
         self.children: dict[int, Node] = {}
         self.row: DraftRow | None = None  # the draft's distribution over the children, where the rule needs it
@@ -56,11 +56,11 @@ class Node:
         nodes.reverse()
         return nodes
 
-    def reach(self) -> float:
+    def path_logprob(self) -> float:
         """log P(the target's text goes through this node): the sum of scores from the root."""
         total, node = 0.0, self
         while node.parent is not None:
-            total += node.score
+            total += node.logprob
             node = node.parent
         return total
 
@@ -118,7 +118,7 @@ class TokenTree:
         made: list[Node] = []
         # A place is a node, or a length of the committed text, or None for what was dropped.
         places: list[Node | int | None] = [self.root if base == self.base else base]
-        for token, parent, score in zip(paths.tokens, paths.parents, paths.scores, strict=True):
+        for token, parent, logprob in zip(paths.tokens, paths.parents, paths.logprobs, strict=True):
             if parent >= len(places):
                 raise ValueError(f"node {len(places)} names parent {parent}, which does not precede it")
             place = places[parent]
@@ -126,7 +126,7 @@ class TokenTree:
                 place = self._follow(place, token)
             elif place is not None:
                 size = self.size
-                place = self._enter(place, token, score, origin, rows.get(parent))
+                place = self._enter(place, token, logprob, origin, rows.get(parent))
                 if place is not None and self.size > size:
                     made.append(place)
             places.append(place)
@@ -137,18 +137,18 @@ class TokenTree:
                     place.row = row
         return made
 
-    def _enter(self, place: Node, token: int, score: float, origin: int, row: DraftRow | None) -> Node | None:
+    def _enter(self, place: Node, token: int, logprob: float, origin: int, row: DraftRow | None) -> Node | None:
         """The child that carries the token, made if it may be."""
         known = place.children.get(token)
         if known is not None:
-            if math.isfinite(score) and not self._sampled:
-                known.score = max(known.score, min(score, 0.0))
+            if math.isfinite(logprob) and not self._sampled:
+                known.logprob = max(known.logprob, min(logprob, 0.0))
             return known
         if not self._sampled:
-            return self.add(place, token, score, origin)
+            return self.add(place, token, logprob, origin)
         if place.children or row is None or not row.can_draw(token):
             return None
-        child = self.add(place, token, score, origin)
+        child = self.add(place, token, logprob, origin)
         if child is not None:
             place.row = row
         return child
@@ -159,18 +159,18 @@ class TokenTree:
             return None
         return self.root if length + 1 == self.base else length + 1
 
-    def add(self, parent: Node, token: int, score: float, origin: int = 0) -> Node | None:
+    def add(self, parent: Node, token: int, logprob: float, origin: int = 0) -> Node | None:
         """Make a child that is not there yet, unless it could never be taken."""
         position = parent.position + 1
         if (
             position > self._last_position
             or token >= self._vocabulary
-            or not math.isfinite(score)
+            or not math.isfinite(logprob)
             or (parent.token in self._end_tokens and parent is not self.root)
             or self.size >= self._max_nodes
         ):
             return None
-        node = Node(token, position, parent, min(score, 0.0), origin)
+        node = Node(token, position, parent, min(logprob, 0.0), origin)
         parent.children[token] = node
         self.size += 1
         return node
@@ -186,33 +186,33 @@ class TokenTree:
         if self.size:
             self.size = sum(1 for _ in self.root.walk())
 
-    def by_reach(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
+    def by_path_logprob(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
         """(reach, node) of every live node, highest reach first, parents before children. What is not `usable`
         is left out, and what is below it."""
         frontier: list[tuple[float, int, Node]] = []
         order = 0  # breaks ties: what was offered first comes first
-        parent, reach = self.root, 0.0
+        parent, path_logprob = self.root, 0.0
         while True:
             for child in parent.children.values():
                 order += 1
                 if usable(child):
-                    heapq.heappush(frontier, (-reach - child.score, order, child))
+                    heapq.heappush(frontier, (-path_logprob - child.logprob, order, child))
             if not frontier:
                 return
             negative_reach, _, parent = heapq.heappop(frontier)
-            reach = -negative_reach
-            yield reach, parent
+            path_logprob = -negative_reach
+            yield path_logprob, parent
 
     def best(self, count: int) -> list[Node]:
         """The `count` nodes of highest reach, best first: always a connected tree, parents first."""
-        return [node for _, node in itertools.islice(self.by_reach(), count)]
+        return [node for _, node in itertools.islice(self.by_path_logprob(), count)]
 
     def expected_tokens(self, count: int, usable: Callable[[Node], bool] = anything) -> tuple[float, float]:
         """(tokens that a step over the `count` best nodes is expected to bring, reach of the most probable leaf among
         them). The root is the leaf of an empty tree; with `count` nodes there is no room for more: 0."""
         expected, leaf, seen = 1.0, 0.0, 0
-        for reach, node in itertools.islice(self.by_reach(usable), count):
-            probability = math.exp(reach)
+        for path_logprob, node in itertools.islice(self.by_path_logprob(usable), count):
+            probability = math.exp(path_logprob)
             expected += probability
             seen += 1
             if not node.children:
@@ -228,13 +228,13 @@ def spell(nodes: Sequence[Node], with_rows: Sequence[Node] = ()) -> Paths:
     numbers: dict[int, int] = {}
     tokens: list[int] = []
     parents: list[int] = []
-    scores: list[float] = []
+    logprobs: list[float] = []
     for leaf in (*nodes, *with_rows):
         for node in leaf.path():
             if id(node) not in numbers:
                 tokens.append(node.token)
                 parents.append(numbers.get(id(node.parent), 0))
-                scores.append(node.score)
+                logprobs.append(node.logprob)
                 numbers[id(node)] = len(tokens)
     rows = [(numbers.get(id(node), 0), node.row) for node in with_rows if node.row is not None]
-    return Paths(tokens, parents, scores, rows)
+    return Paths(tokens, parents, logprobs, rows)

@@ -265,7 +265,7 @@ def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
     for parent, row in paths.rows:
         ids, values = row.sent()
         rows.append(model_pb2.DraftRow(parent=parent, ids=ids, values=values))
-    scores = scores_message(paths.scores)
+    scores = scores_message(paths.logprobs)
     return model_pb2.Extend(base=base, tokens=paths.tokens, parents=paths.parents, score_bytes=scores, rows=rows)
 
 

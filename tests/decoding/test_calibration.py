@@ -15,19 +15,21 @@ log_probabilities = st.lists(st.floats(-30.0, 0.0), min_size=1, max_size=6).map(
 
 
 @given(st.integers(0, 10), log_probabilities)
-def test_at_first_scores_stay_what_they_are(depth: int, scores: list[float]) -> None:
-    got = Calibration().corrected(depth, scores)
-    assert [math.exp(s) for s in got] == pytest.approx([math.exp(s) for s in scores], abs=2e-6)
+def test_at_first_scores_stay_what_they_are(depth: int, logprobs: list[float]) -> None:
+    got = Calibration().corrected(depth, logprobs)
+    assert [math.exp(s) for s in got] == pytest.approx([math.exp(s) for s in logprobs], abs=2e-6)
 
 
 @given(st.integers(0, 10), log_probabilities, st.lists(st.tuples(st.integers(0, 10), st.integers(0, 6)), max_size=300))
-def test_they_stay_ordered_log_probabilities(depth: int, scores: list[float], verdicts: list[tuple[int, int]]) -> None:
+def test_they_stay_ordered_log_probabilities(
+    depth: int, logprobs: list[float], verdicts: list[tuple[int, int]]
+) -> None:
     calibration = Calibration()
     for at, taken in verdicts:
-        calibration.learn(at, taken, calibration.corrected(at, scores))
-    got = calibration.corrected(depth, scores)
+        calibration.learn(at, taken, calibration.corrected(at, logprobs))
+    got = calibration.corrected(depth, logprobs)
     assert got == sorted(got, reverse=True)
-    assert all(-math.inf < score <= 0.0 for score in got)
+    assert all(-math.inf < logprob <= 0.0 for logprob in got)
 
 
 @pytest.mark.parametrize("real", [[0.9, 0.05, 0.01], [0.5, 0.2, 0.1], [0.2, 0.05, 0.02]])
@@ -38,7 +40,7 @@ def test_a_draft_that_misjudges_itself_is_corrected(real: list[float]) -> None:
     for _ in range(4000):
         taken = next((rank for rank in range(3) if random.random() < real[rank] / (1 - sum(real[:rank]))), None)
         calibration.learn(1, taken, calibration.corrected(1, said))
-    got = [math.exp(score) for score in calibration.corrected(1, said)]
+    got = [math.exp(logprob) for logprob in calibration.corrected(1, said)]
     assert got == pytest.approx(real, abs=0.07)
     assert calibration.corrected(0, said) == pytest.approx(said, abs=1e-5)
 

@@ -34,15 +34,15 @@ class Message:
     base: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    scores: tuple[float, ...]
+    logprobs: tuple[float, ...]
 
     def into(self, tree: TokenTree) -> list[Node]:
-        return tree.insert(self.base, Paths(self.tokens, self.parents, self.scores))
+        return tree.insert(self.base, Paths(self.tokens, self.parents, self.logprobs))
 
 
 def live(tree: TokenTree) -> dict[Path, float]:
     """Every live candidate: its tokens below the committed text, and its score."""
-    return {tuple(node.token for node in below.path()): below.score for below in tree.root.walk()}
+    return {tuple(node.token for node in below.path()): below.logprob for below in tree.root.walk()}
 
 
 def sound(tree: TokenTree) -> None:
@@ -56,7 +56,7 @@ def sound(tree: TokenTree) -> None:
         assert node.parent is not None
         assert node.parent.children[node.token] is node
         assert node.position == node.parent.position + 1
-        assert node.score <= 0
+        assert node.logprob <= 0
 
 
 def plant(committed: Sequence[int] = PROMPT, last_position: int = FAR, **settings: int | frozenset[int]) -> TokenTree:
@@ -64,7 +64,7 @@ def plant(committed: Sequence[int] = PROMPT, last_position: int = FAR, **setting
 
 
 tokens = st.integers(0, VOCABULARY - 1)
-scores = st.integers(-24, 4).map(lambda eighths: eighths / 8)
+logprobs = st.integers(-24, 4).map(lambda eighths: eighths / 8)
 
 
 @st.composite
@@ -74,7 +74,7 @@ def messages(draw: st.DrawFn, base: int, most: int = 8) -> Message:
         base,
         tuple(draw(tokens) for _ in range(count)),
         tuple(draw(st.integers(0, i)) for i in range(count)),
-        tuple(draw(scores) for _ in range(count)),
+        tuple(draw(logprobs) for _ in range(count)),
     )
 
 
@@ -141,9 +141,9 @@ def everything_first(story: Story) -> TokenTree:
         chain = story.committed[len(PROMPT) : event.base]
         links = tuple(range(len(chain)))
         shifted = tuple(len(chain) + parent for parent in event.parents)
-        Message(len(PROMPT), (*chain, *event.tokens), (*links, *shifted), (*([0.0] * len(chain)), *event.scores)).into(
-            tree
-        )
+        Message(
+            len(PROMPT), (*chain, *event.tokens), (*links, *shifted), (*([0.0] * len(chain)), *event.logprobs)
+        ).into(tree)
     tree.commit(story.committed[len(PROMPT) :])
     sound(tree)
     return tree
@@ -181,7 +181,7 @@ class TestOrder:
         base = data.draw(st.sampled_from([len(PROMPT), len(PROMPT) + 1]))
         wrong = 2  # neither of the committed tokens
         shifted = tuple(parent + 1 for parent in rest.parents)
-        assert Message(base, (wrong, *rest.tokens), (0, *shifted), (0.0, *rest.scores)).into(tree) == []
+        assert Message(base, (wrong, *rest.tokens), (0, *shifted), (0.0, *rest.logprobs)).into(tree) == []
         assert live(tree) == before
         sound(tree)
 
@@ -201,7 +201,7 @@ class TestOrder:
         before = live(tree)
         tree.commit(text)
         depth = len(text)
-        expected = {path[depth:]: score for path, score in before.items() if list(path[:depth]) == text}
+        expected = {path[depth:]: logprob for path, logprob in before.items() if list(path[:depth]) == text}
         expected.pop((), None)
         assert live(tree) == expected
 
@@ -212,7 +212,7 @@ class TestOrder:
         tree.commit([3])
         assert tree.root is first
         assert tree.root.children[0] is second
-        assert second.reach() == -2.0
+        assert second.path_logprob() == -2.0
         assert [node.state for node in tree.best(5)] == ["kept"]
 
 
@@ -227,8 +227,8 @@ class TestInsert:
 
     def test_a_duplicate_path_keeps_the_larger_score(self) -> None:
         tree = plant()
-        for score in (-2.0, -1.0, -3.0, math.inf, -math.inf, math.nan):
-            tree.insert(2, Paths([3], [0], [score]))
+        for logprob in (-2.0, -1.0, -3.0, math.inf, -math.inf, math.nan):
+            tree.insert(2, Paths([3], [0], [logprob]))
         assert live(tree) == {(3,): -1.0}
 
     def test_scores_are_at_most_zero(self) -> None:
@@ -255,14 +255,14 @@ class TestInsert:
         tree = plant()
         (node,) = tree.insert(2, Paths([3], [0], [-1.0]), origin=7)
         tree.insert(2, Paths([3], [0], [-0.5]), origin=8)
-        assert (node.origin, node.score) == (7, -0.5)
+        assert (node.origin, node.logprob) == (7, -0.5)
 
 
 class TestDropped:
     """What can never be taken is dropped with all that is below it; its siblings stay."""
 
-    def chain(self, tree: TokenTree, path: Sequence[int], *scores: float) -> set[Path]:
-        tree.insert(tree.base, Paths(path, range(len(path)), scores or [-1.0] * len(path)))
+    def chain(self, tree: TokenTree, path: Sequence[int], *logprobs: float) -> set[Path]:
+        tree.insert(tree.base, Paths(path, range(len(path)), logprobs or [-1.0] * len(path)))
         tree.insert(tree.base, Paths([0], [0], [-1.0]))
         sound(tree)
         return set(live(tree)) - {(0,)}
@@ -280,9 +280,9 @@ class TestDropped:
     def test_ids_outside_the_vocabulary(self) -> None:
         assert self.chain(plant(), [1, VOCABULARY, 2]) == {(1,)}
 
-    @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
-    def test_scores_that_are_not_finite(self, score: float) -> None:
-        assert self.chain(plant(), [1, 2, 3], -1.0, score, -1.0) == {(1,)}
+    @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+    def test_scores_that_are_not_finite(self, logprob: float) -> None:
+        assert self.chain(plant(), [1, 2, 3], -1.0, logprob, -1.0) == {(1,)}
 
     @given(st.lists(messages(len(PROMPT)), max_size=4), st.integers(0, 6))
     def test_above_max_nodes(self, sent: list[Message], most: int) -> None:
@@ -308,8 +308,8 @@ class TestBest:
     def test_is_the_connected_top_by_reach(self, tree: TokenTree, count: int) -> None:
         chosen = tree.best(count)
         assert len({id(node) for node in chosen}) == len(chosen)
-        reaches = [node.reach() for node in chosen]
-        assert reaches == sorted((node.reach() for node in tree.root.walk()), reverse=True)[:count]
+        reaches = [node.path_logprob() for node in chosen]
+        assert reaches == sorted((node.path_logprob() for node in tree.root.walk()), reverse=True)[:count]
         met = {id(tree.root)}
         for node in chosen:
             assert id(node.parent) in met  # parents first
@@ -317,9 +317,9 @@ class TestBest:
 
     @given(trees())
     def test_by_reach_goes_on_to_the_last_node(self, tree: TokenTree) -> None:
-        found = list(tree.by_reach())
+        found = list(tree.by_path_logprob())
         assert [node for _, node in found] == tree.best(tree.size)
-        assert [reach for reach, _ in found] == [node.reach() for _, node in found]
+        assert [path_logprob for path_logprob, _ in found] == [node.path_logprob() for _, node in found]
         assert len(found) == tree.size
 
     @given(trees())
@@ -327,9 +327,9 @@ class TestBest:
         for node in tree.root.walk():
             path = node.path()
             assert path[-1] is node
-            assert node.reach() == sum(step.score for step in path)
+            assert node.path_logprob() == sum(step.logprob for step in path)
             assert node.parent is not None
-            assert node.reach() <= node.parent.reach()
+            assert node.path_logprob() <= node.parent.path_logprob()
 
 
 class TestSpelling:
@@ -351,7 +351,7 @@ class TestSpelling:
         copy = plant(tree.committed)
         made = copy.insert(tree.base, spelled)
         expected = {
-            tuple(node.token for node in path[: i + 1]): step.score
+            tuple(node.token for node in path[: i + 1]): step.logprob
             for path in (node.path() for node in chosen)
             for i, step in enumerate(path)
         }
@@ -433,8 +433,8 @@ class TestSampled:
         tree = self.grown()
         message = Paths([3, 4], [0, 1], [-1.0, -1.0], [(0, row(3, 4)), (1, row(4))])
         assert len(tree.insert(2, message)) == 2
-        assert tree.insert(2, message._replace(scores=[-0.5, -0.5])) == []
-        assert [node.score for node in tree.root.walk()] == [-1.0, -1.0]
+        assert tree.insert(2, message._replace(logprobs=[-0.5, -0.5])) == []
+        assert [node.logprob for node in tree.root.walk()] == [-1.0, -1.0]
 
     def test_a_row_alone_is_nothing(self) -> None:
         tree = self.grown()

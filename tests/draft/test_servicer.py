@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_service.growth_loop import GrowthLoop
+from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer, Limits
 from draft_service.session import Session
 from specdec.serving.errors import InvalidRequestError
 from specdec.v1 import draft_pb2, model_pb2
-from tests.draft.test_growth_loop import VOCABULARY, Engine, session
+from tests.draft.test_draft_loop import VOCABULARY, Engine, session
 
 
 @pytest.mark.parametrize("granted", [1, 64, 200])
 def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
     """As far as it has memory."""
-    servicer = DraftServicer(GrowthLoop(Engine()), model_pb2.ModelIdentity(), Limits())
+    servicer = DraftServicer(DraftLoop(Engine()), model_pb2.ModelIdentity(), Limits())
     draft = session(max_nodes=200)
-    draft.own(np.arange(1, 1 + draft.end + draft.policy.max_nodes))
+    draft.allocate(np.arange(1, 1 + draft.end + draft.policy.max_nodes))
     for most, becomes in ((granted, granted), (256, 200), (0, 200)):
         request = draft_pb2.DraftRequest(policy=draft_pb2.DraftPolicy(max_nodes=most))
         servicer.act(draft, request, 0.0)
@@ -30,7 +30,7 @@ def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
 def parsed(**fields: Any) -> Session:
     """The session that an opening asks for, of a target that knows half of the draft's tokens."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
-    servicer = DraftServicer(GrowthLoop(Engine()), identity, Limits())
+    servicer = DraftServicer(DraftLoop(Engine()), identity, Limits())
     usual: dict[str, Any] = {"prompt_tokens": [1, 2], "max_tokens": 10, "vocabulary_size": VOCABULARY // 2}
     return servicer.parse(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(**(usual | fields))))
 

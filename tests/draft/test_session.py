@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_service.session import RESTING_UNREAD, GrowthPolicy, Session, SessionRequest
+from draft_service.session import PAUSED_LAG_TOKENS, ExpansionPolicy, Session, SessionRequest
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Rule, Sampling
@@ -31,51 +31,51 @@ def made(
     """A session with memory and a prompt of three tokens."""
     chooser = Chooser(Sampling(temperature=temperature), rule=rule)
     request = SessionRequest([1, 2, 3], [], chooser, frozenset(), context, context)
-    session = Session(request, GrowthPolicy(**policy), VOCABULARY, calibration or Calibration())
-    session.own(np.arange(1, 1 + session.end + session.policy.max_nodes))
+    session = Session(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
+    session.allocate(np.arange(1, 1 + session.end + session.policy.max_nodes))
     return session
 
 
 def step(session: Session, best: float = 5.0) -> None:
     """Read what there is to read; the model prefers the tokens in order, 7 most, of which it is as sure as said."""
     packer = PathPacker()
-    if session.unread_text:
+    if session.pending_text:
         session.plan_text(packer, 1000)
     else:
         session.plan_nodes(packer, 4)
     logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
     logits[7] = best
-    session.grow(np.tile(logits, (len(packer.wanted), 1)))
+    session.expand(np.tile(logits, (len(packer.wanted), 1)))
 
 
 def test_a_draft_at_rest_grows_nothing() -> None:
     session = made()
     step(session)
-    session.follow(replace(session.policy, min_reach=1.0))
-    assert session.best_reach() == -math.inf
+    session.set_policy(replace(session.policy, min_path_probability=1.0))
+    assert session.best_logprob() == -math.inf
     session.commit(3, [5, 6])
-    assert session.best_reach() == -math.inf
-    session.follow(replace(session.policy, min_reach=0.01))
+    assert session.best_logprob() == -math.inf
+    session.set_policy(replace(session.policy, min_path_probability=0.01))
     step(session)
-    assert not session.unread_text
-    assert session.best_reach() > -math.inf
+    assert not session.pending_text
+    assert session.best_logprob() > -math.inf
 
 
 def test_a_draft_at_rest_keeps_up_with_a_long_text() -> None:
-    session = made(context=2 * RESTING_UNREAD, min_reach=1.0)
-    session.commit(3, [5] * (RESTING_UNREAD - 3))
-    assert session.best_reach() == -math.inf
-    session.commit(RESTING_UNREAD, [5])
-    assert session.best_reach() > -math.inf
+    session = made(context=2 * PAUSED_LAG_TOKENS, min_path_probability=1.0)
+    session.commit(3, [5] * (PAUSED_LAG_TOKENS - 3))
+    assert session.best_logprob() == -math.inf
+    session.commit(PAUSED_LAG_TOKENS, [5])
+    assert session.best_logprob() > -math.inf
     step(session)
-    assert session.best_reach() == -math.inf
+    assert session.best_logprob() == -math.inf
 
 
 def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
     session = made(Rule.REJECTION, temperature=1.0)
     for _ in range(4):
         step(session)
-    paths = session.spell_unsent(0.0).paths
+    paths = session.take_unsent(0.0).paths
     assert list(paths.parents) == [0, 1, 2, 3]
     assert [parent for parent, _ in paths.rows] == [0, 1, 2, 3]
     assert all(row.fits(Rule.REJECTION, VOCABULARY) for _, row in paths.rows)
@@ -85,22 +85,24 @@ def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
     first, second = made(Rule.REJECTION, temperature=1.0), made(Rule.REJECTION, temperature=1.0)
     for session in (first, second):
         step(session)
-    assert first.spell_unsent(0.0).paths.tokens == second.spell_unsent(0.0).paths.tokens
+    assert first.take_unsent(0.0).paths.tokens == second.take_unsent(0.0).paths.tokens
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule, temperature: float) -> None:
     """Nodes and their distributions, all of it in the end and each once."""
-    session = made(rule, temperature, min_reach=0.05)
-    while session.best_reach() > -math.inf:
+    session = made(rule, temperature, min_path_probability=0.05)
+    while session.best_logprob() > -math.inf:
         step(session, best=1.5)
-    near = [node for reach, node in session.tree.by_reach() if reach >= session.policy.least_sent]
-    first = session.spell_unsent(0.0).paths
+    near = [
+        node for path_logprob, node in session.tree.by_path_logprob() if path_logprob >= session.policy.min_sent_logprob
+    ]
+    first = session.take_unsent(0.0).paths
     assert len(near) <= len(first.tokens) < session.tree.size  # ancestors go along
     (child, *_) = session.tree.root.children.values()
     session.commit(3, [child.token])
-    session.follow(replace(session.policy, min_reach=1e-9))
-    rest = session.spell_unsent(0.0).paths
+    session.set_policy(replace(session.policy, min_path_probability=1e-9))
+    rest = session.take_unsent(0.0).paths
     known = TokenTree(
         [1, 2, 3, child.token], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=rule is Rule.REJECTION
     )
@@ -108,31 +110,35 @@ def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule
     known.insert(4, rest)
     assert known.size == session.tree.size
     assert _described(known) == _described(session.tree)
-    assert not session.waits
+    assert not session.has_unsent
 
 
 class Untaught(Calibration):
     """Whom no verdict makes believe otherwise."""
 
-    def learn(self, depth: int, taken: int | None, scores: Iterable[float]) -> None:
+    def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         pass
 
 
 def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
     """Read far ahead of the text, a node keeps children that are worth nothing yet: it is not read again."""
-    early, late = (made(context=60, calibration=Untaught(), min_reach=0.02) for _ in range(2))
-    while early.best_reach() > -math.inf:
+    early, late = (made(context=60, calibration=Untaught(), min_path_probability=0.02) for _ in range(2))
+    while early.best_logprob() > -math.inf:
         step(early, best=1.5)
-    parents = [(reach, node) for reach, node in early.tree.by_reach() if node.children]
+    parents = [(path_logprob, node) for path_logprob, node in early.tree.by_path_logprob() if node.children]
     _, farthest = min(parents, key=lambda each: each[0])
-    assert any(child.reach() < early.policy.least_reach for child in farthest.children.values())
+    assert any(child.path_logprob() < early.policy.min_logprob for child in farthest.children.values())
     tokens = [node.token for node in farthest.path()]
     for session in (early, late):
         session.commit(3, tokens)
-        while session.best_reach() > -math.inf:
+        while session.best_logprob() > -math.inf:
             step(session, best=1.5)
     near = [
-        {tuple(n.token for n in node.path()) for reach, node in session.tree.by_reach() if reach >= math.log(0.02)}
+        {
+            tuple(n.token for n in node.path())
+            for path_logprob, node in session.tree.by_path_logprob()
+            if path_logprob >= math.log(0.02)
+        }
         for session in (early, late)
     ]
     assert near[0] == near[1]
@@ -143,19 +149,19 @@ def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
 @pytest.mark.parametrize("most", [1, 4, 10])
 def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperature: float, most: int) -> None:
     """Nor does it run out of memory for its text."""
-    session = made(rule, temperature, context=40, min_reach=0.01, max_nodes=most)
+    session = made(rule, temperature, context=40, min_path_probability=0.01, max_nodes=most)
     verifier = TokenTree(
         session.tree.committed, vocabulary=VOCABULARY, last_position=39, sampled=rule is Rule.REJECTION
     )
     for tokens in ([7, 7, 5], [7], [3], [7, 7, 7, 7], [7, 6], [7, 7]):
-        while session.best_reach() > -math.inf:
+        while session.best_logprob() > -math.inf:
             step(session, best=1.5)
-        verifier.insert(session.tree.base, session.spell_unsent(0.0).paths)
+        verifier.insert(session.tree.base, session.take_unsent(0.0).paths)
         assert 1 <= verifier.size <= most
         assert sum(node.state is not None for node in session.tree.root.walk()) <= most
         session.commit(session.tree.base, tokens)
         verifier.commit(tokens)
-        session.follow(replace(session.policy, min_reach=0.3 - session.policy.min_reach))
+        session.set_policy(replace(session.policy, min_path_probability=0.3 - session.policy.min_path_probability))
 
 
 def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
@@ -165,24 +171,24 @@ def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
 
 
 def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
-    session = made(min_reach=0.3, max_branches=1)
+    session = made(min_path_probability=0.3, max_branches=1)
     packer = PathPacker()
     session.plan_text(packer, 1000)
-    session.grow(np.zeros((1, VOCABULARY), dtype=np.float32))
+    session.expand(np.zeros((1, VOCABULARY), dtype=np.float32))
     (child,) = session.tree.root.children.values()
-    assert child.reach() < session.policy.least_reach
-    assert session.spell_unsent(0.0).paths.tokens == [child.token]
+    assert child.path_logprob() < session.policy.min_logprob
+    assert session.take_unsent(0.0).paths.tokens == [child.token]
 
 
 def test_the_draw_of_the_next_token_is_sent_at_once_and_those_after_it_just_in_time() -> None:
     session = made(Rule.REJECTION, temperature=1.0, extend_interval=0.03)
     for number in range(20):
-        session.heard(0.03 * number)
+        session.committed_at(0.03 * number)
     step(session)
-    assert session.due(0.001) == -np.inf
-    session.spell_unsent(0.571)
+    assert session.send_at(0.001) == -np.inf
+    session.take_unsent(0.571)
     step(session)
-    assert 0.58 < session.due(0.001) < 0.60
+    assert 0.58 < session.send_at(0.001) < 0.60
 
 
 def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
@@ -192,11 +198,11 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
     assert session.tree.size == 2
     session.commit(3, [9])
     assert session.tree.root.row is None
-    assert session.best_reach() > -math.inf
+    assert session.best_logprob() > -math.inf
     step(session)
     assert session.tree.root.row is not None
-    assert session.due(0.0) < 0.0
-    assert session.spell_unsent(0.0).paths.rows[0][0] == 0
+    assert session.send_at(0.0) < 0.0
+    assert session.take_unsent(0.0).paths.rows[0][0] == 0
 
 
 def test_a_text_beyond_the_drafts_context() -> None:

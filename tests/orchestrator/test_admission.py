@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.admission import AT_ONCE, MOMENT, Admission, LeftAloneError
 from orchestrator.breaker import Breaker
-from orchestrator.load import STALE_SECONDS, Load
+from orchestrator.pod_capacity import STALE_SECONDS, PodCapacity
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.v1 import model_pb2
 
@@ -25,7 +25,7 @@ class Verifier:
 
     def __init__(self, room: int) -> None:
         self.clock = Clock()
-        self.load = Load(self.clock)
+        self.load = PodCapacity(self.clock)
         self.breaker = Breaker(clock=self.clock)
         self.admission = Admission(self.load, self.breaker)
         self.room = room
@@ -41,7 +41,7 @@ class Verifier:
                 raise OverloadedError("full", retry_after=2.5)
             self.room -= not again
             self.sessions += 1
-            self.load.tell(model_pb2.Load(sessions=self.sessions, room=self.room, wait_us=2_500_000))
+            self.load.report(model_pb2.Load(sessions=self.sessions, room=self.room, wait_us=2_500_000))
 
 
 async def outcomes(verifier: Verifier, requests: int) -> list[BaseException | None]:
@@ -68,7 +68,7 @@ async def test_those_beyond_the_room_are_refused_without_asking() -> None:
 
 async def test_no_more_at_once_than_are_good_for_it() -> None:
     verifier = Verifier(room=10 * AT_ONCE)
-    verifier.load.tell(model_pb2.Load(room=10 * AT_ONCE))
+    verifier.load.report(model_pb2.Load(room=10 * AT_ONCE))
     opening = [asyncio.create_task(verifier.open()) for _ in range(3 * AT_ONCE)]
     await asyncio.sleep(0)
     assert verifier.asked == AT_ONCE
@@ -79,7 +79,7 @@ async def test_no_more_at_once_than_are_good_for_it() -> None:
 
 async def test_who_is_taken_up_again_is_not_held_up() -> None:
     verifier = Verifier(room=0)
-    verifier.load.tell(model_pb2.Load(sessions=9, room=0))
+    verifier.load.report(model_pb2.Load(sessions=9, room=0))
     verifier.answers.set()
     with pytest.raises(OverloadedError, match="9 sessions"):
         await verifier.open()
@@ -95,7 +95,7 @@ async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float
         with pytest.raises(OverloadedError, match="full"):
             await verifier.open()
     else:
-        verifier.load.tell(model_pb2.Load(room=0))
+        verifier.load.report(model_pb2.Load(room=0))
     verifier.clock.now += 0.9 * seconds
     with pytest.raises(OverloadedError, match="no room"):
         await verifier.open()
@@ -106,7 +106,7 @@ async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float
 
 
 async def test_other_errors_shut_nobody_out() -> None:
-    admission = Admission(Load(), Breaker())
+    admission = Admission(PodCapacity(), Breaker())
     with pytest.raises(PeerLostError):
         async with admission.opening():
             raise PeerLostError("gone", "VERIFIER_LOST")
@@ -116,7 +116,7 @@ async def test_other_errors_shut_nobody_out() -> None:
 
 async def test_a_verifier_that_does_not_answer_is_found_out_once() -> None:
     breaker = Breaker()
-    admission = Admission(Load(), breaker)
+    admission = Admission(PodCapacity(), breaker)
     asked = 0
     silence = asyncio.Event()
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import structlog
 
-from draft_service.growth_loop import GrowthLoop
+from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
-from orchestrator.pacing import Pacing, first_reach
+from orchestrator.draft_control import DraftControl, first_min_probability
 from specdec.engine.engine import Engine
 from specdec.serving.outbox import Outbox
 from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
@@ -119,7 +119,7 @@ class Text:
         self.verifier_mail, self.draft_mail = Mail(), Mail()
         self.verifier: Any = None
         self.draft: Any = None
-        self.pacing: Pacing | None = None
+        self.draft_control: DraftControl | None = None
         self.tokens = 0
         self.read = 0
         self.over = False
@@ -140,7 +140,7 @@ class Deployment:
             suffix_cache_tokens=scenario.suffix_cache_tokens,
             draft_model=own,
         )
-        self._growth = GrowthLoop(draft)
+        self._growth = DraftLoop(draft)
         identity = model_pb2.ModelIdentity(vocabulary_size=target.vocabulary, context_tokens=1024)
         self._verifier = VerifierServicer(self._steps, identity, Limits())
         self._drafts = DraftServicer(self._growth, identity, DraftLimits())
@@ -248,8 +248,8 @@ class Deployment:
         if commit.finish_reason:
             text.over = True
             self._leave(text)
-        elif text.pacing is not None:
-            for message in text.pacing.messages(commit):
+        elif text.draft_control is not None:
+            for message in text.draft_control.messages(commit):
                 self._to_draft(text, message)
 
     def _extended(self, text: Text, response: Any) -> None:
@@ -311,8 +311,10 @@ class Deployment:
         self._read(text)
         if text.request.draft is not None:
             needed = text.request.rule == CONTRASTIVE
-            growth = draft_pb2.DraftPolicy(**text.request.draft, min_reach=0.0 if needed else first_reach(price))
-            text.pacing = Pacing(growth, needed=needed)
+            growth = draft_pb2.DraftPolicy(
+                **text.request.draft, min_reach=0.0 if needed else first_min_probability(price)
+            )
+            text.draft_control = DraftControl(growth, needed=needed)
             self._later(text.request.delay, lambda: self._open_draft(text, growth))
 
     def _open_draft(self, text: Text, policy: draft_pb2.DraftPolicy) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.failover_events import EXPECTED
 from orchestrator.servicer import GenerationServicer
-from orchestrator.switches import ORDINARY
 from specdec.client.errors import from_rpc
 from specdec.decoding.choice import Chooser
 from specdec.decoding.noise import sample_seed
@@ -138,7 +138,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 def changes(speculation: generation_pb2.SpeculationStatistics) -> dict[str, int]:
     """What befell its pods. Whether a draft is worth its while depends on the machine."""
-    return {reason: count for reason, count in speculation.switches.items() if reason not in ORDINARY}
+    return {reason: count for reason, count in speculation.switches.items() if reason not in EXPECTED}
 
 
 @pytest.mark.parametrize("name", REQUESTS)

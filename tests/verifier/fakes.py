@@ -263,13 +263,13 @@ class Client:
         """A chain of the next `right` tokens, and beside each a wrong one for as long as there are some."""
         done = len(self.tokens)
         chain = self.want[done : done + right]
-        tokens, parents, scores = list(chain), list(range(len(chain))), [-0.1] * len(chain)
+        tokens, parents, logprobs = list(chain), list(range(len(chain))), [-0.1] * len(chain)
         for parent, token in enumerate(wrong[: len(chain) + 1]):
             if parent >= len(chain) or token != chain[parent]:
                 tokens.append(token)
                 parents.append(parent)
-                scores.append(-0.05 if parent % 2 else -1.0)  # some look better than what is right
-        self.session.extend(self.session.tree.base, Paths(tokens, parents, scores), 0.0)
+                logprobs.append(-0.05 if parent % 2 else -1.0)  # some look better than what is right
+        self.session.extend(self.session.tree.base, Paths(tokens, parents, logprobs), 0.0)
 
     def cancel(self) -> None:
         self._loop.detach(self.session)

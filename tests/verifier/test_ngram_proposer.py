@@ -348,31 +348,31 @@ def test_who_finds_nothing_looks_less_often_and_at_once_again_when_it_does() -> 
 
 class TestConfidence:
     def test_the_longer_the_agreement_the_surer(self) -> None:
-        scores = Confidence().scores(0, 40, NEVER)
-        assert scores == sorted(scores)
-        assert len(scores) == 40
-        assert scores[0] < scores[5] < scores[15] < 0
+        logprobs = Confidence().logprobs(0, 40, NEVER)
+        assert logprobs == sorted(logprobs)
+        assert len(logprobs) == 40
+        assert logprobs[0] < logprobs[5] < logprobs[15] < 0
 
     @pytest.mark.parametrize("least", [-0.1, -0.5, -2.0])
     def test_a_guess_ends_where_it_is_hardly_reached(self, least: float) -> None:
-        all_of_it = Confidence().scores(3, 40, NEVER)
-        scores = Confidence().scores(3, 40, least)
-        assert scores == all_of_it[: len(scores)]
-        assert sum(scores) >= least > sum(all_of_it[: len(scores) + 1])
+        all_of_it = Confidence().logprobs(3, 40, NEVER)
+        logprobs = Confidence().logprobs(3, 40, least)
+        assert logprobs == all_of_it[: len(logprobs)]
+        assert sum(logprobs) >= least > sum(all_of_it[: len(logprobs) + 1])
 
     def test_it_learns_what_was_right(self) -> None:
         confidence = Confidence()
         for i in range(100):
             confidence.learn(3, right=i % 5 == 0)
             confidence.learn(30, right=True)
-        assert math.exp(confidence.scores(3, 1, NEVER)[0]) == pytest.approx(0.2, abs=0.15)
-        assert confidence.scores(99, 1, NEVER) == pytest.approx([0], abs=0.01)
+        assert math.exp(confidence.logprobs(3, 1, NEVER)[0]) == pytest.approx(0.2, abs=0.15)
+        assert confidence.logprobs(99, 1, NEVER) == pytest.approx([0], abs=0.01)
 
     def test_nothing_is_impossible(self) -> None:
         confidence = Confidence()
         for _ in range(1000):
             confidence.learn(2, right=False)
-        assert confidence.scores(2, 1, NEVER)[0] > math.log(0.005)
+        assert confidence.logprobs(2, 1, NEVER)[0] > math.log(0.005)
 
 
 def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
@@ -382,4 +382,4 @@ def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
     before = NgramProposer([2], 9, client.session.request.chooser).lookup_confidence
     for _ in range(60):
         loop.turn()
-    assert client.session.ngrams.lookup_confidence.scores(12, 1, NEVER) > before.scores(12, 1, NEVER)
+    assert client.session.ngrams.lookup_confidence.logprobs(12, 1, NEVER) > before.logprobs(12, 1, NEVER)

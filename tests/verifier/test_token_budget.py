@@ -30,8 +30,8 @@ def trees(draw: st.DrawFn) -> TokenTree:
     nodes: list[Node] = [tree.root]
     for token in range(draw(st.integers(0, 12))):
         parent = nodes[draw(st.integers(0, len(nodes) - 1))]
-        score = draw(st.sampled_from([0.0, -0.1, -0.1, -0.7, -3.0, -50.0, -2000.0]))
-        node = tree.add(parent, token, score)
+        logprob = draw(st.sampled_from([0.0, -0.1, -0.1, -0.7, -3.0, -50.0, -2000.0]))
+        node = tree.add(parent, token, logprob)
         assert node is not None
         nodes.append(node)
     return tree
@@ -50,7 +50,9 @@ Batch = list[tuple[TokenTree, int]]
 
 def chosen_of(batch: Batch, latency: StepLatency, rows: int, most: int) -> list[list[Node]]:
     """`select_candidates` of trees that each offer so many of their nodes at most."""
-    return select_candidates([islice(tree.by_reach(), limit) for tree, limit in batch], latency, rows, most).nodes
+    return select_candidates(
+        [islice(tree.by_path_logprob(), limit) for tree, limit in batch], latency, rows, most
+    ).nodes
 
 
 class TestCandidates:
@@ -75,24 +77,24 @@ class TestCandidates:
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
         chosen = chosen_of(batch, latency, rows, most)
-        taken = [node.reach() for nodes in chosen for node in nodes]
+        taken = [node.path_logprob() for nodes in chosen for node in nodes]
         for (tree, limit), nodes in zip(batch, chosen, strict=True):
             left = tree.best(limit)[len(nodes) :]
-            assert all(node.reach() <= min(taken, default=0.0) + 1e-9 for node in left)
+            assert all(node.path_logprob() <= min(taken, default=0.0) + 1e-9 for node in left)
 
     @given(batches, any_cost, rows_before, limits)
     def test_the_price_is_what_a_further_candidate_must_be_worth(
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
-        offers = [islice(tree.by_reach(), limit) for tree, limit in batch]
+        offers = [islice(tree.by_path_logprob(), limit) for tree, limit in batch]
         chosen, price = select_candidates(offers, latency, rows, most)
         left = [
-            math.exp(node.reach())
+            math.exp(node.path_logprob())
             for (tree, limit), nodes in zip(batch, chosen, strict=True)
             for node in tree.best(limit)[len(nodes) :]
         ]
         if sum(map(len, chosen)) < most:
-            assert all(reach < price * (1 + 1e-9) for reach in left)
+            assert all(path_logprob < price * (1 + 1e-9) for path_logprob in left)
 
     @given(batches, st.floats(0.0, 20.0), st.floats(0.0, 20.0), rows_before, limits)
     def test_dearer_rows_are_fewer(self, batch: Batch, one: float, other: float, rows: int, most: int) -> None:
@@ -109,14 +111,14 @@ class TestCandidates:
     def test_it_pays(self, batch: Batch, latency: StepLatency, rows: int) -> None:
         """Tokens a second: the last one taken has added to them, and the next one would not."""
         chosen = chosen_of(batch, latency, rows, 1000)
-        gains = [math.exp(node.reach()) for nodes in chosen for node in nodes]
+        gains = [math.exp(node.path_logprob()) for nodes in chosen for node in nodes]
         expected, count = rows + sum(gains), rows + len(gains)
         rate = expected / latency.of(count)
         if gains:
             assert rate >= (expected - min(gains)) / latency.of(count - 1) * (1 - 1e-9)
         rest = [tree.best(limit)[len(nodes) :][:1] for (tree, limit), nodes in zip(batch, chosen, strict=True)]
         for (node,) in filter(None, rest):
-            assert (expected + math.exp(node.reach())) / latency.of(count + 1) <= rate * (1 + 1e-9)
+            assert (expected + math.exp(node.path_logprob())) / latency.of(count + 1) <= rate * (1 + 1e-9)
 
     def test_the_likely_ones_of_one_tree_go_before_the_unlikely_ones_of_another(self) -> None:
         """Two sessions, and rows for two candidates."""

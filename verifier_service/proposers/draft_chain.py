@@ -89,7 +89,7 @@ class DraftChain:
         self.prefix = prefix
         self.tokens: list[int] = []
         self.computed: list[int] = []  # of them, by the draft
-        self.reach = 0.0  # log P(the text goes through its last token)
+        self.path_logprob = 0.0  # log P(the text goes through its last token)
         self.expected_accepted = 0.0  # tokens of it that are expected to be right
         self.ended = False
         self.broken = False  # the draft's logits are not finite
@@ -111,15 +111,15 @@ class DraftChain:
         if len(logits) < session.vocabulary:
             logits = np.pad(logits, (0, session.vocabulary - len(logits)), constant_values=-np.inf)
         self.broken = not abs(logits.max()) < ABSURD
-        tokens, scores = ([], []) if self.broken else self._likeliest(logits, position)
+        tokens, logprobs = ([], []) if self.broken else self._likeliest(logits, position)
         if not tokens:
             self.ended = True
             return False
-        scores = self._calibration.corrected(len(self.tokens), scores)
-        self._places.append((tokens, scores))
+        logprobs = self._calibration.corrected(len(self.tokens), logprobs)
+        self._places.append((tokens, logprobs))
         self.tokens.append(tokens[0])
-        self.reach += scores[0]
-        self.expected_accepted += math.exp(self.reach)
+        self.path_logprob += logprobs[0]
+        self.expected_accepted += math.exp(self.path_logprob)
         full = len(self.tokens) == MAX_DEPTH or self._end >= self.prefix.end
         self.ended = full or tokens[0] in session.request.end_tokens
         return True
@@ -141,16 +141,16 @@ class DraftChain:
     def offer(self) -> None:
         """What is not hopeless, to its session."""
         nodes: list[tuple[int, int, float]] = []  # token, parent, score
-        parent, reach = 0, 0.0
-        for tokens, scores in self._places:
+        parent, path_logprob = 0, 0.0
+        for tokens, logprobs in self._places:
             likely = [
-                (token, parent, score)
-                for token, score in zip(tokens, scores, strict=True)
-                if reach + score >= MIN_LOGPROB
+                (token, parent, logprob)
+                for token, logprob in zip(tokens, logprobs, strict=True)
+                if path_logprob + logprob >= MIN_LOGPROB
             ]
             if not likely:
                 break
-            parent, reach = len(nodes) + 1, reach + scores[0]
+            parent, path_logprob = len(nodes) + 1, path_logprob + logprobs[0]
             nodes += likely
         if nodes:
             of_tokens, of_parents, of_scores = zip(*nodes, strict=True)
@@ -160,9 +160,9 @@ class DraftChain:
 
     def learn(self, committed: Sequence[int]) -> None:
         """What followed in fact."""
-        for depth, (token, (tokens, scores)) in enumerate(zip(committed, self._places, strict=False)):
+        for depth, (token, (tokens, logprobs)) in enumerate(zip(committed, self._places, strict=False)):
             taken = tokens.index(token) if token in tokens else None
-            self._calibration.learn(depth, taken, scores)
+            self._calibration.learn(depth, taken, logprobs)
             if taken != 0:
                 return
 

@@ -124,7 +124,7 @@ class DraftModelProposer:
         expected, rows = float(decoding), decoding
         longer = [chain for chain in chains if chain.tokens]
         while longer:
-            expected += sum(math.exp(chain.reach) for chain in longer)
+            expected += sum(math.exp(chain.path_logprob) for chain in longer)
             rows += len(longer)
             going = [chain for chain in longer if not chain.ended and self._gain(chain) > price]
             gain = sum(self._gain(chain) - price for chain in going)
@@ -141,7 +141,7 @@ class DraftModelProposer:
 
     def _gain(self, chain: DraftChain) -> float:
         """Tokens that one more in a chain is expected to bring."""
-        return math.exp(chain.reach) * self._next_token_acceptance
+        return math.exp(chain.path_logprob) * self._next_token_acceptance
 
     def _read(self, packer: Packer, chains: Sequence[DraftChain]) -> list[DraftChain]:
         """One forward pass, whose wanted rows are these chains'; those that it makes longer."""
@@ -149,7 +149,7 @@ class DraftModelProposer:
         logits = self.engine.forward(packer.pack())
         longer: list[DraftChain] = []
         for chain, row in zip(chains, logits, strict=False):  # others may be behind them
-            before = chain.reach
+            before = chain.path_logprob
             try:
                 if not chain.extend(row):
                     continue
@@ -157,7 +157,9 @@ class DraftModelProposer:
                 log.error("chain_failed", exc_info=error)
                 chain.broken = chain.ended = True
                 continue
-            self._next_token_acceptance += SMOOTHING * (math.exp(chain.reach - before) - self._next_token_acceptance)
+            self._next_token_acceptance += SMOOTHING * (
+                math.exp(chain.path_logprob - before) - self._next_token_acceptance
+            )
             longer.append(chain)
         self._latency.observe(rows, time.monotonic() - begin)
         return longer

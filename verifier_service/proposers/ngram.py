@@ -61,15 +61,15 @@ class Confidence:
     def __init__(self) -> None:
         self._scores = [math.log(1 - 0.8 / (1 + 0.5 * match)) for match in range(LONGEST + 1)]
 
-    def scores(self, match: int, most: int, least: float) -> list[float]:
+    def logprobs(self, match: int, most: int, least: float) -> list[float]:
         """Logarithms for a guess and those that hang on it, `most` at most, while their sum is not below `least`."""
         found: list[float] = []
         for agreement in range(match, match + most):
-            score = self._scores[min(agreement, LONGEST)]
-            least -= score
+            logprob = self._scores[min(agreement, LONGEST)]
+            least -= logprob
             if least > 0:
                 break
-            found.append(score)
+            found.append(logprob)
         return found
 
     def learn(self, match: int, right: bool) -> None:
@@ -128,19 +128,19 @@ class NgramProposer:
                 self._insert_lookup(tree, tokens, match, worth, sampled)
         if self.pool is not None:
             for ngram in self.pool.after(int(text[-1])):
-                scores = self.lookahead_confidence.scores(1, len(ngram), -math.inf if every else worth)
-                self._insert(tree, ngram[: len(scores)], scores, 1, LOOKAHEAD, sampled)
+                logprobs = self.lookahead_confidence.logprobs(1, len(ngram), -math.inf if every else worth)
+                self._insert(tree, ngram[: len(logprobs)], logprobs, 1, LOOKAHEAD, sampled)
         return True
 
     def _insert_lookup(self, tree: TokenTree, tokens: Tokens, match: int, worth: float, sampled: bool) -> None:
-        scores = self.lookup_confidence.scores(match, len(tokens), worth)
-        self._insert(tree, tokens[: len(scores)].tolist(), scores, match, NGRAM, sampled)
+        logprobs = self.lookup_confidence.logprobs(match, len(tokens), worth)
+        self._insert(tree, tokens[: len(logprobs)].tolist(), logprobs, match, NGRAM, sampled)
 
     def _insert(
-        self, tree: TokenTree, tokens: Sequence[int], scores: Sequence[float], match: int, origin: int, sampled: bool
+        self, tree: TokenTree, tokens: Sequence[int], logprobs: Sequence[float], match: int, origin: int, sampled: bool
     ) -> None:
         rows = [(parent, _certain(token)) for parent, token in enumerate(tokens)] if sampled else ()
-        for node in tree.insert(tree.base, Paths(tokens, range(len(tokens)), scores, rows), origin):
+        for node in tree.insert(tree.base, Paths(tokens, range(len(tokens)), logprobs, rows), origin):
             node.state = match + node.position - tree.base
 
     def learn(self, node: Node, right: bool) -> None:

@@ -50,8 +50,8 @@ def select_candidates(
 
 
 def _numbered(index: int, offers: Offers) -> Iterator[tuple[float, int, Node]]:
-    for reach, node in offers:
-        yield -reach, index, node
+    for path_logprob, node in offers:
+        yield -path_logprob, index, node
 
 
 class WindowCosts:

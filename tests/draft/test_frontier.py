@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.ranking import Ranking
+from draft_service.frontier import Frontier
 from specdec.decoding.tree import Node, TokenTree
 
 TOKENS = 4
-SCORES = st.floats(-3.0, 0.0).map(lambda score: round(score, 6))
+SCORES = st.floats(-3.0, 0.0).map(lambda logprob: round(logprob, 6))
 ADD = st.tuples(st.integers(0, 30), st.integers(0, TOKENS - 1), SCORES)
 COMMIT = st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=3)
 TAKE = st.none()
@@ -21,16 +21,16 @@ TAKE = st.none()
 @given(st.lists(ADD | COMMIT | TAKE, max_size=60))
 def test_the_best_is_the_one_of_highest_reach(moves: list[tuple[int, int, float] | list[int] | None]) -> None:
     tree = TokenTree([0], vocabulary=TOKENS, last_position=1000)
-    ranking, taken = Ranking(), set[Node]()
+    ranking, taken = Frontier(), set[Node]()
     for move in moves:
         match move:
-            case (place, token, score):
+            case (place, token, logprob):
                 nodes = [tree.root, *tree.root.walk()]
                 parent = nodes[place % len(nodes)]
                 if token not in parent.children:
-                    child = tree.add(parent, token, score)
+                    child = tree.add(parent, token, logprob)
                     assert child is not None
-                    ranking.add(child.reach(), child)
+                    ranking.add(child.path_logprob(), child)
             case None if len(ranking):
                 taken.add(ranking.take()[1])
             case [*tokens]:
@@ -39,26 +39,26 @@ def test_the_best_is_the_one_of_highest_reach(moves: list[tuple[int, int, float]
                     if each not in node.children:
                         break
                     node = node.children[each]
-                    passed += node.score
+                    passed += node.logprob
                 tree.commit(tokens)
-                ranking.follow(passed, set(tree.root.walk()))
-        left = [(reach, node) for reach, node in tree.by_reach() if node not in taken]
+                ranking.descend(passed, set(tree.root.walk()))
+        left = [(logprob, node) for logprob, node in tree.by_path_logprob() if node not in taken]
         assert set(ranking) == {node for _, node in left}
         if left:
-            reach, node = ranking.best()
-            assert reach == pytest.approx(left[0][0])
-            assert node.reach() == pytest.approx(reach)
+            logprob, node = ranking.best()
+            assert logprob == pytest.approx(left[0][0])
+            assert node.path_logprob() == pytest.approx(logprob)
             for place, (expected, _) in enumerate(left, start=1):
-                assert ranking.reach_of(place) == pytest.approx(expected)
+                assert ranking.logprob_of(place) == pytest.approx(expected)
         else:
             assert not len(ranking)
-        assert ranking.reach_of(len(left) + 1) == -math.inf
+        assert ranking.logprob_of(len(left) + 1) == -math.inf
 
 
 def test_equals_come_out_in_the_order_in_which_they_came() -> None:
     tree = TokenTree([0], vocabulary=TOKENS, last_position=10)
     nodes = [node for token in range(TOKENS) if (node := tree.add(tree.root, token, -1.0)) is not None]
-    ranking = Ranking()
+    ranking = Frontier()
     for node in nodes:
         ranking.add(-1.0, node)
     assert [ranking.take()[1] for _ in range(len(ranking))] == nodes

@@ -6,41 +6,41 @@ from collections.abc import Iterator
 
 from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 
-AHEAD = 0.03
+PRICE_SHARE = 0.03
 """What will be worth verifying a step later lies below what is verified now: it is grown from this part of the price
 on, or from the draft's own least reach, if that is more. (A whole price left nothing to grow ahead; 0.3 of it was too
 much still, and 0.1 brought eight sessions of a pod 8 % less, by `python -m bench.simulate`.)"""
 
-FIRST_REACH = 0.1
+FIRST_MIN_PROBABILITY = 0.1
 """Until the first verdict a draft grows what a first step can use, from this reach on at least: nobody waits for more,
 and on shared cores a forest below every prompt of a crowd would hold up the prompts."""
 
-KEEP_UP_EVERY = 64
+PAUSED_COMMIT_TOKENS = 64
 """Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
 
 EXTENDS_A_STEP = 4
 """Messages of candidates that a verifier's step is worth, where it can take so many: the fresher they are when the
 step begins, the more of them count, and a network that is slow is hidden."""
 
-EXTEND_US = 3000
+MIN_EXTEND_INTERVAL_US = 3000
 """Time between two messages, over all sessions of a verifier, that costs it little: each takes its interpreter half a
 millisecond."""
 
-ROUND_TRIP_MATTERS = 0.05
+ROUND_TRIP_TOLERANCE = 0.05
 """Part of a step. A draft is told of a round trip that differs by more from what it was told."""
 
 
-class Pacing:
+class DraftControl:
     """Of one session at a draft. `needed`: no token can be chosen without it, whether or not candidates pay."""
 
     def __init__(self, policy: draft_pb2.DraftPolicy, *, needed: bool) -> None:
         self._policy = policy  # as the draft was last told
         self._needed = needed
-        self._untold = model_pb2.Committed()
+        self._unsent = model_pb2.Committed()
         self._step_us = 0.0  # moving average of T_v
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         """Whether nothing is worth guessing now."""
         return self._policy.min_reach >= 1
 
@@ -52,16 +52,16 @@ class Pacing:
         if (
             _differ(policy.min_reach, told.min_reach)
             or _differ(policy.extend_interval_us, told.extend_interval_us)
-            or abs(policy.round_trip_us - told.round_trip_us) > ROUND_TRIP_MATTERS * self._step_us
+            or abs(policy.round_trip_us - told.round_trip_us) > ROUND_TRIP_TOLERANCE * self._step_us
         ):
             self._policy = policy
             yield draft_pb2.DraftRequest(policy=policy)
-        if not self._untold.tokens:
-            self._untold.base = commit.committed.base
-        self._untold.tokens.extend(commit.committed.tokens)
-        if not self.resting or len(self._untold.tokens) >= KEEP_UP_EVERY:
-            yield draft_pb2.DraftRequest(committed=self._untold)
-            self._untold = model_pb2.Committed()
+        if not self._unsent.tokens:
+            self._unsent.base = commit.committed.base
+        self._unsent.tokens.extend(commit.committed.tokens)
+        if not self.paused or len(self._unsent.tokens) >= PAUSED_COMMIT_TOKENS:
+            yield draft_pb2.DraftRequest(committed=self._unsent)
+            self._unsent = model_pb2.Committed()
 
     def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
         """One that knows no candidates, and grants so many."""
@@ -75,22 +75,22 @@ class Pacing:
         messages a step, but no more than all sessions together may, and one at least."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._policy)
-        pause = max(self._step_us / EXTENDS_A_STEP, EXTEND_US * commit.drafted_sessions)
+        pause = max(self._step_us / EXTENDS_A_STEP, MIN_EXTEND_INTERVAL_US * commit.drafted_sessions)
         policy.extend_interval_us = int(min(self._step_us, pause))
         policy.round_trip_us = commit.round_trip_us
         if not self._needed:
-            policy.min_reach = least_reach(commit.price)
+            policy.min_reach = min_probability(commit.price)
         return policy
 
 
-def first_reach(price: float) -> float:
+def first_min_probability(price: float) -> float:
     """From which reach on a draft grows candidates of this price before anything is decided; at 1 it rests."""
-    return max(FIRST_REACH, least_reach(price))
+    return max(FIRST_MIN_PROBABILITY, min_probability(price))
 
 
-def least_reach(price: float) -> float:
+def min_probability(price: float) -> float:
     """From which reach on a draft grows candidates of this price; at 1 it rests."""
-    return AHEAD * price if price < 1 else 1.0
+    return PRICE_SHARE * price if price < 1 else 1.0
 
 
 def _differ(new: float, told: float) -> bool:

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from bench.simulation import clock
-from draft_service.growth_loop import Attached, GrowthLoop
-from draft_service.session import Extension, GrowthPolicy, Session, SessionRequest
+from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import Chooser
 from specdec.decoding.sampling import Sampling
@@ -57,19 +57,19 @@ class Engine:
 
 def session(tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), **policy: Any) -> Session:
     request = SessionRequest(list(prompt), [], Chooser(Sampling()), frozenset(), tokens, 10_000)
-    return Session(request, GrowthPolicy(**policy), VOCABULARY, Calibration())
+    return Session(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
 
 
 class Pod:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.loop = GrowthLoop(engine, rows=ROWS)
+        self.loop = DraftLoop(engine, rows=ROWS)
         self.sent: dict[int, list[Extension]] = {}
         self.failed: list[Exception] = []
 
     def attach(self, session: Session) -> None:
         sent = self.sent[id(session)] = []
-        self.loop.attach(Attached(session, sent.append, self.failed.append))
+        self.loop.attach(RunningSession(session, sent.append, self.failed.append))
 
     def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -135,12 +135,12 @@ def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None
     failed: list[Exception] = []
 
     async def main() -> None:
-        loop = GrowthLoop(Engine(), rows=ROWS)
+        loop = DraftLoop(Engine(), rows=ROWS)
         each = session(max_nodes=8, extend_interval=period, round_trip=round_trip)
-        loop.attach(Attached(each, lambda extension: sent.append((time.monotonic(), extension)), failed.append))
+        loop.attach(RunningSession(each, lambda extension: sent.append((time.monotonic(), extension)), failed.append))
         for _ in range(40):
             commit = time.monotonic()
-            each.heard(commit)
+            each.committed_at(commit)
             each.commit(each.tree.base, [7])
             while True:  # as a worker does
                 wait = loop.turn()
@@ -271,10 +271,10 @@ def test_an_engine_that_does_not_recover_ends_all_until_it_does() -> None:
 
 def test_who_takes_no_messages_is_sent_none() -> None:
     """A caller may ask for everything again and again, and read nothing."""
-    loop = GrowthLoop(Engine(), rows=ROWS)
+    loop = DraftLoop(Engine(), rows=ROWS)
     emitted: list[Extension] = []
     each = session(max_nodes=24)
-    loop.attach(Attached(each, emitted.append, lambda error: None, lambda: len(emitted) < 5))
+    loop.attach(RunningSession(each, emitted.append, lambda error: None, lambda: len(emitted) < 5))
     for _ in range(50):
         loop.turn()
         each.resend()

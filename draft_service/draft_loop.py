@@ -23,12 +23,12 @@ log = structlog.get_logger()
 
 STEP_SMOOTHING = 0.1
 
-UNREAD_SECONDS = 0.25
+READER_WAIT_SECONDS = 0.25
 """Until a session whose reader is far behind is looked at again."""
 
 
 @dataclass
-class Attached:
+class RunningSession:
     """A session and where its extensions go. `emit` is called from the loop's thread, must not block."""
 
     session: Session
@@ -37,7 +37,7 @@ class Attached:
     takes_more: Callable[[], bool] = lambda: True  # False: its reader has yet to take what was emitted
 
 
-class GrowthLoop(EngineWorker[Session]):
+class DraftLoop(EngineWorker[Session]):
     """`rows`: nodes read in one step, over all sessions; `rows_per_session` of one session at most;
     `prompt_budget`: tokens of text read in one step, over all sessions."""
 
@@ -48,7 +48,7 @@ class GrowthLoop(EngineWorker[Session]):
         self._rows = rows
         self._rows_per_session = rows_per_session
         self._prompt_budget = prompt_budget
-        self._attached: dict[int, Attached] = {}
+        self._sessions: dict[int, RunningSession] = {}
         self._step_seconds = 0.0  # moving average
 
     @property
@@ -57,90 +57,88 @@ class GrowthLoop(EngineWorker[Session]):
 
     # --- actions: called in the loop's thread -----------------------------------------------------
 
-    def attach(self, attached: Attached) -> None:
+    def attach(self, entry: RunningSession) -> None:
         """Give a session its memory; PoolFullError if none is left, EngineLostError if nothing can be computed."""
         self.check_works()
-        session = attached.session
-        session.own(self._pool.take(session.end + session.policy.max_nodes))
-        self._attached[id(session)] = attached
+        session = entry.session
+        session.allocate(self._pool.take(session.end + session.policy.max_nodes))
+        self._sessions[id(session)] = entry
 
     def detach(self, session: Session) -> None:
         self._retrial.forget(session)
-        if self._attached.pop(id(session), None) is not None:
+        if self._sessions.pop(id(session), None) is not None:
             self._pool.give(session.slots)
 
     def end_session(self, session: Session, error: Exception) -> None:
-        attached = self._attached[id(session)]
+        entry = self._sessions[id(session)]
         self.detach(session)
-        attached.fail(error)
+        entry.fail(error)
 
     def end_sessions(self, error: Exception) -> None:
-        for attached in list(self._attached.values()):
-            self.end_session(attached.session, error)
+        for entry in list(self._sessions.values()):
+            self.end_session(entry.session, error)
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        reaches = [(attached.session.best_reach(), attached) for attached in self._attached.values()]
-        hungry = [reached for reached in reaches if reached[0] > -math.inf]
-        if hungry:
-            hungry.sort(key=lambda reached: -reached[0])
-            on_trial = self._retrial.next({attached.session for _, attached in hungry})
+        reaches = [(entry.session.best_logprob(), entry) for entry in self._sessions.values()]
+        runnable = [reached for reached in reaches if reached[0] > -math.inf]
+        if runnable:
+            runnable.sort(key=lambda reached: -reached[0])
+            on_trial = self._retrial.next({entry.session for _, entry in runnable})
             if on_trial is not None:
-                hungry = [reached for reached in hungry if reached[1].session is on_trial]
+                runnable = [reached for reached in runnable if reached[1].session is on_trial]
             start = time.monotonic()
-            self._step([attached for _, attached in hungry])
+            self._step([entry for _, entry in runnable])
             self._step_seconds += STEP_SMOOTHING * (time.monotonic() - start - self._step_seconds)
         now = time.monotonic()
         wake = self._send(now)
-        if hungry:
+        if runnable:
             return 0.0
         return None if wake is None else max(0.0, wake - now)
 
-    def _step(self, hungry: list[Attached]) -> None:
+    def _step(self, runnable: list[RunningSession]) -> None:
         """Of sessions with something worth reading, best first."""
         packer = self._engine.packer()
         rows, prompt_budget = self._rows, self._prompt_budget
-        share = max(1, min(self._rows_per_session, rows // len(hungry)))
-        planned: list[Attached] = []
+        share = max(1, min(self._rows_per_session, rows // len(runnable)))
+        planned: list[RunningSession] = []
         try:
-            for attached in hungry:
-                session = attached.session
-                if session.unread_text:
+            for entry in runnable:
+                session = entry.session
+                if session.pending_text:
                     if prompt_budget > 0:
-                        planned.append(attached)
+                        planned.append(entry)
                         prompt_budget -= session.plan_text(packer, prompt_budget)
                 elif rows > 0:
-                    planned.append(attached)
+                    planned.append(entry)
                     rows -= session.plan_nodes(packer, min(share, rows))
             logits = self._engine.forward(packer.pack())
         except Exception as error:  # nothing of the step counts; its sessions are tried again
-            for attached in planned:
-                attached.session.undo()
-            self.step_failed(
-                [attached.session for attached in planned], np.asarray(packer.slots, dtype=np.int64), error
-            )
+            for entry in planned:
+                entry.session.undo_step()
+            self.step_failed([entry.session for entry in planned], np.asarray(packer.slots, dtype=np.int64), error)
             return
         self.steps += 1
-        for attached in planned:
-            self._retrial.forget(attached.session)
+        for entry in planned:
+            self._retrial.forget(entry.session)
             try:
-                attached.session.grow(logits)
+                entry.session.expand(logits)
             except Exception as error:  # one session's trouble is not the others'
                 log.error("session_failed", exc_info=error)
-                self.end_session(attached.session, error)
+                self.end_session(entry.session, error)
 
     def _send(self, now: float) -> float | None:
         """Push what is due; when the next push will be."""
         wake: float | None = None
-        for attached in self._attached.values():
-            session = attached.session
-            if not attached.takes_more():
-                wake = now + UNREAD_SECONDS if wake is None else min(wake, now + UNREAD_SECONDS)
+        for entry in self._sessions.values():
+            session = entry.session
+            if not entry.takes_more():
+                wake = now + READER_WAIT_SECONDS if wake is None else min(wake, now + READER_WAIT_SECONDS)
                 continue
-            due = session.due(self._step_seconds)
+            due = session.send_at(self._step_seconds)
             if due <= now:
-                attached.emit(session.spell_unsent(now))
+                entry.emit(session.take_unsent(now))
             elif due < math.inf:
                 wake = due if wake is None else min(wake, due)
         return wake

@@ -12,24 +12,24 @@ from contextlib import aclosing
 
 from specdec.v1 import generation_pb2
 
-SPACING = 0.02
+COALESCE_SECONDS = 0.02
 """Seconds between two messages of a sample, at least. Less than an undrafted commit of a verifier comes after another,
 which would else come too early, and wait for the next one."""
 
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
-async def joined(responses: Responses, spacing: float = SPACING) -> Responses:
+async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> Responses:
     """Of one sample. The first one goes at once, as does the one that ends it. What comes too early goes with the next,
     or before an error: there is no clock, so that where a text stalls its last hundredths of a second wait as well."""
     pending: generation_pb2.GenerateResponse | None = None
-    told = -spacing
+    told = -seconds
     async with aclosing(responses):
         try:
             async for response in responses:
-                pending = response if pending is None else _join(pending, response)
+                pending = response if pending is None else _merge(pending, response)
                 now = time.monotonic()
-                if now - told >= spacing or pending.HasField("finish"):
+                if now - told >= seconds or pending.HasField("finish"):
                     ready, pending, told = pending, None, now
                     yield ready
         except Exception:
@@ -40,7 +40,7 @@ async def joined(responses: Responses, spacing: float = SPACING) -> Responses:
         yield pending
 
 
-def _join(
+def _merge(
     first: generation_pb2.GenerateResponse, then: generation_pb2.GenerateResponse
 ) -> generation_pb2.GenerateResponse:
     """One response for two. Times are the later one's, but that waits add up."""

@@ -12,7 +12,7 @@ import structlog
 
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
-from orchestrator.watch import Watch
+from orchestrator.watchdog import Watchdog
 from specdec.serving import checksum
 from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
@@ -25,14 +25,14 @@ STUCK_STEPS = 20
 
 DEADLINE_SLACK_SECONDS = 0.1
 
-SAID_BYTES = 1024
+MAX_LOGGED_BYTES = 1024
 """Our log repeats so many bytes of a peer's words for why it ended a session."""
 
 MAX_IDENTITY_BYTES = 4096
 MAX_GRANTED_NODES = 1 << 16
 
-MAX_SIGNS = 64
-SIGNS_A_SECOND = 16
+MAX_HEARTBEATS = 64
+HEARTBEATS_A_SECOND = 16
 """Signs of life that may come at once, and in the long run: four times as many as a peer should send."""
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ class OtherTokenizerError(UnfitError):
     """It can serve nobody here."""
 
 
-class Link:
+class PeerStream:
     """A session at a pod. Used as a context manager: leaving it ends the session."""
 
     peer = "peer"
@@ -72,11 +72,14 @@ class Link:
         self.pod = pod
         self._timeout = timeout
         self._silence = silence
-        self._watch = Watch(silence, self._silent)
+        self._watchdog = Watchdog(silence, self._on_silence)
         self.opened = False
         self._call: Call | None = None
-        self._given_up: Exception | None = None
-        self._signs, self._last_sign = float(MAX_SIGNS), 0.0  # of life that it may still send, as of that time
+        self._aborted_by: Exception | None = None
+        self._heartbeats, self._last_heartbeat = (
+            float(MAX_HEARTBEATS),
+            0.0,
+        )  # of life that it may still send, as of that time
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
 
     async def __aenter__(self) -> Self:
@@ -85,21 +88,21 @@ class Link:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watch.stop()
-        self.give_up(LostError("the session was left"))
+        self._watchdog.stop()
+        self.abort(LostError("the session was left"))
 
-    def give_up(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         """End the session: whoever reads it gets the error, whoever writes to it is none the wiser."""
-        if self._given_up is None:
-            self._given_up = error
+        if self._aborted_by is None:
+            self._aborted_by = error
             if self._call is not None:
                 self._call.cancel()
 
     async def _begin(self, method: Any, request: Any) -> Any:
         """Start the stream; the answer to its first request."""
         self._call = method(timeout=self._timeout, metadata=request_id())
-        self._watch.start()
-        with self._watch.listening():  # a connection that does not come about is silence too
+        self._watchdog.start()
+        with self._watchdog.listening():  # a connection that does not come about is silence too
             await self._write(request)
         response = await self._read()
         if response.WhichOneof("message") != "opened":
@@ -122,14 +125,17 @@ class Link:
         """The next message; LostError if there is none, ServiceError if the peer says why."""
         assert self._call is not None
         try:
-            with self._watch.listening():
+            with self._watchdog.listening():
                 response = await self._call.read()
         except asyncio.CancelledError:
-            if self._given_up is None or _being_cancelled():
+            if self._aborted_by is None or _being_cancelled():
                 raise
-            raise self._given_up from None
+            raise self._aborted_by from None
         except grpc.aio.AioRpcError as error:
-            seen, said = from_rpc(error, self.peer), f"{error.code().name}: {cut(error.details() or '', SAID_BYTES)}"
+            seen, said = (
+                from_rpc(error, self.peer),
+                f"{error.code().name}: {cut(error.details() or '', MAX_LOGGED_BYTES)}",
+            )
             match seen:
                 case PeerLostError() | ProtocolError():  # the one may have come of messages that broke on their way
                     gone = error.code() is grpc.StatusCode.UNAVAILABLE
@@ -151,13 +157,15 @@ class Link:
         left = self._call.time_remaining()
         return left is not None and left < DEADLINE_SLACK_SECONDS
 
-    def _sign_of_life(self) -> None:
+    def _count_heartbeat(self) -> None:
         """LostError if they come faster than any peer sends them: they are for free, and nothing else bounds them."""
         now = asyncio.get_running_loop().time()
-        since = SIGNS_A_SECOND * (now - self._last_sign)  # those of a pause in which nobody has listened come at once
-        self._signs = min(max(MAX_SIGNS, since), self._signs + since) - 1
-        self._last_sign = now
-        if self._signs < 0:
+        since = HEARTBEATS_A_SECOND * (
+            now - self._last_heartbeat
+        )  # those of a pause in which nobody has listened come at once
+        self._heartbeats = min(max(MAX_HEARTBEATS, since), self._heartbeats + since) - 1
+        self._last_heartbeat = now
+        if self._heartbeats < 0:
             raise LostError("it floods us with signs of life")
 
     def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
@@ -175,11 +183,11 @@ class Link:
                 )
             )
 
-    def _silent(self) -> None:
-        self.give_up(LostError(f"silent for {self._silence:g} s", conclusive=True))
+    def _on_silence(self) -> None:
+        self.abort(LostError(f"silent for {self._silence:g} s", conclusive=True))
 
 
-class VerifierLink(Link):
+class VerifierStream(PeerStream):
     """A session at a verifier."""
 
     peer = "verifier"
@@ -244,7 +252,7 @@ class VerifierLink(Link):
                 )
             )
         self.pod.numerics = self.identity.numerics_fingerprint
-        self.pod.load.tell(opened.load if opened.HasField("load") else UNTOLD)
+        self.pod.load.report(opened.load if opened.HasField("load") else NO_LOAD)
         self.opened = True
 
     async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
@@ -258,10 +266,10 @@ class VerifierLink(Link):
                     if response.commit.finish_reason:
                         return
                 case "progress":
-                    self._sign_of_life()
+                    self._count_heartbeat()
                     self._look_at(response.progress)
                 case _:  # a newer verifier may say what we do not know, now and then
-                    self._sign_of_life()
+                    self._count_heartbeat()
 
     def _heard(self, commit: verifier_pb2.Commit) -> None:
         self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
@@ -272,7 +280,7 @@ class VerifierLink(Link):
         """A worker that steps is alive, one that only answers is not. Nor need it step for us: it may have to wait for
         memory, for its draft or for its reader."""
         if progress.HasField("load"):
-            self.pod.load.tell(progress.load)
+            self.pod.load.report(progress.load)
         age, expected = progress.step_age_us / 1e6, progress.step_expected_us / 1e6
         if age > STUCK_STEPS * expected and age > self._longest_step():
             raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s are usual", conclusive=True)
@@ -289,15 +297,15 @@ class VerifierLink(Link):
 
     async def consumed(self, tokens: int) -> None:
         """How far the client has read. Whoever says this does not listen meanwhile: it must not take long."""
-        with self._watch.listening():
+        with self._watchdog.listening():
             await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
 
 
-UNTOLD = model_pb2.Load(room=2**16)
+NO_LOAD = model_pb2.Load(room=2**16)
 """Of a pod that does not tell: it will refuse what it cannot take."""
 
 
-class DraftLink(Link):
+class DraftStream(PeerStream):
     """A session at a draft."""
 
     peer = "draft"
@@ -338,7 +346,7 @@ class DraftLink(Link):
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())
 
-    async def extensions(self) -> AsyncIterator[model_pb2.Extend]:
+    async def candidates(self) -> AsyncIterator[model_pb2.Extend]:
         """For as long as it lives."""
         while True:
             response = await self._read()
@@ -347,12 +355,12 @@ class DraftLink(Link):
                     self.at_work = True
                     yield response.extend
                 case "progress" if response.progress.HasField("load"):
-                    self._sign_of_life()
-                    self.pod.load.tell(response.progress.load)
+                    self._count_heartbeat()
+                    self.pod.load.report(response.progress.load)
                 case _:
-                    self._sign_of_life()
+                    self._count_heartbeat()
 
-    def tell(self, message: draft_pb2.DraftRequest) -> None:
+    def send(self, message: draft_pb2.DraftRequest) -> None:
         """Queued, so that a draft that does not read stalls nobody."""
         self._outgoing.put_nowait(message)
 

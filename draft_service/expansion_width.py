@@ -18,10 +18,10 @@ from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
 from specdec.engine.kv import Slots
 
-BREADTHS = (4, 8, 16)
+WIDTHS = (4, 8, 16)
 """The first is taken however long it takes."""
 
-HARDLY_LONGER = 1.25
+MAX_SLOWDOWN = 1.25
 """Times as long as over the least breadth: so much may a step over more take."""
 
 TEXT = 32
@@ -44,14 +44,14 @@ def measured(engine: Engine, branches: int) -> int:
             SAMPLED.preferences(row, TEXT, None, (), branches)
         return time.perf_counter() - start
 
-    rounds = [[seconds(rows) for rows in BREADTHS] for _ in range(REPEATS)]  # a slow spell falls on all alike
-    return widest(dict(zip(BREADTHS, map(min, *rounds), strict=True)).__getitem__)
+    rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # a slow spell falls on all alike
+    return widest(dict(zip(WIDTHS, map(min, *rounds), strict=True)).__getitem__)
 
 
 def widest(seconds: Callable[[int], float]) -> int:
     """Of the BREADTHS, when a step over so many rows takes so many seconds."""
-    limit = HARDLY_LONGER * seconds(BREADTHS[0])
-    return max(breadth for breadth in BREADTHS if seconds(breadth) <= limit)
+    limit = MAX_SLOWDOWN * seconds(WIDTHS[0])
+    return max(width for width in WIDTHS if seconds(width) <= limit)
 
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:

@@ -11,12 +11,12 @@ TICKS = 4
 that a peer is not blamed for it."""
 
 
-class Watch:
-    """Calls `silent` when somebody has listened for `seconds` without a word, or up to a tick longer."""
+class Watchdog:
+    """Calls `on_silence` when somebody has listened for `seconds` without a word, or up to a tick longer."""
 
-    def __init__(self, seconds: float, silent: Callable[[], None]) -> None:
+    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
         self._tick_seconds = seconds / TICKS
-        self._silent = silent
+        self._on_silence = on_silence
         self._listening = False
         self._ticks = 0  # since somebody began to listen
         self._timer: asyncio.TimerHandle | None = None
@@ -40,6 +40,6 @@ class Watch:
     def _tick(self) -> None:
         self._ticks += self._listening
         if self._ticks > TICKS:
-            self._silent()
+            self._on_silence()
         else:
             self.start()

@@ -12,7 +12,7 @@ STALE_SECONDS = 2.5
 """A pod with sessions tells its load every second or so, of each; what it told longer ago says nothing any more."""
 
 
-class Load:
+class PodCapacity:
     """Of one pod."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,17 +33,17 @@ class Load:
         finally:
             self.ours -= 1
 
-    def tell(self, told: model_pb2.Load, seconds: float = STALE_SECONDS) -> None:
+    def report(self, reported: model_pb2.Load, seconds: float = STALE_SECONDS) -> None:
         """What the pod says holds for so long, unless it says otherwise."""
-        self._told, self._told_until = told, self._clock() + seconds
-        self._others = max(0, told.sessions - self.ours - self.opening)
+        self._told, self._told_until = reported, self._clock() + seconds
+        self._others = max(0, reported.sessions - self.ours - self.opening)
 
     @property
-    def told(self) -> model_pb2.Load | None:
+    def reported(self) -> model_pb2.Load | None:
         """What still holds of what the pod last told."""
         return self._told if self._clock() < self._told_until else None
 
     @property
     def sessions(self) -> int:
         """Of everybody, those that are on their way included."""
-        return self.ours + self.coming + (self._others if self.told else 0)
+        return self.ours + self.coming + (self._others if self.reported else 0)

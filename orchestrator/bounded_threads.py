@@ -15,7 +15,7 @@ from specdec.serving.errors import OverloadedError
 Result = TypeVar("Result")
 
 
-class Turns:
+class BoundedThreads:
     """So many `threads`, for which `limit` callers may wait. `work` says what they do, in the plural."""
 
     def __init__(self, work: str, threads: int, limit: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator
 from specdec.decoding.tree import Node
 
 
-class Ranking:
+class Frontier:
     """A heap. Reaches are log-probabilities below the tree's present root."""
 
     def __init__(self) -> None:
@@ -27,9 +27,9 @@ class Ranking:
     def __iter__(self) -> Iterator[Node]:
         return (node for _, _, node in self._heap)
 
-    def add(self, reach: float, node: Node) -> None:
+    def add(self, logprob: float, node: Node) -> None:
         self._order += 1
-        heapq.heappush(self._heap, (-reach - self._passed, self._order, node))
+        heapq.heappush(self._heap, (-logprob - self._passed, self._order, node))
 
     def best(self) -> tuple[float, Node]:
         """(reach, node); IndexError if there is none."""
@@ -41,12 +41,12 @@ class Ranking:
         negative, _, node = heapq.heappop(self._heap)
         return -negative - self._passed, node
 
-    def reach_of(self, place: int) -> float:
+    def logprob_of(self, place: int) -> float:
         """Of the best (1), the second (2), ...; -inf if there are not so many."""
         entries = heapq.nsmallest(place, self._heap)
         return -entries[-1][0] - self._passed if len(entries) == place else -math.inf
 
-    def follow(self, passed: float, alive: Container[Node]) -> None:
+    def descend(self, passed: float, alive: Container[Node]) -> None:
         """The root has moved down by a log-reach of `passed`; only nodes that are `alive` stay."""
         self._passed += passed
         self._heap = [entry for entry in self._heap if entry[2] in alive]

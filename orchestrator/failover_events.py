@@ -9,21 +9,21 @@ import structlog
 
 log = structlog.get_logger()
 
-Reason = Literal[
+FailoverReason = Literal[
     "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_rests", "draft_works"
 ]
 
-ORDINARY: frozenset[Reason] = frozenset({"draft_back", "draft_rests", "draft_works"})
+EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_rests", "draft_works"})
 """Nobody need be told of at once."""
 
 
-class Switches:
+class FailoverEvents:
     """Of one sample."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def note(self, reason: Reason, pod: object, why: str = "") -> None:
+    def record(self, reason: FailoverReason, pod: object, why: str = "") -> None:
         self.counts[reason] += 1
-        tell = log.info if reason in ORDINARY else log.warning
-        tell("switched", reason=reason, pod=str(pod), why=why)
+        tell = log.info if reason in EXPECTED else log.warning
+        tell("failover", reason=reason, pod=str(pod), why=why)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.joining import Responses, joined
+from orchestrator.coalesce import Responses, coalesced
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
 
 Response = generation_pb2.GenerateResponse
@@ -68,21 +68,21 @@ def contents(responses: Sequence[Response]) -> tuple[object, ...]:
 
 
 @given(st.integers(1, 20), st.sampled_from([0.0, 1e-5, math.inf]))
-def test_nothing_is_lost_added_or_moved(count: int, spacing: float) -> None:
+def test_nothing_is_lost_added_or_moved(count: int, seconds: float) -> None:
     alone = [response(number, last=number == count - 1) for number in range(count)]
-    got = asyncio.run(collected(joined(source(count), spacing)))
+    got = asyncio.run(collected(coalesced(source(count), seconds)))
     assert contents(got) == contents(alone)
     assert got[-1].HasField("finish")
     assert not any(each.HasField("finish") for each in got[:-1])
     assert (got[0].seed, got[0].model_fingerprint) == (17, "revision")
     assert got[-1].timings.elapsed_us == alone[-1].timings.elapsed_us
     assert got[-1].timings.forward_us == alone[-1].timings.forward_us
-    if spacing == 0.0:
+    if seconds == 0.0:
         assert len(got) == count
 
 
 def test_the_first_goes_at_once_the_rest_together() -> None:
-    first, rest = asyncio.run(collected(joined(source(9), 1e9)))
+    first, rest = asyncio.run(collected(coalesced(source(9), 1e9)))
     assert first == response(0)
     assert contents([rest]) == contents([response(number) for number in range(1, 9)])
 
@@ -91,7 +91,7 @@ def test_what_waits_goes_before_an_error() -> None:
     got: list[Response] = []
 
     async def read() -> None:
-        async for each in joined(source(4, ConnectionError("gone")), 1e9):
+        async for each in coalesced(source(4, ConnectionError("gone")), 1e9):
             got.append(each)  # noqa: PERF401 - an error would lose them
 
     with pytest.raises(ConnectionError, match="gone"):
@@ -104,7 +104,7 @@ def test_a_source_that_just_ends_loses_nothing() -> None:
         for number in range(count):
             yield response(number)
 
-    got = asyncio.run(collected(joined(endless_until(4), 1e9)))
+    got = asyncio.run(collected(coalesced(endless_until(4), 1e9)))
     assert contents(got) == contents([response(number) for number in range(4)])
 
 
@@ -112,7 +112,7 @@ def test_who_stops_reading_ends_the_source() -> None:
     closed: list[bool] = []
 
     async def read() -> None:
-        async with aclosing(joined(source(4, closed=closed), 0.0)) as responses:
+        async with aclosing(coalesced(source(4, closed=closed), 0.0)) as responses:
             async for _ in responses:
                 return
 

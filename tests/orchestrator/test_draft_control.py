@@ -1,0 +1,108 @@
+"""What a draft is told of each commit, and when it may rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.draft_control import (
+    FIRST_MIN_PROBABILITY,
+    PAUSED_COMMIT_TOKENS,
+    PRICE_SHARE,
+    DraftControl,
+    first_min_probability,
+    min_probability,
+)
+from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
+
+
+class Text:
+    """Commits of a token each."""
+
+    def __init__(self) -> None:
+        self.base = 10
+
+    def commit(self, price: float, **fields: Any) -> verifier_pb2.Commit:
+        self.base += 1
+        committed = model_pb2.Committed(base=self.base - 1, tokens=[self.base])
+        return verifier_pb2.Commit(committed=committed, price=price, steps=1, **fields)
+
+
+def kinds(messages: list[draft_pb2.DraftRequest]) -> list[str | None]:
+    return [message.WhichOneof("message") for message in messages]
+
+
+def test_a_draft_grows_what_may_be_worth_its_row_a_step_later() -> None:
+    draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
+    policy, committed = draft_control.messages(text.commit(0.5, step_us=1000))
+    assert abs(policy.policy.min_reach - PRICE_SHARE * 0.5) < 1e-6
+    assert (committed.committed.base, list(committed.committed.tokens)) == (10, [11])
+    assert kinds(list(draft_control.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly another price
+
+
+def test_before_the_first_verdict_it_grows_no_forest() -> None:
+    assert [first_min_probability(price) for price in (0.0, 0.5, 1.0)] == [
+        FIRST_MIN_PROBABILITY,
+        FIRST_MIN_PROBABILITY,
+        1.0,
+    ]
+
+
+def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None:
+    draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
+    assert not draft_control.paused
+    assert kinds(list(draft_control.messages(text.commit(1.0)))) == ["policy"]
+    assert draft_control.paused
+    told = [message for _ in range(PAUSED_COMMIT_TOKENS - 1) for message in draft_control.messages(text.commit(1.0))]
+    assert kinds(told) == ["committed"]
+    assert (told[0].committed.base, len(told[0].committed.tokens)) == (10, PAUSED_COMMIT_TOKENS)
+    assert kinds(list(draft_control.messages(text.commit(0.3)))) == ["policy", "committed"]
+    assert not draft_control.paused
+
+
+def test_one_that_rests_to_begin_with_is_woken() -> None:
+    draft_control, text = DraftControl(draft_pb2.DraftPolicy(min_reach=min_probability(1.0)), needed=False), Text()
+    assert draft_control.paused
+    assert kinds(list(draft_control.messages(text.commit(1.0)))) == []
+    assert kinds(list(draft_control.messages(text.commit(0.9)))) == ["policy", "committed"]
+    assert not draft_control.paused
+
+
+def test_one_that_is_needed_never_rests() -> None:
+    draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=True), Text()
+    assert kinds(list(draft_control.messages(text.commit(1.0)))) == ["committed"]
+    assert not draft_control.paused
+
+
+def test_many_sessions_send_fewer_messages_each() -> None:
+    alone, crowded = (
+        next(
+            DraftControl(draft_pb2.DraftPolicy(), needed=False).messages(
+                Text().commit(0.5, step_us=40_000, drafted_sessions=n)
+            )
+        )
+        for n in (1, 100)
+    )
+    assert alone.policy.extend_interval_us == 10_000
+    assert crowded.policy.extend_interval_us == 40_000  # one a step
+
+
+def test_a_draft_is_told_how_long_the_way_is_when_it_changes() -> None:
+    draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
+
+    def told(round_trip_us: int) -> list[str | None]:
+        return kinds(list(draft_control.messages(text.commit(0.5, step_us=40_000, round_trip_us=round_trip_us))))
+
+    assert told(0) == ["policy", "committed"]
+    assert told(1000) == ["committed"]  # of 40,000
+    assert told(9000) == ["policy", "committed"]
+    assert told(9500) == ["committed"]
+    policy, _ = draft_control.messages(text.commit(0.5, step_us=40_000, round_trip_us=20_000))
+    assert policy.policy.round_trip_us == 20_000
+
+
+def test_another_verifier_is_told_all_candidates_anew() -> None:
+    draft_control = DraftControl(draft_pb2.DraftPolicy(max_nodes=64), needed=False)
+    assert kinds(list(draft_control.another_verifier(64))) == ["resend"]
+    policy, resend = draft_control.another_verifier(32)
+    assert policy.policy.max_nodes == 32
+    assert resend.WhichOneof("message") == "resend"
