@@ -71,7 +71,7 @@ class EngineBench:
     def run(self) -> Report:
         """What Ctrl-C cuts off is reported as far as it went, if anything has been measured."""
         args = self.args
-        self._say("bandwidth")
+        self._append("bandwidth")
         bandwidth = self.device.bandwidth()
         wanted = [Combination(n, c, s) for s in args.sessions for c in args.contexts for n in args.tokens]
         # Weights stay while a combination's memory is taken: what is free now is free for both.
@@ -92,7 +92,7 @@ class EngineBench:
     def _ours(self, fitting: list[Combination], bandwidth: float) -> str:
         """The engine's numerics."""
         args = self.args
-        self._say("loading")
+        self._append("loading")
         capacity = 1 + max(what.slots for what in fitting)
         prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MOST_CANDIDATES
         engine = load_engine(
@@ -107,7 +107,7 @@ class EngineBench:
         self._measure(Ours(engine, self.device), fitting, bandwidth)
         if args.synthetic_acceptance:
             for sessions in sorted({1, args.synthetic_sessions}):
-                self._say(f"synthetic acceptance, {sessions} sessions")
+                self._append(f"synthetic acceptance, {sessions} sessions")
                 self.synthetic += synthetic.measure(
                     engine,
                     acceptance=args.synthetic_acceptance,
@@ -135,7 +135,9 @@ class EngineBench:
 
     def _measure(self, subject: Subject, chosen: list[Combination], bandwidth: float) -> None:
         for what in chosen:
-            self._say(f"{subject.name}: {what.sessions} sessions, {what.context} tokens of context, n = {what.tokens}")
+            self._append(
+                f"{subject.name}: {what.sessions} sessions, {what.context} tokens of context, n = {what.tokens}"
+            )
             try:
                 found = median_step(subject, what, self.args.seconds, self.args.repeats)
             except Exception as error:  # of whatever a peer's code meets: the others are measured
@@ -150,7 +152,7 @@ class EngineBench:
             about = {"subject": subject.name, **vars(what), "floor_ms": floor}
             self.rows.append(about | found | {"over_floor": found["ms"] / floor})
 
-    def _say(self, what: str) -> None:
+    def _append(self, what: str) -> None:
         if self._console.is_terminal:
             self._console.print(f"[dim]{what}[/dim]")
 

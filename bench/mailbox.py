@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from verifier_service.running_session import StepTimes
 from verifier_service.verification.result import VerifyResult
 
@@ -17,7 +17,7 @@ class _AtOnce:
         callback(*args)
 
 
-class Mailbox(Outbox[tuple[VerifyResult, StepTimes]]):
+class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
     """An outbox that keeps what is put into it. Nothing may come behind an end."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Mailbox(Outbox[tuple[VerifyResult, StepTimes]]):
         self.times: list[StepTimes] = []
         self.error: Exception | None = None
 
-    def _say(self, item: tuple[VerifyResult, StepTimes] | Exception) -> None:
+    def _append(self, item: tuple[VerifyResult, StepTimes] | Exception) -> None:
         assert self.error is None
         assert not self.finish
         if isinstance(item, Exception):

@@ -19,7 +19,7 @@ import verifier_service.servicer
 import verifier_service.session
 from draft_service.session import ExpansionPolicy, Extension
 from specdec.decoding.tree import Node, Paths
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from specdec.v1 import draft_pb2, verifier_pb2
 from verifier_service.running_session import RunningSession, StepTimes
 from verifier_service.servicer import response
@@ -114,8 +114,10 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         vocabulary = self.identity.vocabulary_size
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 
-    def attach(self, session: verifier_service.session.Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
-        self._loop.attach(RunningSession(session, outbox, _free_of_charge))
+    def attach(
+        self, session: verifier_service.session.Session, responses: ResponseQueue[verifier_pb2.VerifyResponse]
+    ) -> None:
+        self._loop.attach(RunningSession(session, responses, _free_of_charge))
 
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
         """An answer is all there will be: there is nothing to put a step off for. Nor is it a matter for the

@@ -65,7 +65,7 @@ class DraftLoop(EngineWorker[Session]):
         self._sessions[id(session)] = entry
 
     def detach(self, session: Session) -> None:
-        self._retrial.forget(session)
+        self._retry.forget(session)
         if self._sessions.pop(id(session), None) is not None:
             self._pool.give(session.slots)
 
@@ -85,9 +85,9 @@ class DraftLoop(EngineWorker[Session]):
         runnable = [reached for reached in reaches if reached[0] > -math.inf]
         if runnable:
             runnable.sort(key=lambda reached: -reached[0])
-            on_trial = self._retrial.next({entry.session for _, entry in runnable})
-            if on_trial is not None:
-                runnable = [reached for reached in runnable if reached[1].session is on_trial]
+            suspect = self._retry.next({entry.session for _, entry in runnable})
+            if suspect is not None:
+                runnable = [reached for reached in runnable if reached[1].session is suspect]
             start = time.monotonic()
             self._step([entry for _, entry in runnable])
             self._step_seconds += STEP_SMOOTHING * (time.monotonic() - start - self._step_seconds)
@@ -121,7 +121,7 @@ class DraftLoop(EngineWorker[Session]):
             return
         self.steps += 1
         for entry in planned:
-            self._retrial.forget(entry.session)
+            self._retry.forget(entry.session)
             try:
                 entry.session.expand(logits)
             except Exception as error:  # one session's trouble is not the others'

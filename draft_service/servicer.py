@@ -11,7 +11,7 @@ from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
 from specdec.decoding.calibration import Calibrations
 from specdec.serving.errors import InvalidRequestError
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
     chooser_of,
@@ -59,13 +59,13 @@ class DraftServicer(
     ) -> None:
         await self.run(request_iterator, context)
 
-    def attach(self, session: Session, outbox: Outbox[draft_pb2.DraftResponse]) -> None:
+    def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse]) -> None:
         def emit(extension: Extension) -> None:
             extend = paths_message(extension.base, extension.paths)
             extend.held_us = int(1e6 * extension.held)
-            outbox.put(draft_pb2.DraftResponse(extend=extend))
+            responses.send(draft_pb2.DraftResponse(extend=extend))
 
-        self._loop.attach(RunningSession(session, emit, outbox.put, lambda: not outbox.full))
+        self._loop.attach(RunningSession(session, emit, responses.send, lambda: not responses.full))
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from verifier_service.session import Session
 from verifier_service.verification.result import VerifyResult
 
@@ -31,7 +31,7 @@ class RunningSession:
     """Owned by the loop's thread; `message` runs on the outbox's event loop."""
 
     session: Session
-    outbox: Outbox[Any]
+    responses: ResponseQueue[Any]
     message: Callable[[VerifyResult, StepTimes], Any]
     arrival: int = 0
     preemptions: int = 0

@@ -12,7 +12,7 @@ import structlog
 from specdec.engine.blocks import BLOCK
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
     MAX_NODES_A_MESSAGE,
@@ -72,8 +72,8 @@ class VerifierServicer(
     ) -> None:
         await self.run(request_iterator, context)
 
-    def attach(self, session: Session, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
-        self._loop.attach(RunningSession(session, outbox, response))
+    def attach(self, session: Session, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
+        self._loop.attach(RunningSession(session, responses, response))
 
     def admit(self, request: verifier_pb2.VerifyRequest) -> None:
         super().admit(request)

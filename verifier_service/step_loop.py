@@ -21,7 +21,7 @@ from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine, step_of
 from specdec.serving.engine_worker import EngineWorker
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from verifier_service.proposers.draft_model import NO_PROPOSALS, DraftModelProposer
 from verifier_service.proposers.ngram import LookaheadRows
 from verifier_service.proposers.suffix_cache import SuffixCache
@@ -144,7 +144,7 @@ class StepLoop(EngineWorker[Session]):
         self._forget(entry.session)
 
     def _forget(self, session: Session) -> None:
-        self._retrial.forget(session)
+        self._retry.forget(session)
         if self._draft_model is not None:
             self._draft_model.leave(session)
 
@@ -156,13 +156,13 @@ class StepLoop(EngineWorker[Session]):
         if not ready:
             self._delayed_since, self._idle = None, True
             return None  # the next action wakes the loop
-        on_trial = self._retrial.next({entry.session for entry in ready})
-        if on_trial is not None:
-            ready = [entry for entry in ready if entry.session is on_trial]
+        suspect = self._retry.next({entry.session for entry in ready})
+        if suspect is not None:
+            ready = [entry for entry in ready if entry.session is suspect]
         self._count_ready(ready)
         self._settle_prefill_threads()
         speculating = [a for a in ready if a.session.speculates]
-        batch = self._batch_profile(ready) if speculating and on_trial is None else None
+        batch = self._batch_profile(ready) if speculating and suspect is None else None
         if batch is not None:
             self._controller.select(batch, time.monotonic())
         for entry in speculating:
@@ -225,7 +225,7 @@ class StepLoop(EngineWorker[Session]):
 
         # 3. Commit: keep what was accepted, tell everybody.
         for entry, piece in planned:
-            self._retrial.forget(entry.session)
+            self._retry.forget(entry.session)
             if piece.root_row is None:
                 entry.session.computed += piece.count
         kept = [(a, verification) for a, verification in verifications if verification.error is None]
@@ -398,7 +398,7 @@ class StepLoop(EngineWorker[Session]):
                 self._suffix_cache.add(entry.session.request.tenant, entry.session.tree.committed)
                 self.stats.lifetime += 0.1 * (now - entry.admitted_at - self.stats.lifetime)
                 self.detach(entry.session)
-        Outbox.put_all(messages)
+        ResponseQueue.send_all(messages)
 
     def _is_awaited(self, entry: RunningSession) -> bool:
         """Whether somebody waits for its verdict: its draft, for what to guess next; the next step, for that draft; or,
@@ -409,11 +409,11 @@ class StepLoop(EngineWorker[Session]):
     def _send_pending(self, entry: RunningSession) -> None:
         """At once, outside of any step, if there is something to tell."""
         if entry.pending_result is not None:
-            Outbox.put_all([self._message(entry)])
+            ResponseQueue.send_all([self._message(entry)])
 
     def _message(
         self, entry: RunningSession, forward: float = 0.0, step: float = 0.0, waited: float = 0.0
-    ) -> tuple[Outbox[Any], Callable[[], Any]]:
+    ) -> tuple[ResponseQueue[Any], Callable[[], Any]]:
         """What is untold of a session, to be put into its outbox."""
         found, entry.session.cached_tokens = entry.session.cached_tokens, 0
         entry.price = self._price if self._uses_remote_draft(entry) else NOTHING_PAYS
@@ -431,7 +431,7 @@ class StepLoop(EngineWorker[Session]):
         result, entry.pending_result = entry.pending_result, None
         entry.queued, entry.last_sent_at = 0.0, time.monotonic()
         assert result is not None
-        return entry.outbox, partial(entry.message, result, times)
+        return entry.responses, partial(entry.message, result, times)
 
     def _observe(self, rows: int, seconds: float, results: list[tuple[RunningSession, VerifyResult]]) -> None:
         self._threads.observe(rows, seconds)
@@ -480,7 +480,7 @@ class StepLoop(EngineWorker[Session]):
         for entry in self._queue.all:
             self._send_pending(entry)
             self.detach(entry.session)
-            entry.outbox.put(error)
+            entry.responses.send(error)
         self.pool.forget_prefixes()
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
@@ -489,4 +489,4 @@ class StepLoop(EngineWorker[Session]):
         self._send_pending(entry)
         self._queue.remove(entry.session, wipe=True)
         self._forget(entry.session)
-        entry.outbox.put(error)
+        entry.responses.send(error)

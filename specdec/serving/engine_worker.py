@@ -1,7 +1,7 @@
 """A worker that steps sessions with an engine, and what it does when a forward pass fails.
 
 An exception in a pass (out of memory, a device error, a text that the model cannot take) says nothing of whose it is.
-If the engine still computes, the sessions of the step are tried again, one by one (`Retrial`): a reader sees a pause.
+If the engine still computes, the sessions of the step are tried again, one by one (`StepRetry`): a reader sees a pause.
 If it does not, all sessions end, so that they can go on at another pod, and the worker takes no more until it does.
 """
 
@@ -18,7 +18,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv import Slots
 from specdec.engine.probe import recovers
 from specdec.serving.errors import EngineLostError, ModelFailureError
-from specdec.serving.retrial import Retrial
+from specdec.serving.step_retry import StepRetry
 from specdec.serving.worker import Worker
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ class EngineWorker(Worker, Generic[Session]):
     def __init__(self, name: str, engine: Engine) -> None:
         super().__init__(name)
         self._engine = engine
-        self._retrial: Retrial[Session] = Retrial()
+        self._retry: StepRetry[Session] = StepRetry()
 
     @abstractmethod
     def step(self) -> float | None:
@@ -69,6 +69,6 @@ class EngineWorker(Worker, Generic[Session]):
         if not self.works:
             self.end_sessions(EngineLostError())
             return
-        guilty = self._retrial.failed(sessions)
+        guilty = self._retry.failed(sessions)
         if guilty is not None:
             self.end_session(guilty, ModelFailureError("every forward pass over this text fails"))

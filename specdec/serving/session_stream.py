@@ -20,7 +20,7 @@ import structlog
 from specdec.engine.kv import PoolFullError
 from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolError
 from specdec.serving.opening import Openings
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.serving.worker import Worker
 from specdec.v1 import model_pb2
@@ -93,7 +93,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """The session that an `open` asks for; ServiceError if it is refused."""
 
     @abstractmethod
-    def attach(self, session: Session, outbox: Outbox[Response]) -> None:
+    def attach(self, session: Session, responses: ResponseQueue[Response]) -> None:
         """Give it memory and let the worker work on it. In the worker's thread; PoolFullError."""
 
     @abstractmethod
@@ -138,14 +138,14 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         context: grpc.aio.ServicerContext[Request, Response],
     ) -> None:
         """Serve a session that was parsed, until its stream ends."""
-        outbox: Outbox[Response] = Outbox()
+        responses: ResponseQueue[Response] = ResponseQueue()
         self._submitted += 1
-        self._worker.submit(partial(self._take, session, outbox))
+        self._worker.submit(partial(self._take, session, responses))
         reader: asyncio.Task[None] | None = None
         try:
             await context.write(self.opened(session))
-            reader = asyncio.create_task(self._read(requests, session, outbox))
-            await outbox.write_to(context, progress=self.progress, is_last=self.is_last)
+            reader = asyncio.create_task(self._read(requests, session, responses))
+            await responses.write_to(context, progress=self.progress, is_last=self.is_last)
             # The caller ends the stream: requests may still be on their way, and a write that meets a
             # stream closed from here would cost it the last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)
@@ -154,17 +154,19 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 reader.cancel()
             self._worker.submit(partial(self.detach, session))
 
-    def _take(self, session: Session, outbox: Outbox[Response]) -> None:
+    def _take(self, session: Session, responses: ResponseQueue[Response]) -> None:
         """In the worker's thread."""
         self._taken += 1
         try:
-            self.attach(session, outbox)
+            self.attach(session, responses)
         except PoolFullError as full:
-            outbox.put(OverloadedError(f"the key/value memory is full: {full}"))
+            responses.send(OverloadedError(f"the key/value memory is full: {full}"))
         except Exception as error:  # it ends this session, not the worker
-            outbox.put(error)
+            responses.send(error)
 
-    async def _read(self, requests: AsyncIterator[Request], session: Session, outbox: Outbox[Response]) -> None:
+    async def _read(
+        self, requests: AsyncIterator[Request], session: Session, responses: ResponseQueue[Response]
+    ) -> None:
         """Hand requests to the worker, in order, until one of them has ended the session."""
         submitted = submitted_bytes = 0
         done = done_bytes = 0  # of these, by the worker; written in its thread
@@ -177,10 +179,10 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                     self.act(session, request, arrived)
             except ValueError as error:
                 over = True
-                outbox.put(ProtocolError(f"{_kind(request)}: {error}"))
+                responses.send(ProtocolError(f"{_kind(request)}: {error}"))
             except Exception as error:  # it ends this session, not the worker
                 over = True
-                outbox.put(error)
+                responses.send(error)
             done, done_bytes = done + 1, done_bytes + size
 
         try:
@@ -188,7 +190,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 if over:
                     return
                 if _kind(request) in ("open", None):
-                    outbox.put(ProtocolError("a session is opened once, and messages are not empty"))
+                    responses.send(ProtocolError("a session is opened once, and messages are not empty"))
                     return
                 size = request.ByteSize()  # type: ignore[attr-defined]
                 self._worker.submit(partial(act, request, time.monotonic(), size))
@@ -197,7 +199,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                     await self._worker.caught_up()
         except Exception as error:  # what cannot be read ends the session
             log.info("stream_unreadable", error=repr(error))
-            outbox.put(ProtocolError("the stream cannot be read"))
+            responses.send(ProtocolError("the stream cannot be read"))
 
 
 def _kind(request: Any) -> str | None:

@@ -26,7 +26,7 @@ from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.draft_control import DraftControl, first_min_probability
 from specdec.engine.engine import Engine
-from specdec.serving.outbox import Outbox
+from specdec.serving.response_queue import ResponseQueue
 from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
 from tests.replay.clock import Clock
 from tests.replay.engines import HabitEngine, TimedEngine
@@ -91,7 +91,7 @@ class _AtOnce:
         callback(*args)
 
 
-class Mail(Outbox[Any]):
+class Mail(ResponseQueue[Any]):
     """Keeps what a loop says to a session, until it is taken."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Mail(Outbox[Any]):
     def full(self) -> bool:
         return False
 
-    def _say(self, item: Any) -> None:
+    def _append(self, item: Any) -> None:
         self._items.append(item)
 
     def take(self) -> list[Any]:

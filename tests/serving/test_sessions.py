@@ -10,7 +10,7 @@ import pytest
 
 from specdec.serving.errors import DeadlineError, EngineLostError
 from specdec.serving.opening import Openings
-from specdec.serving.outbox import MAX_WAITING, Outbox
+from specdec.serving.response_queue import MAX_WAITING, ResponseQueue
 from specdec.serving.session_stream import INBOX_REQUESTS, SessionServicer
 from specdec.serving.worker import Worker
 from specdec.v1 import verifier_pb2
@@ -43,7 +43,7 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
     def parse(self, request: verifier_pb2.VerifyRequest) -> Any:
         return object()
 
-    def attach(self, session: Any, outbox: Outbox[verifier_pb2.VerifyResponse]) -> None:
+    def attach(self, session: Any, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
         pass
 
     def detach(self, session: Any) -> None:
@@ -136,26 +136,26 @@ async def test_an_outbox_tells_when_nobody_reads_it() -> None:
         async def write(self, message: str) -> None:
             await self.may_read.wait()
 
-    outbox: Outbox[str] = Outbox()
+    responses: ResponseQueue[str] = ResponseQueue()
     stream: Any = Slow()
-    writing = asyncio.create_task(outbox.write_to(stream, progress=lambda: "alive"))
+    writing = asyncio.create_task(responses.write_to(stream, progress=lambda: "alive"))
     for number in range(MAX_WAITING + 1):
-        assert not outbox.full
-        outbox.put(str(number))
+        assert not responses.full
+        responses.send(str(number))
         await asyncio.sleep(0)
     await settled()
-    assert outbox.full
+    assert responses.full
     stream.may_read.set()
     await settled()
-    assert not outbox.full
+    assert not responses.full
     writing.cancel()
     await asyncio.wait([writing])
 
 
 async def test_an_unexpected_error_ends_the_stream_as_it_is() -> None:
     """What its caller is told of it is the interceptor's business."""
-    outbox: Outbox[str] = Outbox()
+    responses: ResponseQueue[str] = ResponseQueue()
     context: Any = Context()
-    outbox.put(KeyError("somewhere inside"))
+    responses.send(KeyError("somewhere inside"))
     with pytest.raises(KeyError):
-        await outbox.write_to(context, progress=lambda: "alive")
+        await responses.write_to(context, progress=lambda: "alive")

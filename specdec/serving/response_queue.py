@@ -13,41 +13,41 @@ from specdec.serving.errors import ModelFailureError
 MAX_WAITING = 256
 """Messages that wait to be written. A caller who has so many unread is asked to read before it gets more."""
 
-PROGRESS_SECONDS = 0.25
+HEARTBEAT_SECONDS = 0.25
 """Of silence, until a sign of life."""
 
-BUSY_PROGRESS_SECONDS = 1.0
+BUSY_HEARTBEAT_SECONDS = 1.0
 """Until one is due in any case: it also tells how full a service is."""
 
 Response = TypeVar("Response")
 
 
-class Outbox(Generic[Response]):
+class ResponseQueue(Generic[Response]):
     """Filled from any thread, written to the stream in order. An exception put here ends the session."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._said = self._loop.time()  # when something was last put here
+        self._last_append = self._loop.time()  # when something was last put here
 
     @property
     def full(self) -> bool:
         """True while so many messages are unread that what can wait should. Any thread may ask."""
         return self._queue.qsize() >= MAX_WAITING
 
-    def put(self, item: Response | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._say, item)
+    def send(self, item: Response | Exception) -> None:
+        self._loop.call_soon_threadsafe(self._append, item)
 
     @staticmethod
-    def put_all(items: Sequence[tuple[Outbox[Any], Callable[[], Any]]]) -> None:
+    def send_all(items: Sequence[tuple[ResponseQueue[Any], Callable[[], Any]]]) -> None:
         """Fill many outboxes of one event loop at one blow; what is put is made there, off the caller's time."""
 
         def fill() -> None:
-            for outbox, make in items:
+            for responses, make in items:
                 try:
-                    outbox._say(make())
+                    responses._append(make())
                 except Exception as error:  # it ends one session, and the others hear what is theirs
-                    outbox._say(error)
+                    responses._append(error)
 
         if items:
             items[0][0]._loop.call_soon_threadsafe(fill)
@@ -60,7 +60,7 @@ class Outbox(Generic[Response]):
         is_last: Callable[[Response], bool] = lambda _: False,
     ) -> None:
         """Write items as they come, and signs of life between them, until the last one."""
-        beat = asyncio.create_task(self._beat(progress))
+        beat = asyncio.create_task(self._send_heartbeats(progress))
         try:
             while True:
                 item = await self._queue.get()
@@ -74,20 +74,20 @@ class Outbox(Generic[Response]):
         finally:
             beat.cancel()
 
-    def _say(self, item: Response | Exception) -> None:
+    def _append(self, item: Response | Exception) -> None:
         """On the event loop."""
-        self._said = self._loop.time()
+        self._last_append = self._loop.time()
         self._queue.put_nowait(item)
 
-    async def _beat(self, progress: Callable[[], Response]) -> None:
+    async def _send_heartbeats(self, progress: Callable[[], Response]) -> None:
         """A commit is a sign of life too: 64 busy sessions would have 256 of others a second."""
         told = self._loop.time()
         while True:
-            await asyncio.sleep(self._said + PROGRESS_SECONDS - self._loop.time())
+            await asyncio.sleep(self._last_append + HEARTBEAT_SECONDS - self._loop.time())
             now = self._loop.time()
-            if now < min(self._said + PROGRESS_SECONDS, told + BUSY_PROGRESS_SECONDS):
+            if now < min(self._last_append + HEARTBEAT_SECONDS, told + BUSY_HEARTBEAT_SECONDS):
                 continue
-            self._said = now
+            self._last_append = now
             if self._queue.empty():  # else what waits there is a sign of life
                 told = now
                 self._queue.put_nowait(progress())

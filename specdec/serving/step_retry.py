@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 Session = TypeVar("Session")
 
 
-class Retrial(Generic[Session]):
+class StepRetry(Generic[Session]):
     """Sessions on trial, of one loop. Belongs to the loop's thread."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.simulation import clock
-from specdec.serving.outbox import BUSY_PROGRESS_SECONDS, PROGRESS_SECONDS, Outbox
+from specdec.serving.response_queue import BUSY_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS, ResponseQueue
 
 SECONDS = 10.0
 
@@ -30,12 +30,12 @@ def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
     """What comes of an outbox in SECONDS, into which a commit is put so often."""
 
     async def main() -> list[tuple[float, str]]:
-        outbox: Outbox[str] = Outbox()
+        responses: ResponseQueue[str] = ResponseQueue()
         stream: Any = Heard(takes)
-        writing = asyncio.create_task(outbox.write_to(stream, progress=lambda: "progress"))
+        writing = asyncio.create_task(responses.write_to(stream, progress=lambda: "progress"))
         for number in range(1, round(SECONDS / every)):
             await asyncio.sleep(max(0.0, clock.START + number * every - asyncio.get_running_loop().time()))
-            outbox.put("commit")
+            responses.send("commit")
         writing.cancel()
         await asyncio.wait([writing])
         messages: list[tuple[float, str]] = stream.messages
@@ -49,14 +49,14 @@ def test_commits_are_signs_of_life(every: float) -> None:
     """But for one a second, which tells the load."""
     signs = [0.0, *(when for when, what in heard(every) if what == "progress"), SECONDS]
     pauses = [after - before for before, after in pairwise(signs)]
-    assert min(pauses[:-1]) >= 0.99 * BUSY_PROGRESS_SECONDS
-    assert max(pauses) <= 1.01 * (BUSY_PROGRESS_SECONDS + PROGRESS_SECONDS)
+    assert min(pauses[:-1]) >= 0.99 * BUSY_HEARTBEAT_SECONDS
+    assert max(pauses) <= 1.01 * (BUSY_HEARTBEAT_SECONDS + HEARTBEAT_SECONDS)
 
 
 @pytest.mark.parametrize("every", [0.3, 1.1, 5.0])
 def test_a_pause_is_filled(every: float) -> None:
     times = [when for when, _ in heard(every)]
-    assert max(after - before for before, after in pairwise([0.0, *times])) <= 1.01 * PROGRESS_SECONDS
+    assert max(after - before for before, after in pairwise([0.0, *times])) <= 1.01 * HEARTBEAT_SECONDS
 
 
 def test_of_a_stream_that_does_not_take_them_they_are_not_asked() -> None:
