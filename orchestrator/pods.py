@@ -13,8 +13,8 @@ import structlog
 from orchestrator.admission import Admission
 from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import PodCapacity
+from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS
-from specdec.serving.trunk.channel import TrunkChannel
 
 log = structlog.get_logger()
 
@@ -54,9 +54,9 @@ class Pod:
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """All sessions at a pod share a trunk."""
+    """All sessions at a pod share one stream."""
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
-    return cast("grpc.aio.Channel", TrunkChannel(channel))
+    return cast("grpc.aio.Channel", MuxChannel(channel))
 
 
 class Pods:

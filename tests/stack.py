@@ -30,8 +30,8 @@ from specdec.engine.kv import Slots
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.torch_engine import TorchEngine
 from specdec.serving.interceptor import CallInterceptor
+from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
-from specdec.serving.trunk.servicer import TrunkServicer
 from specdec.serving.wire import identity_of
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.proposers.draft_model import DraftModelProposer
@@ -91,17 +91,17 @@ class Pod:
     service: Servicer
     address: str = "127.0.0.1:0"
     server: grpc.aio.Server = field(init=False)
-    trunks: TrunkServicer = field(init=False)
+    mux: MuxServicer = field(init=False)
 
     async def start(self) -> None:
         self.server = grpc.aio.server(interceptors=[CallInterceptor()], options=CHANNEL_OPTIONS)
-        self.trunks = registered(self.service, self.server)
+        self.mux = registered(self.service, self.server)
         port = self.server.add_insecure_port(self.address)
         self.address = f"127.0.0.1:{port}"
         await self.server.start()
 
     async def stop(self, grace: float | None = None) -> None:
-        self.trunks.drain()
+        self.mux.drain()
         await self.server.stop(grace)
 
 

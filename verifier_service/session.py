@@ -194,7 +194,7 @@ class Session:
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
         """A lookahead window of this size for the coming step, if any."""
         if size is None or (size.ngram == 2 and self.samples_candidates):
-            self.ngrams.close_window()  # a trunk that is not drawn cannot be accepted
+            self.ngrams.close_window()  # a window's first level that is not sampled cannot be accepted
             return None
         return self.ngrams.open_window(self.tree, size)
 

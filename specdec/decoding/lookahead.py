@@ -1,16 +1,16 @@
 """The lookahead window (Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding",
 section 3): the target guesses at W future positions at once, and every guess is made better by N - 1 rounds of it.
 
-Level 0 are W - 1 tokens in a row behind the tip; level l >= 1 are W tokens, what the target chose after level l - 1,
-a step later. Counted from the tip, token i of level l stands at i + l (in level 0, the tip itself is number 0). It sees
+Level 0 are W - 1 tokens in a row behind the tip; level l >= 1 are W tokens, what the target chose after level l - 1, a
+step later. Counted from the tip, token i of level l stands at i + l (in level 0, the tip itself is number 0). It sees
 the committed text, level 0 up to number i, and its own column in the levels between: so the window is a token tree, a
-trunk from which every column hangs at its own height. What the target chooses below the last level completes an n-gram
-a column. A level is made a step; the first, guesses without reason, begins longer by one token for each that is still
-to come, since every step takes one off.
+first_level from which every column hangs at its own height. What the target chooses below the last level completes an
+n-gram a column. A level is made a step; the first, guesses without reason, begins longer by one token for each that is
+still to come, since every step takes one off.
 
-With N = 2 there is the trunk alone, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating transformer
-inference for translation via parallel decoding"): the trunk itself is what may come next, each step makes all of
-it anew, and it moves on by what was committed.
+With N = 2 there is the first_level alone, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating
+transformer inference for translation via parallel decoding"): the first_level itself is what may come next, each step
+makes all of it anew, and it moves on by what was committed.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ class Window:
 
     @property
     def columns(self) -> list[list[int]]:
-        """Tokens of each column below the trunk, from the one at the tip on."""
+        """Tokens of each column below the first_level, from the one at the tip on."""
         return [list(column) for column in zip(*self.levels[1:], strict=True)]
 
     def advance(self, tip: int, chosen: Sequence[int], committed: int = 1) -> list[list[int]]:
-        """The target has chosen a token after every column (after the tip and every token of the trunk, while there is
-        no column), and the text went on from `tip` by `committed` tokens: the n-grams that are complete now.
+        """The target has chosen a token after every column (after the tip and every token of the first_level, while
+        there is no column), and the text went on from `tip` by `committed` tokens: the n-grams that are complete now.
 
         The window moves on by one token, however many were committed; by all of them with N = 2.
         """
-        trunk = self.levels[0]
+        first_level = self.levels[0]
         if self.jacobi:
             left = list(chosen[committed:])
-            self.levels = [left + [chosen[-1]] * (len(trunk) - len(left))]
+            self.levels = [left + [chosen[-1]] * (len(first_level) - len(left))]
             return []
         if not self.full:
             # Below the tip's own place, the first of a new level would stand on what is decided already.
             self.levels = [level[1:] for level in self.levels] + [list(chosen[1:])]
             return []
-        firsts = [tip, *trunk]
+        firsts = [tip, *first_level]
         ngrams = [[first, *column, last] for first, column, last in zip(firsts, self.columns, chosen, strict=True)]
         self.levels = [self.levels[1][1:], *self.levels[2:], list(chosen)]
         return ngrams

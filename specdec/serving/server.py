@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from specdec.serving import logs
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.log_stream import guard_stderr
-from specdec.serving.trunk.servicer import TrunkServicer
+from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v1 import trunk_pb2_grpc
 
@@ -114,7 +114,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     service = loading.result()
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     server = grpc.aio.server(interceptors=[CallInterceptor(service.max_request_bytes)], options=options)
-    trunks = registered(service, server)
+    mux = registered(service, server)
     checks = health.aio.HealthServicer()
     reporting = asyncio.create_task(report_health(service, checks))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -135,7 +135,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     reporting.cancel()
     await checks.enter_graceful_shutdown()
     log.info("draining", seconds=settings.drain_seconds)
-    trunks.drain()
+    mux.drain()
     await server.stop(settings.drain_seconds)
     await service.close()
     log.info("stopped")
@@ -163,14 +163,14 @@ async def report_health(service: Service, checks: health.aio.HealthServicer) -> 
         await asyncio.sleep(HEALTH_SECONDS)
 
 
-def registered(service: Servicer, server: grpc.aio.Server) -> TrunkServicer:
-    """Have a server serve a service's methods, each stream by itself or many on a trunk."""
-    trunks = TrunkServicer()
+def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
+    """Have a server serve a service's methods, each stream by itself or many on one connection."""
+    mux = MuxServicer()
     service.register(server)
-    service.register(cast("grpc.aio.Server", trunks))
-    if trunks.has_streams:
-        trunk_pb2_grpc.add_TrunkServiceServicer_to_server(trunks, server)
-    return trunks
+    service.register(cast("grpc.aio.Server", mux))
+    if mux.has_streams:
+        trunk_pb2_grpc.add_TrunkServiceServicer_to_server(mux, server)
+    return mux
 
 
 async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:

@@ -24,8 +24,8 @@ class Positions:
         self.window = Window(size, range(self.tip + 1, self.tip + size.window + size.ngram))
 
     def step(self) -> list[list[int]]:
-        trunk, columns = self.window.levels[0], self.window.columns
-        lasts = [column[-1] for column in columns] if columns else [self.tip, *trunk]
+        first_level, columns = self.window.levels[0], self.window.columns
+        lasts = [column[-1] for column in columns] if columns else [self.tip, *first_level]
         ngrams = self.window.advance(self.tip, [last + 1 for last in lasts])
         self.tip += 1
         return ngrams
@@ -35,10 +35,10 @@ class Positions:
 def test_every_token_stands_where_the_paper_has_it(size: Lookahead) -> None:
     target = Positions(size)
     for _ in range(3 * size.ngram):
-        trunk, *levels = target.window.levels
-        assert trunk == [target.tip + 1 + i for i in range(len(trunk))]
+        first_level, *levels = target.window.levels
+        assert first_level == [target.tip + 1 + i for i in range(len(first_level))]
         for number, level in enumerate(levels, 1):
-            assert level == [target.tip + number + i for i in range(len(trunk) + 1)]
+            assert level == [target.tip + number + i for i in range(len(first_level) + 1)]
         assert sum(map(len, target.window.levels)) <= size.most_rows
         target.step()
 

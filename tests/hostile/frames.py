@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specdec.serving.trunk.stream import WINDOW
+from specdec.serving.mux.stream import WINDOW
 from specdec.v1.trunk_pb2 import Begin, CarryRequest, End, Frame
 from tests.hostile.conversations import Conversation
 
@@ -40,7 +40,7 @@ def begun_again_after_its_end(method: str, said: Sequence[bytes], generator: ran
     return [once, once, once]
 
 
-def begun_as_the_trunk_itself(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
+def begun_as_the_connection_itself(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
     return [[_begin(0, method), *_messages(0, said)], [Frame(stream=0, end=End())], [_begin(1, method)]]
 
 
@@ -112,7 +112,7 @@ MISUSES: tuple[Misuse, ...] = (
     unknown_streams,
     begun_twice,
     begun_again_after_its_end,
-    begun_as_the_trunk_itself,
+    begun_as_the_connection_itself,
     more_taken_than_sent,
     nothing_taken,
     unknown_methods,

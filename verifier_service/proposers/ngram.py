@@ -217,16 +217,17 @@ def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:
 def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
     """A tree of its own behind the tip: nothing of it is seen by candidates, nor are they."""
     tip = Node(tree.root.token, tree.root.position, None, 0.0, 0)
-    trunk = _chain(tip, window.levels[0])
+    first_level = _chain(tip, window.levels[0])
     if len(window.levels) == 1:
-        return LookaheadRows(trunk, [tip, *trunk], [])
-    columns = [_chain(above, column) for above, column in zip([tip, *trunk], window.columns, strict=True)]
-    nodes = trunk + [node for column in columns for node in column]
+        return LookaheadRows(first_level, [tip, *first_level], [])
+    columns = [_chain(above, column) for above, column in zip([tip, *first_level], window.columns, strict=True)]
+    nodes = first_level + [node for column in columns for node in column]
     return LookaheadRows(nodes, [column[-1] for column in columns], [])
 
 
 def _jacobi(window: Window, tree: TokenTree) -> LookaheadRows:
-    """The trunk as candidates: each token is where the walk finds it, or beside the tree if it cannot be there."""
+    """The first_level as candidates: each token is where the walk finds it, or beside the tree if it cannot be
+    there."""
     nodes: list[Node] = []
     candidates: list[Node] = []
     place = tree.root

@@ -64,7 +64,9 @@ def plan_tree(
         inner.add(id(node.parent))
     nodes = candidates
     if lookahead is not None:
-        ahead = [node for node in lookahead.nodes if id(node) not in row_of]  # a trunk may be among the candidates
+        ahead = [
+            node for node in lookahead.nodes if id(node) not in row_of
+        ]  # a window's first level may be among the candidates
         for node in ahead:
             tree.slots[id(node)] = slot = tree_slots.pop()
             row_of[id(node)] = packer.add_row(node.token, node.position, slot)

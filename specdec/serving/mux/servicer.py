@@ -1,4 +1,4 @@
-"""The callee's end: serves what a trunk carries by the methods of the services behind it."""
+"""The callee's end: serves what a connection carries by the methods of the services behind it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import structlog
 from specdec.serving.echo import echo
 from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
 from specdec.serving.interceptor import bind_request_id, guarded
-from specdec.serving.trunk.outgoing import MAX_UNWRITTEN_FRAMES, Outgoing
-from specdec.serving.trunk.stream import Stream
+from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
+from specdec.serving.mux.stream import Stream
 from specdec.v1 import trunk_pb2, trunk_pb2_grpc
 
 log = structlog.get_logger()
 
 LINGER_SECONDS = 5.0
-"""For a caller to read what is being written when its trunk ends, and then the reason."""
+"""For a caller to read what is being written when its connection ends, and then the reason."""
 
-MAX_TRUNKS = 1024
+MAX_CONNECTIONS = 1024
 """A service has so many at most. An orchestrator opens one."""
 
 MAX_STREAMS = 4096
-"""A trunk carries so many at once."""
+"""A connection carries so many at once."""
 
 MAX_BEGIN_BYTES = 1 << 13
 """Of a stream's method and metadata together: what gRPC allows for headers."""
 
 
-class TrunkServicer(trunk_pb2_grpc.TrunkServiceServicer):
+class MuxServicer(trunk_pb2_grpc.TrunkServiceServicer):
     """Services register their methods with it as with a server."""
 
     def __init__(self) -> None:
         self._methods: dict[str, Any] = {}
-        self._trunks: set[Trunk] = set()
+        self._connections: set[MuxConnection] = set()
         self._draining = False
 
     def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
@@ -56,56 +56,56 @@ class TrunkServicer(trunk_pb2_grpc.TrunkServiceServicer):
         request_iterator: AsyncIterator[trunk_pb2.CarryRequest],
         context: grpc.aio.ServicerContext[trunk_pb2.CarryRequest, trunk_pb2.CarryResponse],
     ) -> None:
-        if len(self._trunks) >= MAX_TRUNKS:
-            raise OverloadedError(f"{len(self._trunks)} trunks are open, the limit is {MAX_TRUNKS}")
-        trunk = Trunk(self._methods, context)
-        self._trunks.add(trunk)
+        if len(self._connections) >= MAX_CONNECTIONS:
+            raise OverloadedError(f"{len(self._connections)} connections are open, the limit is {MAX_CONNECTIONS}")
+        connection = MuxConnection(self._methods, context)
+        self._connections.add(connection)
         if self._draining:
-            trunk.drain()
+            connection.drain()
         try:
             await context.send_initial_metadata(())  # for which the caller's first bundle waits
-            await trunk.serve(request_iterator)
+            await connection.serve(request_iterator)
         finally:
-            self._trunks.remove(trunk)
+            self._connections.remove(connection)
 
     def drain(self) -> None:
-        """Take no streams any more; every trunk ends with its last one."""
+        """Take no streams any more; every connection ends with its last one."""
         self._draining = True
-        for trunk in self._trunks:
-            trunk.drain()
+        for connection in self._connections:
+            connection.drain()
 
 
 def _streams(method: Any) -> bool:
     return bool(method.request_streaming and method.response_streaming)
 
 
-class Trunk:
+class MuxConnection:
     """One stream of gRPC's, and the streams that it carries."""
 
     def __init__(self, methods: dict[str, Any], context: Any) -> None:
         self._methods = methods
         self._context = context
-        self._outgoing = Outgoing()
-        self._served: dict[int, tuple[Served, asyncio.Task[None]]] = {}
+        self._sending = SendQueue()
+        self._served: dict[int, tuple[ServedStream, asyncio.Task[None]]] = {}
         self._draining = False
 
     def drain(self) -> None:
-        """Have the caller begin other trunks for other streams, and end with the last of these."""
+        """Have the caller begin other connections for other streams, and end with the last of these."""
         self._draining = True
-        self._outgoing.put(trunk_pb2.Frame(end=trunk_pb2.End()))
+        self._sending.put(trunk_pb2.Frame(end=trunk_pb2.End()))
         if not self._served:
-            self._outgoing.finish()
+            self._sending.finish()
 
     async def serve(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
         """Until it is drained, or its caller ends it, or does not read it, and with it all that it carries."""
         reading = asyncio.create_task(self._read(requests))
         overflowing = asyncio.create_task(self._overflow())
         writing = asyncio.create_task(
-            self._outgoing.write(lambda frames: self._context.write(trunk_pb2.CarryResponse(frames=frames)))
+            self._sending.write(lambda frames: self._context.write(trunk_pb2.CarryResponse(frames=frames)))
         )
         try:
             done, _ = await asyncio.wait({reading, writing, overflowing}, return_when=asyncio.FIRST_COMPLETED)
-            self._outgoing.abandon()
+            self._sending.abandon()
             await self._end({reading, overflowing})
             await asyncio.wait({writing}, timeout=LINGER_SECONDS)  # gRPC can send no status while it writes
         finally:
@@ -117,7 +117,7 @@ class Trunk:
         """End these, and all streams that it carries."""
         ending = set(tasks)
         for served, running in self._served.values():
-            served.over(trunk_pb2.End())
+            served.end(trunk_pb2.End())
             ending.add(running)
         for task in ending:
             task.cancel()
@@ -125,69 +125,69 @@ class Trunk:
 
     async def _overflow(self) -> None:
         """Raise once the caller has left too much unread."""
-        await self._outgoing.overflowed.wait()
-        raise OverloadedError(f"{MAX_UNWRITTEN_FRAMES} frames are unread")
+        await self._sending.overflowed.wait()
+        raise OverloadedError(f"{MAX_UNSENT_FRAMES} frames are unread")
 
     async def _read(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
         async for request in requests:
             for frame in request.frames:
                 if frame.HasField("begin"):
-                    self._begin(frame.stream, frame.begin)
+                    self._open(frame.stream, frame.begin)
                 elif frame.stream in self._served:
                     served, running = self._served[frame.stream]
-                    served.hear(frame)
+                    served.receive_frame(frame)
                     if served.closed:
                         running.cancel()
 
-    def _begin(self, number: int, begin: trunk_pb2.Begin) -> None:
+    def _open(self, number: int, begin: trunk_pb2.Begin) -> None:
         if number in self._served or not number:
-            raise ProtocolError(f"stream {number} begins twice" if number else "a trunk begins in itself")
+            raise ProtocolError(f"stream {number} begins twice" if number else "a connection begins in itself")
         method = self._methods.get(begin.method)
-        served = Served(number, self._outgoing, begin, method, self._context.peer())
+        served = ServedStream(number, self._sending, begin, method, self._context.peer())
         if self._draining:
-            served.say_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+            served.send_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
         elif len(self._served) >= MAX_STREAMS:
-            served.say_end(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams are open on this trunk, the limit"
+            served.send_end(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams are open on this connection, the limit"
             )
         elif (size := begin.ByteSize()) > MAX_BEGIN_BYTES:
-            served.say_end(
+            served.send_end(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"method and metadata have {size} bytes, at most {MAX_BEGIN_BYTES}"
             )
         elif method is None:
-            served.say_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no stream {echo(begin.method)} here")
+            served.send_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no stream {echo(begin.method)} here")
         else:
             running = asyncio.create_task(self._run(served))
             self._served[number] = served, running
-            running.add_done_callback(partial(self._left, number))  # it may be cancelled before it has begun
+            running.add_done_callback(partial(self._on_run_ended, number))  # it may be cancelled before it has begun
 
-    async def _run(self, served: Served) -> None:
+    async def _run(self, served: ServedStream) -> None:
         """One stream, by its method, as an interceptor would have it run."""
         bind_request_id(served.begin.metadata)
         try:
             async with asyncio.timeout(served.time_remaining()):
                 await guarded(served.method.stream_stream)(served.requests(), served)
-            served.say_end(grpc.StatusCode.OK)
+            served.send_end(grpc.StatusCode.OK)
         except grpc.aio.AbortError:
             pass  # it has said why
         except TimeoutError:
-            served.say_end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+            served.send_end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
 
-    def _left(self, number: int, run: asyncio.Task[None]) -> None:
+    def _on_run_ended(self, number: int, run: asyncio.Task[None]) -> None:
         served, _ = self._served.pop(number)
         error = None if run.cancelled() else run.exception()
         if not served.closed and not served.ended:  # its method has ended without a word
-            served.say_status(to_status(InternalError()))
+            served.send_status(to_status(InternalError()))
             log.error("stream_failed", method=served.begin.method, exc_info=error)
         if self._draining and not self._served:
-            self._outgoing.finish()
+            self._sending.finish()
 
 
-class Served(Stream):
+class ServedStream(Stream):
     """A stream as its method has it; as far as methods use one, a `grpc.aio.ServicerContext`."""
 
-    def __init__(self, number: int, outgoing: Outgoing, begin: trunk_pb2.Begin, method: Any, peer: str) -> None:
-        super().__init__(number, outgoing, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
+    def __init__(self, number: int, sending: SendQueue, begin: trunk_pb2.Begin, method: Any, peer: str) -> None:
+        super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
         self.begin = begin
         self.method = method
         self.ended = False  # its caller has been told
@@ -202,11 +202,11 @@ class Served(Stream):
         await self.send(self.method.response_serializer(response))
 
     async def abort_with_status(self, status: grpc.Status) -> NoReturn:
-        self.say_status(status)
+        self.send_status(status)
         raise grpc.aio.AbortError
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
-        self.say_end(code, details)
+        self.send_end(code, details)
         raise grpc.aio.AbortError
 
     def cancelled(self) -> bool:
@@ -220,11 +220,11 @@ class Served(Stream):
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return tuple(self.begin.metadata.items())
 
-    def say_status(self, status: grpc.Status) -> None:
+    def send_status(self, status: grpc.Status) -> None:
         rich = [value for key, value in status.trailing_metadata or () if key == STATUS_DETAILS]
-        self.say_end(status.code, status.details, *(value for value in rich if isinstance(value, bytes)))
+        self.send_end(status.code, status.details, *(value for value in rich if isinstance(value, bytes)))
 
-    def say_end(self, code: grpc.StatusCode, details: str = "", status: bytes = b"") -> None:
+    def send_end(self, code: grpc.StatusCode, details: str = "", status: bytes = b"") -> None:
         self.ended = True
         end = trunk_pb2.End(code=code.value[0], message=details, status=status)
-        self.say(trunk_pb2.Frame(end=end))
+        self.send_frame(trunk_pb2.Frame(end=end))

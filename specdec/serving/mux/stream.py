@@ -1,11 +1,11 @@
-"""One end of a stream that a trunk carries."""
+"""One end of a stream that a connection carries."""
 
 from __future__ import annotations
 
 import asyncio
 
 from specdec.serving.errors import ProtocolError
-from specdec.serving.trunk.outgoing import Outgoing
+from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v1 import trunk_pb2
 
@@ -21,17 +21,17 @@ MOST_BYTES = MAX_MESSAGE_BYTES - 1024
 
 
 class TooLargeError(Exception):
-    """A message that the trunk cannot carry."""
+    """A message that the connection cannot carry."""
 
 
 class Stream:
     """Sends and receives serialized messages. `closed` once nothing can be sent any more."""
 
-    def __init__(self, number: int, outgoing: Outgoing, timeout: float | None = None) -> None:
+    def __init__(self, number: int, sending: SendQueue, timeout: float | None = None) -> None:
         """It may last for `timeout` seconds: who has it sees to that."""
         self.number = number
         self.closed = False
-        self._outgoing = outgoing
+        self._sending = sending
         self._unread = 0  # bytes sent, not read there
         self._room = asyncio.Event()  # to send more
         self._room.set()
@@ -48,15 +48,15 @@ class Stream:
         """As soon as there is room for it; InvalidStateError if the stream is closed, TooLargeError."""
         if len(message) > MOST_BYTES:
             raise TooLargeError(f"a message of {len(message)} bytes, at most {MOST_BYTES}")
-        while not self.closed and (self._unread >= WINDOW or self._outgoing.full):
+        while not self.closed and (self._unread >= WINDOW or self._sending.full):
             self._room.clear()
-            if self._outgoing.full:
-                self._outgoing.tell_of_room(self._room)
+            if self._sending.full:
+                self._sending.notify_room(self._room)
             await self._room.wait()
         if self.closed:
             raise asyncio.InvalidStateError("the stream is over")
         self._unread += len(message) + OVERHEAD
-        self.say(trunk_pb2.Frame(message=message))
+        self.send_frame(trunk_pb2.Frame(message=message))
 
     async def receive(self) -> bytes | trunk_pb2.End:
         """The next message, or how the stream has ended: the last thing that is received, however often."""
@@ -67,11 +67,11 @@ class Stream:
         self._waiting -= len(item) + OVERHEAD
         self._untold += len(item) + OVERHEAD
         if self._untold >= WINDOW // 4 and not self.closed:
-            self.say(trunk_pb2.Frame(taken=self._untold))
+            self.send_frame(trunk_pb2.Frame(taken=self._untold))
             self._untold = 0
         return item
 
-    def hear(self, frame: trunk_pb2.Frame) -> None:
+    def receive_frame(self, frame: trunk_pb2.Frame) -> None:
         """What the other end has said; ProtocolError if it may not. Behind an end nothing counts."""
         if self.closed:
             return
@@ -87,15 +87,15 @@ class Stream:
                 self._unread -= frame.taken
                 self._room.set()
             case "end":
-                self.over(frame.end)
+                self.end(frame.end)
             case kind:
                 raise ProtocolError(f"a frame of kind {kind!r} in the midst of a stream")
 
-    def say(self, frame: trunk_pb2.Frame) -> None:
+    def send_frame(self, frame: trunk_pb2.Frame) -> None:
         frame.stream = self.number
-        self._outgoing.put(frame)
+        self._sending.put(frame)
 
-    def over(self, end: trunk_pb2.End, *, at_once: bool = False) -> None:
+    def end(self, end: trunk_pb2.End, *, at_once: bool = False) -> None:
         """Nothing is sent any more; what has arrived can still be read, unless it is to be over `at_once`."""
         while at_once and not self._arrived.empty():
             self._arrived.get_nowait()

@@ -12,23 +12,23 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from specdec.serving.errors import STATUS_DETAILS, ProtocolError
-from specdec.serving.trunk.outgoing import Outgoing
-from specdec.serving.trunk.stream import Stream, TooLargeError
+from specdec.serving.mux.send_queue import SendQueue
+from specdec.serving.mux.stream import Stream, TooLargeError
 from specdec.v1 import trunk_pb2, trunk_pb2_grpc
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class TrunkChannel:
+class MuxChannel:
     """To one service. As far as generated stubs use one, a `grpc.aio.Channel`: calls with a single request or response
-    go by themselves, streams both ways share a trunk, which is begun with the first of them and, when it breaks or its
-    service leaves, with the next. To a service that knows of no trunks, streams go by themselves too."""
+    go by themselves, streams both ways share a connection, which is begun with the first of them and, when it breaks or
+    its service leaves, with the next. To a service that knows of no connections, streams go by themselves too."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._stub: Any = trunk_pb2_grpc.TrunkServiceStub(channel)
-        self._trunks: list[Trunk] = []  # the last one takes streams, others still carry some
-        self._unknown = False  # trunks are, there
+        self._connections: list[MuxConnection] = []  # the last one takes streams, others still carry some
+        self._unknown = False  # connections are, there
 
     def unary_unary(self, *args: Any, **more: Any) -> Any:
         return self._channel.unary_unary(*args, **more)
@@ -43,32 +43,32 @@ class TrunkChannel:
         alone: Any = self._channel.stream_stream(method, request_serializer, response_deserializer, **more)
 
         def begin(*, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = ()) -> Any:
-            trunk = self._whole()
-            if trunk is None:
+            connection = self._whole()
+            if connection is None:
                 return alone(timeout=timeout, metadata=metadata)
             begun = trunk_pb2.Begin(method=method, metadata=dict(metadata))
-            return trunk.begin(begun, timeout, request_serializer, response_deserializer)
+            return connection.begin(begun, timeout, request_serializer, response_deserializer)
 
         return begin
 
     async def close(self) -> None:
         """Its streams end UNAVAILABLE."""
-        for trunk in self._trunks:
-            await trunk.close()
+        for connection in self._connections:
+            await connection.close()
         await self._channel.close()
 
-    def _whole(self) -> Trunk | None:
+    def _whole(self) -> MuxConnection | None:
         """One that takes streams; None if there are none to be had."""
-        self._unknown |= any(trunk.unknown for trunk in self._trunks)
-        self._trunks = [trunk for trunk in self._trunks if not trunk.broken]
+        self._unknown |= any(connection.unknown for connection in self._connections)
+        self._connections = [connection for connection in self._connections if not connection.broken]
         if self._unknown:
             return None
-        if not self._trunks or self._trunks[-1].leaving:
-            self._trunks.append(Trunk(self._stub.Carry()))
-        return self._trunks[-1]
+        if not self._connections or self._connections[-1].leaving:
+            self._connections.append(MuxConnection(self._stub.Carry()))
+        return self._connections[-1]
 
 
-class Trunk:
+class MuxConnection:
     """One stream of gRPC's, and the calls that it carries."""
 
     def __init__(self, call: Any) -> None:
@@ -76,7 +76,7 @@ class Trunk:
         self.leaving = False  # takes no streams any more
         self.unknown = False  # what it is, to the other side
         self._call = call
-        self._outgoing = Outgoing()
+        self._sending = SendQueue()
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
         self._tasks = tuple(asyncio.create_task(do()) for do in (self._read, self._write, self._end_if_unread))
@@ -90,8 +90,8 @@ class Trunk:
     ) -> Call:
         if timeout is not None:
             begun.timeout_us = int(1e6 * max(0.0, timeout))
-        call = Call(next(self._numbers), self._outgoing, timeout, serialize, deserialize, self._calls)
-        call.say(trunk_pb2.Frame(begin=begun))
+        call = Call(next(self._numbers), self._sending, timeout, serialize, deserialize, self._calls)
+        call.send_frame(trunk_pb2.Frame(begin=begun))
         return call
 
     async def close(self) -> None:
@@ -99,22 +99,23 @@ class Trunk:
         await asyncio.wait(self._tasks)
 
     async def _write(self) -> None:
-        """What becomes of a trunk is learned by reading it, and a bundle that is on its way while the service says that
-        it knows no trunks would turn that into an internal error: the first one waits for a service that does."""
+        """What becomes of a connection is learned by reading it, and a bundle that is on its way while the service says
+        that it knows no connections would turn that into an internal error: the first one waits for a service that
+        does."""
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):
                 await self._call.initial_metadata()
-                await self._outgoing.write(lambda frames: self._call.write(trunk_pb2.CarryRequest(frames=frames)))
+                await self._sending.write(lambda frames: self._call.write(trunk_pb2.CarryRequest(frames=frames)))
         finally:
             self._call.cancel()
 
     async def _end_if_unread(self) -> None:
         """A service that leaves so much unread serves nobody."""
-        await self._outgoing.overflowed.wait()
+        await self._sending.overflowed.wait()
         self._call.cancel()
 
     async def _read(self) -> None:
-        end = trunk_pb2.End(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the trunk was closed")
+        end = trunk_pb2.End(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the connection was closed")
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 if response is None:
@@ -123,20 +124,20 @@ class Trunk:
                     self.leaving |= not frame.stream
                     call = self._calls.get(frame.stream)
                     if call is not None:
-                        call.hear(frame)
-            end.message = "the trunk has ended"
-        except grpc.aio.AioRpcError as error:  # of the trunk: no service has said it of a stream
+                        call.receive_frame(frame)
+            end.message = "the connection has ended"
+        except grpc.aio.AioRpcError as error:  # of the connection: no service has said it of a stream
             self.unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
             end.message = error.details() or error.code().name
         except ProtocolError as error:
-            end = trunk_pb2.End(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message=f"the trunk: {error}")
+            end = trunk_pb2.End(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message=f"the connection: {error}")
         finally:
             self.broken = True
             self._call.cancel()
             for task in self._tasks[1:]:
                 task.cancel()
             for call in list(self._calls.values()):
-                call.over(end)
+                call.end(end)
 
 
 class Call(Stream):
@@ -145,14 +146,14 @@ class Call(Stream):
     def __init__(
         self,
         number: int,
-        outgoing: Outgoing,
+        sending: SendQueue,
         timeout: float | None,
         serialize: Callable[[Any], bytes],
         deserialize: Callable[[bytes], Any],
         running: dict[int, Call],
     ) -> None:
-        """`running` are the trunk's calls by number, and this one is among them until it is over."""
-        super().__init__(number, outgoing, timeout)
+        """`running` are the connection's calls by number, and this one is among them until it is over."""
+        super().__init__(number, sending, timeout)
         self._serialize = serialize
         self._deserialize = deserialize
         self._running = running
@@ -189,20 +190,20 @@ class Call(Stream):
         self._cancelled = True
         self._abandon(grpc.StatusCode.CANCELLED, "cancelled by its caller")
 
-    def over(self, end: trunk_pb2.End, *, at_once: bool = False) -> None:
+    def end(self, end: trunk_pb2.End, *, at_once: bool = False) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._running.pop(self.number, None)
-        super().over(end, at_once=at_once)
+        super().end(end, at_once=at_once)
 
     def _late(self) -> None:
         self._abandon(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
 
     def _abandon(self, code: grpc.StatusCode, why: str) -> None:
         end = trunk_pb2.End(code=code.value[0], message=why)
-        if not self.closed and not self._outgoing.drop(self.number):
-            self.say(trunk_pb2.Frame(end=end))
-        self.over(end, at_once=True)
+        if not self.closed and not self._sending.drop(self.number):
+            self.send_frame(trunk_pb2.Frame(end=end))
+        self.end(end, at_once=True)
 
 
 def _error_of(end: trunk_pb2.End) -> grpc.aio.AioRpcError:

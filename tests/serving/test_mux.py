@@ -1,4 +1,5 @@
-"""Streams on a trunk are as they are alone: order, statuses, deadlines, cancellation, flow control; real sockets."""
+"""Streams on a connection are as they are alone: order, statuses, deadlines, cancellation, flow control; real
+sockets."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from hypothesis import strategies as st
 
 from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
 from specdec.serving.interceptor import REQUEST_ID
+from specdec.serving.mux.channel import MuxChannel
+from specdec.serving.mux.send_queue import SendQueue
+from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream
 from specdec.serving.server import CHANNEL_OPTIONS
-from specdec.serving.trunk.channel import TrunkChannel
-from specdec.serving.trunk.outgoing import Outgoing
-from specdec.serving.trunk.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream
 from specdec.v1 import trunk_pb2, trunk_pb2_grpc
 from tests.stack import Pod, running
 
@@ -88,12 +89,12 @@ def _readable(message: bytes) -> bytes:
 
 
 class Link:
-    """A channel with a trunk, to methods behind a pod's port."""
+    """A channel with a connection, to methods behind a pod's port."""
 
     def __init__(self, pod: Pod, methods: Methods) -> None:
         self.pod = pod
         self.methods = methods
-        self.channel = TrunkChannel(grpc.aio.insecure_channel(pod.address, options=CHANNEL_OPTIONS))
+        self.channel = MuxChannel(grpc.aio.insecure_channel(pod.address, options=CHANNEL_OPTIONS))
 
     def begin(self, method: str, **options: Any) -> Any:
         return self.channel.stream_stream(f"/{SERVICE}/{method}", bytes, _readable)(**options)
@@ -146,20 +147,20 @@ async def test_streams_do_not_mix() -> None:
 
 
 async def test_what_is_said_at_the_same_time_goes_together() -> None:
-    """One message for a step of all sessions is what a trunk is for."""
+    """One message for a step of all sessions is what a connection is for."""
     bundles = []
 
     async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
         bundles.append([frame.stream for frame in frames])
         await asyncio.sleep(0.01)
 
-    outgoing = Outgoing()
-    streams = [Stream(number, outgoing) for number in range(64)]
-    writing = asyncio.create_task(outgoing.write(write))
+    sending = SendQueue()
+    streams = [Stream(number, sending) for number in range(64)]
+    writing = asyncio.create_task(sending.write(write))
     for _ in range(3):
         await asyncio.gather(*(stream.send(b"commit") for stream in streams))
-        await until(lambda: not outgoing._frames)
-    outgoing.finish()
+        await until(lambda: not sending._frames)
+    sending.finish()
     await writing
     assert bundles == [list(range(64))] * 3
 
@@ -170,11 +171,11 @@ async def test_a_bundle_is_no_larger_than_it_may_be() -> None:
     async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
         sizes.append(sum(len(frame.message) for frame in frames))
 
-    outgoing = Outgoing()
+    sending = SendQueue()
     for size in (100_000, 100_000, 100_000, 1_000_000, 10):
-        outgoing.put(trunk_pb2.Frame(message=bytes(size)))
-    outgoing.finish()
-    await outgoing.write(write)
+        sending.put(trunk_pb2.Frame(message=bytes(size)))
+    sending.finish()
+    await sending.write(write)
     assert sizes == [200_000, 100_000, 1_000_000, 10]
 
 
@@ -272,7 +273,7 @@ async def test_a_message_that_is_too_large_harms_nobody_else() -> None:
         assert await other.read() == b"still here"
 
 
-async def test_with_its_trunk_a_stream_is_lost_and_the_next_one_has_another() -> None:
+async def test_with_its_connection_a_stream_is_lost_and_the_next_one_has_another() -> None:
     async with link() as to:
         calls = [to.begin("echo") for _ in range(3)]
         for call in calls:
@@ -331,7 +332,7 @@ async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successo
         await last.write(b"here")
         assert await last.read() == b"here"
         stopping = asyncio.create_task(to.pod.stop(grace=60))
-        await until(lambda: to.channel._trunks[-1].leaving)
+        await until(lambda: to.channel._connections[-1].leaving)
         successor = Pod(Methods(), to.pod.address)
         await successor.start()
         await to.answered()
@@ -342,14 +343,14 @@ async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successo
         await successor.stop()
 
 
-async def test_a_service_that_knows_no_trunks_is_asked_without() -> None:
+async def test_a_service_that_knows_no_connections_is_asked_without() -> None:
     """Of an earlier release. However often: what is said to it may be on its way when it says so."""
     for _ in range(50):
         server = grpc.aio.server()
         Methods().register(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        channel = TrunkChannel(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        channel = MuxChannel(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
         try:
             echo = channel.stream_stream(f"/{SERVICE}/echo", bytes, _readable)
             with pytest.raises(grpc.aio.AioRpcError) as first:
@@ -430,14 +431,14 @@ async def test_who_cancels_reads_nothing_more() -> None:
 
 async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
     """A service that takes nothing is not told of those who have left."""
-    outgoing = Outgoing()
+    sending = SendQueue()
     for number in (1, 2):
-        outgoing.put(trunk_pb2.Frame(stream=number, begin=trunk_pb2.Begin()))
-        outgoing.put(trunk_pb2.Frame(stream=number, message=b"open"))
-    assert outgoing.drop(1)
-    outgoing.put(trunk_pb2.Frame(stream=3, message=b"more"))
-    assert not outgoing.drop(3)
-    assert [frame.stream for frame, _ in outgoing._frames] == [2, 2]
+        sending.put(trunk_pb2.Frame(stream=number, begin=trunk_pb2.Begin()))
+        sending.put(trunk_pb2.Frame(stream=number, message=b"open"))
+    assert sending.drop(1)
+    sending.put(trunk_pb2.Frame(stream=3, message=b"more"))
+    assert not sending.drop(3)
+    assert [frame.stream for frame, _ in sending._frames] == [2, 2]
 
 
 async def test_a_channel_may_be_closed_at_once() -> None:
@@ -450,7 +451,7 @@ async def test_a_channel_may_be_closed_at_once() -> None:
 
 
 @pytest.mark.parametrize("breach", ["twice", "nothing", "beyond the window", "read what was not sent"])
-async def test_a_trunk_that_breaks_the_rules_ends(breach: str) -> None:
+async def test_a_connection_that_breaks_the_rules_ends(breach: str) -> None:
     """And no other."""
     begin = trunk_pb2.Frame(stream=1, begin=trunk_pb2.Begin(method=f"/{SERVICE}/wait"))
     message = trunk_pb2.Frame(stream=1, message=bytes(WINDOW // 2))
@@ -485,9 +486,9 @@ _frames = st.one_of(
 @given(st.lists(_frames, max_size=20))
 def test_what_arrived_before_the_end_is_read(frames: list[trunk_pb2.Frame]) -> None:
     async def main() -> None:
-        stream = Stream(1, Outgoing())
+        stream = Stream(1, SendQueue())
         for frame in frames:
-            stream.hear(frame)
+            stream.receive_frame(frame)
         ends = [index for index, frame in enumerate(frames) if frame.HasField("end")]
         said = frames[: ends[0]] if ends else frames
         for frame in said:
@@ -503,23 +504,23 @@ def test_what_arrived_before_the_end_is_read(frames: list[trunk_pb2.Frame]) -> N
 def test_a_frame_that_says_nothing_is_a_breach() -> None:
     async def main() -> None:
         with pytest.raises(ProtocolError):
-            Stream(1, Outgoing()).hear(trunk_pb2.Frame(stream=1))
+            Stream(1, SendQueue()).receive_frame(trunk_pb2.Frame(stream=1))
 
     asyncio.run(main())
 
 
-async def test_a_stream_of_a_trunk_that_nobody_reads_waits() -> None:
+async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
     """Its messages wait for those of all streams to be fewer, and it hears of its end all the same."""
-    outgoing = Outgoing()
-    streams = [Stream(number, outgoing) for number in range(1, 12)]
+    sending = SendQueue()
+    streams = [Stream(number, sending) for number in range(1, 12)]
     message = bytes(WINDOW - OVERHEAD)
     for stream in streams[:5]:
         await stream.send(message)
-    assert outgoing.full
+    assert sending.full
     waiting = [asyncio.create_task(stream.send(message)) for stream in streams[5:7]]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
-    streams[5].over(trunk_pb2.End())
+    streams[5].end(trunk_pb2.End())
     with pytest.raises(asyncio.InvalidStateError):
         await waiting[0]
     written: list[trunk_pb2.Frame] = []
@@ -527,15 +528,15 @@ async def test_a_stream_of_a_trunk_that_nobody_reads_waits() -> None:
     async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
         written.extend(frames)
 
-    writing = asyncio.create_task(outgoing.write(write))
+    writing = asyncio.create_task(sending.write(write))
     await waiting[1]
-    outgoing.finish()
+    sending.finish()
     await writing
     assert len(written) == 6
 
 
 async def frames_to(to: Link, frames: AsyncIterator[list[trunk_pb2.Frame]]) -> Any:
-    """A trunk whose frames are these, and the call that carries it."""
+    """A connection whose frames are these, and the call that carries it."""
 
     async def requests() -> AsyncIterator[trunk_pb2.CarryRequest]:
         async for some in frames:
@@ -545,7 +546,7 @@ async def frames_to(to: Link, frames: AsyncIterator[list[trunk_pb2.Frame]]) -> A
     return stub.Carry(requests())
 
 
-async def test_a_trunk_that_is_asked_and_not_read_ends() -> None:
+async def test_a_connection_that_is_asked_and_not_read_ends() -> None:
     """Each frame asks for an answer; without an end they took hundreds of megabytes."""
     sent = 0
 
@@ -558,7 +559,7 @@ async def test_a_trunk_that_is_asked_and_not_read_ends() -> None:
 
     async with link() as to:
         call = await frames_to(to, unknown())
-        await until(lambda: any(trunk._outgoing.overflowed.is_set() for trunk in to.pod.trunks._trunks))
+        await until(lambda: any(connection._sending.overflowed.is_set() for connection in to.pod.mux._connections))
         await to.answered()  # others are served
         answers = 0
         with contextlib.suppress(grpc.aio.AioRpcError):  # ours, or of gRPC here, which was still writing
@@ -568,8 +569,8 @@ async def test_a_trunk_that_is_asked_and_not_read_ends() -> None:
         assert answers < sent < 1_000_000
 
 
-async def test_a_trunk_carries_only_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.serving.trunk.servicer.MAX_STREAMS", 3)
+async def test_a_connection_carries_only_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.serving.mux.servicer.MAX_STREAMS", 3)
     async with link() as to:
         calls = [to.begin("echo") for _ in range(3)]
         for call in calls:
@@ -594,7 +595,7 @@ async def test_what_begins_a_stream_is_short() -> None:
 
 
 async def test_a_stream_that_fails_ends_though_that_cannot_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.serving.trunk.servicer.log", None)
+    monkeypatch.setattr("specdec.serving.mux.servicer.log", None)
     async with link() as to:
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await to.begin("vanish", timeout=20.0).read()

@@ -1,4 +1,4 @@
-"""Queues the frames that are to be written into a trunk, and bounds them."""
+"""Queues the frames that are to be written into a connection, and bounds them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from specdec.v1 import trunk_pb2
 
-BUNDLE_BYTES = 1 << 18
+BATCH_BYTES = 1 << 18
 """Frames of one bundle, about: the next ones wait while it is written, whoever's they are."""
 
 
-MAX_UNWRITTEN_BYTES = 4 << 20
+MAX_UNSENT_BYTES = 4 << 20
 """Bytes of frames that wait to be written, about: the senders of more messages wait until they are fewer."""
 
-MAX_UNWRITTEN_FRAMES = 1 << 14
+MAX_UNSENT_FRAMES = 1 << 14
 """Frames that wait to be written. Those that answer others cannot wait: an end, say. Where so many of them are unread,
 nobody reads."""
 
 
-class Outgoing:
+class SendQueue:
     """Frames in order. What is put while one bundle is being written goes into the next."""
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Outgoing:
     @property
     def full(self) -> bool:
         """True while messages should wait."""
-        return self._bytes >= MAX_UNWRITTEN_BYTES
+        return self._bytes >= MAX_UNSENT_BYTES
 
-    def tell_of_room(self, sender: asyncio.Event) -> None:
+    def notify_room(self, sender: asyncio.Event) -> None:
         """Set this event as soon as messages need not wait any more."""
         self._senders.add(sender)
 
@@ -47,7 +47,7 @@ class Outgoing:
         size = frame.ByteSize()
         self._frames.append((frame, size))
         self._bytes += size
-        if len(self._frames) > MAX_UNWRITTEN_FRAMES:
+        if len(self._frames) > MAX_UNSENT_FRAMES:
             self.overflowed.set()
         self._news.set()
 
@@ -78,17 +78,17 @@ class Outgoing:
         while True:
             await self._news.wait()
             if self._frames:
-                await write(self._bundle())
+                await write(self._batch())
             elif self._finished:
                 return
             else:
                 self._news.clear()
 
-    def _bundle(self) -> list[trunk_pb2.Frame]:
+    def _batch(self) -> list[trunk_pb2.Frame]:
         """At least one frame; of more than that, no more bytes than BUNDLE_BYTES."""
         frames: list[trunk_pb2.Frame] = []
         total = 0
-        while self._frames and (not frames or total + self._frames[0][1] <= BUNDLE_BYTES):
+        while self._frames and (not frames or total + self._frames[0][1] <= BATCH_BYTES):
             frame, size = self._frames.popleft()
             frames.append(frame)
             total += size
