@@ -27,9 +27,9 @@ from draft_service.session import ExpansionPolicy, Extension
 from draft_service.session import Session as DraftSession
 from draft_service.session import SessionRequest as DraftRequest
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import Chooser
-from specdec.decoding.rows import HostRows
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.step_logits import HostLogits
 from specdec.engine.blocks import BlockPool
 from specdec.engine.load import load_engine
 from specdec.engine.model_directory import ModelDirectory
@@ -85,11 +85,13 @@ class Pair:
         self.target, self.draft = (load_engine("torch", d, capacity=CAPACITY, threads=(1,)) for d in directories)
         self.context = directories[0].context
 
-    def run(self, prompt: list[int], chooser: Chooser, shape: Shape, tokens: int, calibration: Calibration) -> Text:
-        growing = DraftRequest(prompt, [], chooser, frozenset(), tokens, self.context)
+    def run(
+        self, prompt: list[int], sampler: RequestSampler, shape: Shape, tokens: int, calibration: Calibration
+    ) -> Text:
+        growing = DraftRequest(prompt, [], sampler, frozenset(), tokens, self.context)
         policy = ExpansionPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
         draft = DraftSession(growing, policy, self.draft.vocabulary, calibration)
-        wanted = SessionRequest(prompt, [], chooser, frozenset(), tokens, 0, self.context)
+        wanted = SessionRequest(prompt, [], sampler, frozenset(), tokens, 0, self.context)
         verifier = Session(wanted, Policy(True, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
         pushed: list[Extension] = []
 
@@ -120,7 +122,7 @@ class Pair:
         scratch = list(range(CAPACITY - SCRATCH, CAPACITY))
         planned = session.plan(packer, session.remaining_prompt + 1, nodes, scratch)
         verification = TreeVerification(session, planned)
-        verify_trees([verification], HostRows(self.target.forward(packer.pack())))
+        verify_trees([verification], HostLogits(self.target.forward(packer.pack())))
         if verification.error is not None:
             raise verification.error
         if verification.kv_copies:
@@ -178,8 +180,8 @@ def main() -> None:
                     continue  # greedy, it is COUPLED; and it has one candidate a position
                 calibration, total, distances = Calibration(), Count(), []
                 for seed, prompt in enumerate(prompts):
-                    chooser = Chooser(Sampling(temperature=temperature, seed=seed), rule=rule)
-                    text = pair.run(prompt, chooser, shape, args.tokens, calibration)
+                    sampler = RequestSampler(Sampling(temperature=temperature, seed=seed), rule=rule)
+                    text = pair.run(prompt, sampler, shape, args.tokens, calibration)
                     total = replace(total, **{name: n + getattr(text.count, name) for name, n in vars(total).items()})
                     if temperature:
                         distances.append(pair.distance(text.tokens, len(prompt), temperature))

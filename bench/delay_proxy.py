@@ -242,17 +242,17 @@ class DelayProcess:
 
     def to(self, server: str) -> str:
         """As DelayProxy.to."""
-        return self._ask(f"to {server}")
+        return self._query(f"to {server}")
 
     def delay(self, seconds: float) -> None:
         """One way, from now on."""
-        self._ask(f"delay {seconds}")
+        self._query(f"delay {seconds}")
 
     def traffic(self, server: str) -> Traffic:
         """Of a server, so far."""
-        return Traffic(*map(int, self._ask(f"traffic {server}").split()))
+        return Traffic(*map(int, self._query(f"traffic {server}").split()))
 
-    def _ask(self, line: str) -> str:
+    def _query(self, line: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(line, file=self._process.stdin, flush=True)

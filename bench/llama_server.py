@@ -109,7 +109,7 @@ class LlamaServer:
                 for connection in connections:
                     connection.connect()  # before the clock starts
                 record = Record(len(load.prompts))
-                guessed = sum(pool.map(lambda n: _ask(connections[n], load, n, record), range(len(load.prompts))))
+                guessed = sum(pool.map(lambda n: _query(connections[n], load, n, record), range(len(load.prompts))))
                 seconds = time.perf_counter() - record.begin
             except (OSError, http.client.HTTPException) as error:
                 raise SubjectError(f"its server broke off: {type(error).__name__}: {error}") from error
@@ -156,7 +156,7 @@ def _last_words(log: Path) -> str:
     return (errors or lines[-1:] or ["without a word"])[0][:300]
 
 
-def _ask(connection: http.client.HTTPConnection, load: Load, number: int, record: Record) -> int:
+def _query(connection: http.client.HTTPConnection, load: Load, number: int, record: Record) -> int:
     """Have one prompt continued, and record what comes -> how many of the tokens were guessed ahead."""
     asked = {
         "prompt": load.prompts[number],

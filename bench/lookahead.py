@@ -35,7 +35,7 @@ class Arm:
     steps: int = 0
     sources: Counter[str] = field(default_factory=Counter)
 
-    def ask(self, client: Client, prompt: list[int], **options: Any) -> None:
+    def query(self, client: Client, prompt: list[int], **options: Any) -> None:
         start = time.perf_counter()
         result = client.complete(tokens=prompt, ignore_end_token=True, **self.options, **options)
         sample = result.completions[0]
@@ -61,7 +61,7 @@ def main() -> None:
     with Stack.start(args.target, "none", dtype=args.dtype) as stack, Client(stack.address) as client:
         for number, prompt in enumerate(held_out(args.prompts + 1, args.prompt_tokens)):
             for arm in arms:
-                arm.ask(client, prompt, **options)
+                arm.query(client, prompt, **options)
                 if not number:  # warm now
                     arm.rates, arm.tokens, arm.steps, arm.sources = [], [], 0, Counter()
 

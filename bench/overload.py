@@ -29,7 +29,7 @@ MEMORY = 4096
 WAITING = 8
 
 
-async def ask(call: Any, prompt: list[int], after: float = 0.0) -> tuple[float, object]:
+async def query(call: Any, prompt: list[int], after: float = 0.0) -> tuple[float, object]:
     """(seconds, tokens generated or the error)."""
     await asyncio.sleep(after)
     request = generation_pb2.GenerateRequest(
@@ -60,10 +60,10 @@ async def measure(stack: Stack, requests: int, bursts: int, within: float) -> No
     prompts = held_out(requests, tokens=64)
     async with grpc.aio.insecure_channel(stack.address) as channel:
         call: Any = channel.unary_unary(COMPLETE)  # bytes: what the client does shares the machine's cores
-        await asyncio.gather(*(ask(call, prompt) for prompt in prompts[:WAITING]))  # connected and warm
+        await asyncio.gather(*(query(call, prompt) for prompt in prompts[:WAITING]))  # connected and warm
         for _ in range(bursts):
             asking = [
-                asyncio.create_task(ask(call, prompt, within * number / requests))
+                asyncio.create_task(query(call, prompt, within * number / requests))
                 for number, prompt in enumerate(prompts)
             ]
             await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)  # the first refusal: it is full

@@ -46,7 +46,7 @@ def methods(temperature: float, alpha: float) -> dict[str, GenerateOptions]:
     }
 
 
-def ask(
+def query(
     client: Client, prompts: Sequence[str], options: GenerateOptions, texts: int, tokens: int, seed: int, progress: str
 ) -> list[Text]:
     """So many texts of each prompt; where nothing is drawn, one."""
@@ -113,7 +113,7 @@ def main() -> None:
             model = client.models()[0].name
             for number, (method, options) in enumerate(methods(args.temperature, args.alpha).items()):
                 seed = args.seed + number * 1_000_000  # equal seeds would not be independent
-                texts[method] = ask(client, prompts, options, args.texts, args.tokens, seed, method)
+                texts[method] = query(client, prompts, options, args.texts, args.tokens, seed, method)
     except (LocalError, SpecdecError) as error:
         sys.exit(f"bench quality: {error}")
     except KeyboardInterrupt:

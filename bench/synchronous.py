@@ -77,7 +77,7 @@ class DraftServicer(draft_service.servicer.DraftServicer):
 
     def parse(self, request: draft_pb2.DraftRequest) -> DraftSession:
         plain = super().parse(request)
-        return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibrations.of(plain.request.chooser))
+        return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibrations.of(plain.request.sampler))
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
         """K nodes, whatever a candidate's price is; hopeless ones are left out, which makes the answer quicker."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.mailbox import Mailbox
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
@@ -51,7 +51,7 @@ class _Stream:
 
     def __init__(self, loop: StepLoop, prompt: Sequence[int], length: int, vocabulary: int, width: int) -> None:
         request = SessionRequest(
-            list(prompt), [], Chooser(Sampling(), frozenset()), frozenset(), length, 0, loop.context
+            list(prompt), [], RequestSampler(Sampling(), frozenset()), frozenset(), length, 0, loop.context
         )
         policy = Policy(speculate=width > 0, max_candidates=width, patience=0.0, always=True)
         self.session = Session(request, policy, MAX_OWN_NODES, vocabulary)

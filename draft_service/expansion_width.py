@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
@@ -29,7 +29,7 @@ TEXT = 32
 
 REPEATS = 10
 
-SAMPLED = Chooser(Sampling(temperature=1.0))
+SAMPLED = RequestSampler(Sampling(temperature=1.0))
 """Asks more of a row than one that is greedy."""
 
 
@@ -41,7 +41,7 @@ def measured(engine: Engine, branches: int) -> int:
         siblings(packer, rows, np.arange(1, 1 + TEXT + rows))
         start = time.perf_counter()
         for row in engine.forward(packer.pack()):
-            SAMPLED.preferences(row, TEXT, None, (), branches)
+            SAMPLED.draft_candidates(row, TEXT, None, (), branches)
         return time.perf_counter() - start
 
     rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # a slow spell falls on all alike

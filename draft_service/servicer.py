@@ -14,10 +14,10 @@ from specdec.serving.errors import InvalidRequestError
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
-    chooser_of,
     open_size_violations,
     paths_message,
     rule_violations,
+    sampler_from,
     sampling_from,
     sampling_violations,
     text_violations,
@@ -120,10 +120,10 @@ class DraftServicer(
         wanted = SessionRequest(
             prompt,
             generated,
-            chooser_of(sampling, end_tokens, len(prompt) + message.min_tokens, message),
+            sampler_from(sampling, end_tokens, len(prompt) + message.min_tokens, message),
             end_tokens,
             message.max_tokens,
             context,
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
-        return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.chooser))
+        return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler))

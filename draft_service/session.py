@@ -13,8 +13,8 @@ from draft_service.frontier import Frontier
 from draft_service.send_timing import SendTimer
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import Ask, Chooser
-from specdec.decoding.processing import ABSURD, History
+from specdec.decoding.choice import RequestSampler, SamplingQuery
+from specdec.decoding.processing import MAX_ABS_LOGIT, PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 from specdec.engine.batch import Packer
@@ -80,7 +80,7 @@ class SessionRequest:
 
     prompt: list[int]
     generated: list[int]
-    chooser: Chooser
+    sampler: RequestSampler
     end_tokens: frozenset[int]
     max_tokens: int
     context: int
@@ -103,8 +103,8 @@ class Session:
         self.vocabulary = vocabulary
         self._calibration = calibration  # shared with the sessions that it also fits
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
-        self.history = (
-            History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
+        self.penalty_state = (
+            PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
         self.slots: Slots = np.zeros(0, dtype=np.int64)
         text = request.prompt + request.generated
@@ -140,7 +140,7 @@ class Session:
     @property
     def _required(self) -> bool:
         """Whether no token can be chosen without what this session says."""
-        return self.request.chooser.rule is Rule.CONTRASTIVE
+        return self.request.sampler.rule is Rule.CONTRASTIVE
 
     # --- what the verifier said --------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class Session:
         tree.commit(news)
         if self._required and tree.base >= self.request.context:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
-        if self.history is not None:
-            self.history.extend(news)
+        if self.penalty_state is not None:
+            self.penalty_state.extend(news)
         alive = set(tree.root.walk())
         self._frontier.descend(passed, alive)
         self._held_back.descend(passed, alive)
@@ -295,19 +295,21 @@ class Session:
         """Give the nodes just read children, by the request's rule. A broken row of logits gives none."""
         for node, index in self._planned:
             row = logits[index, : self.vocabulary]
-            if abs(row.max()) < ABSURD:
-                ask = Ask(self.request.chooser, node.position + 1, self.history, [n.token for n in node.path()])
-                if self.request.chooser.rule is Rule.REJECTION:
-                    self._sample(node, row, ask)
+            if abs(row.max()) < MAX_ABS_LOGIT:
+                query = SamplingQuery(
+                    self.request.sampler, node.position + 1, self.penalty_state, [n.token for n in node.path()]
+                )
+                if self.request.sampler.rule is Rule.REJECTION:
+                    self._sample(node, row, query)
                 else:
-                    self._branch(node, row, ask)
+                    self._branch(node, row, query)
             elif self._required:
                 raise FloatingPointError("the draft's logits are not finite")
         self._computing, self._planned = [], []
 
-    def _sample(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
+    def _sample(self, node: Node, logits: NDArray[np.float32], query: SamplingQuery) -> None:
         """One child, drawn. Whether there is one must not depend on which it is, so nothing is asked of it."""
-        proposal = rejection.propose(logits, ask)
+        proposal = rejection.propose(logits, query)
         if proposal is None:
             return
         token, node.row = proposal
@@ -315,14 +317,16 @@ class Session:
         (logprob,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.row))])
         self._add_child(node, token, logprob, node.path_logprob() + logprob)
 
-    def _branch(self, node: Node, logits: NDArray[np.float32], ask: Ask) -> None:
+    def _branch(self, node: Node, logits: NDArray[np.float32], query: SamplingQuery) -> None:
         """The likeliest children."""
-        policy, chooser = self.policy, self.request.chooser
-        if chooser.rule is Rule.CONTRASTIVE:
-            node.row = contrastive.amateur_row(logits, chooser.contrast)
+        policy, sampler = self.policy, self.request.sampler
+        if sampler.rule is Rule.CONTRASTIVE:
+            node.row = contrastive.amateur_row(logits, sampler.contrast)
             if node not in self._held_back:
                 self.unsent_rows.append(node)
-        tokens, logprobs = chooser.preferences(logits, ask.position, ask.history, ask.path, policy.max_branches)
+        tokens, logprobs = sampler.draft_candidates(
+            logits, query.position, query.penalty_state, query.path, policy.max_branches
+        )
         path_logprob = node.path_logprob()
         for token, logprob in zip(tokens, self._calibration.corrected(self._depth(node), logprobs), strict=True):
             if logprob < MIN_CHILD_LOGPROB and node.children:
@@ -347,7 +351,7 @@ class Session:
         """Into the next message. A draw goes together with what it was drawn from (REJECTION), and a node that has been
         read with the distribution below it (CONTRASTIVE)."""
         self.unsent.append(node)
-        if self.request.chooser.rule is Rule.REJECTION:
+        if self.request.sampler.rule is Rule.REJECTION:
             assert node.parent is not None
             self.unsent_rows.append(node.parent)
         elif node.row is not None:

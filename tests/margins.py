@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import transformers
 
-from specdec.decoding.choice import Chooser
-from specdec.decoding.processing import History
+from specdec.decoding.choice import RequestSampler
+from specdec.decoding.processing import PenaltyState
 
 MARGIN = 1e-4
 
@@ -53,7 +53,7 @@ class Oracle:
         )
         return list(output[0, len(prompt) :].tolist())
 
-    def same(self, prompt: list[int], want: list[int], got: list[int], chooser: Chooser, what: str = "") -> None:
+    def same(self, prompt: list[int], want: list[int], got: list[int], sampler: RequestSampler, what: str = "") -> None:
         """AssertionError unless the runs are equal or part at a tie."""
         self.compared += len(want)
         if want == got:
@@ -63,8 +63,8 @@ class Oracle:
         assert at < len(got), f"{what}: {len(got)} tokens, {len(want)} expected, the same as far as they go"
         text = prompt + want[:at]
         logits = self.logits(text)
-        history = History(len(logits), prompt, want[:at]) if chooser.sampling.penalises else None
-        _, scores = chooser.scores(logits, len(text), history)
+        history = PenaltyState(len(logits), prompt, want[:at]) if sampler.sampling.penalises else None
+        _, scores = sampler.scores(logits, len(text), history)
         second, first = np.sort(scores)[-2:]
         margin = float(first - second)
         message = f"{what}: token {at} is {got[at]}, {want[at]} expected; margin {margin:.2e}"

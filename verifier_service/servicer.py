@@ -16,12 +16,12 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
     MAX_NODES_A_MESSAGE,
-    chooser_of,
     lookahead_from,
     lookahead_violations,
     open_size_violations,
     paths_from,
     rule_violations,
+    sampler_from,
     sampling_from,
     sampling_violations,
     text_violations,
@@ -211,11 +211,11 @@ class VerifierServicer(
         violations += _policy_violations(message.policy)
         if violations:
             raise InvalidRequestError(violations)
-        chooser = chooser_of(sampling, end_tokens, len(prompt) + message.min_tokens, message)
+        sampler = sampler_from(sampling, end_tokens, len(prompt) + message.min_tokens, message)
         wanted = SessionRequest(
             prompt,
             generated,
-            chooser,
+            sampler,
             end_tokens,
             message.max_tokens,
             message.logprobs,

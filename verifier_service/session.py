@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.processing import History
+from specdec.decoding.processing import PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.tree import Node, Paths, TokenTree
@@ -34,7 +34,7 @@ class SessionRequest:
 
     prompt: list[int]
     generated: list[int]
-    chooser: Chooser
+    sampler: RequestSampler
     end_tokens: frozenset[int]
     max_tokens: int
     logprobs: int  # as in VerifyOpen.logprobs
@@ -76,13 +76,13 @@ class Session:
             last_position=self.end - 1,
             end_tokens=request.end_tokens,
             max_nodes=max_nodes + MAX_OWN_NODES,
-            sampled=request.chooser.rule is Rule.REJECTION,
+            sampled=request.sampler.rule is Rule.REJECTION,
         )
-        self.history = (
-            History(vocabulary, request.prompt, request.generated) if request.chooser.sampling.penalises else None
+        self.penalty_state = (
+            PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
         self.draft_timing = DraftTiming()
-        self.ngrams = NgramProposer(text, self.end, request.chooser)
+        self.ngrams = NgramProposer(text, self.end, request.sampler)
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0
@@ -99,12 +99,12 @@ class Session:
     @property
     def needs_draft(self) -> bool:
         """Whether no token can be chosen without the draft's distribution at its place."""
-        return self.request.chooser.rule is Rule.CONTRASTIVE
+        return self.request.sampler.rule is Rule.CONTRASTIVE
 
     @property
     def samples_candidates(self) -> bool:
         """Whether a place has room for one candidate, which is drawn."""
-        return self.request.chooser.rule is Rule.REJECTION
+        return self.request.sampler.rule is Rule.REJECTION
 
     @property
     def speculates(self) -> bool:
@@ -157,7 +157,7 @@ class Session:
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
         """Candidates came, from a draft that had known of `base` for so many seconds, if it says so; ValueError if they
         cannot be."""
-        rule = self.request.chooser.rule
+        rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.rows if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(rows=rows), origin=DRAFT)
         self.draft_timing.arrived(base, arrived, held)
@@ -177,7 +177,7 @@ class Session:
     def takes_ngrams(self) -> bool:
         """Whether it may have candidates that come of no draft. Where they are drawn they would take the place of
         better ones; where tokens are contrasted nothing can be chosen below them."""
-        rule = self.request.chooser.rule
+        rule = self.request.sampler.rule
         return self.policy.ngram and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.speculate))
 
     def propose_ngrams(self, price: float, shared: Tokens | None) -> None:
@@ -266,8 +266,8 @@ class Session:
         self.draft_timing.committed(self.tree.base, now)
         self.ngrams.extend(result.tokens, result.sources)
         self._expected_tokens = None
-        if self.history is not None:
-            self.history.extend(result.tokens)
+        if self.penalty_state is not None:
+            self.penalty_state.extend(result.tokens)
         self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
         return result
 

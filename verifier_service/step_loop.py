@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from specdec.decoding.rows import Rows
+from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.blocks import BLOCK, BlockPool
@@ -116,7 +116,7 @@ class StepLoop(EngineWorker[Session]):
         taken a step, and if the others are like it. Changes nothing: any thread may ask."""
         if self._threads.yields:
             return NOTHING_PAYS  # until its prompt is read: with fewer cores that would take longer
-        drawn = not session.request.chooser.sampling.greedy
+        drawn = not session.request.sampler.sampling.greedy
         batch = BatchProfile(sessions, session.policy.speculate, session.takes_ngrams, drawn, self._has_local_draft)
         if self._controller.mode_for(batch, time.monotonic()) is not Mode.REMOTE_DRAFT:
             return NOTHING_PAYS
@@ -212,7 +212,8 @@ class StepLoop(EngineWorker[Session]):
             forward_start = time.monotonic()
             verifications = [(a, TreeVerification(a.session, p)) for a, p in planned if p.root_row is not None]
             logits = self._forward(
-                packer.pack(), lambda: dict(ask for _, verification in verifications for ask in verification.asks())
+                packer.pack(),
+                lambda: dict(query for _, verification in verifications for query in verification.queries()),
             )
             forward_time = time.monotonic() - forward_start
             verify_trees([verification for _, verification in verifications], logits)
@@ -305,15 +306,15 @@ class StepLoop(EngineWorker[Session]):
                 free -= len(window.nodes)
         return windows
 
-    def _observe_windows(self, verifications: list[TreeVerification], logits: Rows) -> None:
+    def _observe_windows(self, verifications: list[TreeVerification], logits: StepLogits) -> None:
         """Tell the windows what the target chooses below them."""
         looking = [verification for verification in verifications if verification.lookahead_count]
         if not looking:
             return
-        rows, asks = zip(
+        rows, queries = zip(
             *(asked for verification in looking for asked in verification.lookahead_queries()), strict=True
         )
-        chosen = iter(logits.choose(rows, asks)[0].tolist())
+        chosen = iter(logits.choose(rows, queries)[0].tolist())
         for verification in looking:
             tokens = list(itertools.islice(chosen, verification.lookahead_count))
             verification.session.ngrams.observe_window(tokens, len(verification.result.tokens))
@@ -353,7 +354,7 @@ class StepLoop(EngineWorker[Session]):
             len(entry),
             remote_draft=any(a.session.policy.speculate for a in entry),
             ngram=any(a.session.takes_ngrams for a in entry),
-            sampled=2 * sum(not a.session.request.chooser.sampling.greedy for a in entry) > len(entry),
+            sampled=2 * sum(not a.session.request.sampler.sampling.greedy for a in entry) > len(entry),
             local_draft=self._has_local_draft,
         )
         return None if any(self._is_forced(a) for a in entry) else batch
@@ -366,7 +367,7 @@ class StepLoop(EngineWorker[Session]):
 
     # --- results ------------------------------------------------------------------------------------
 
-    def _add_logprobs(self, verifications: list[TreeVerification], logits: Rows) -> None:
+    def _add_logprobs(self, verifications: list[TreeVerification], logits: StepLogits) -> None:
         asking = [verification for verification in verifications if verification.session.request.logprobs]
         if not asking:
             return

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule
 
 DEPTHS, RANKS = 4, 4
@@ -60,8 +60,8 @@ class Calibrations:
     def __init__(self) -> None:
         self._known: defaultdict[tuple[Rule, float], Calibration] = defaultdict(Calibration)
 
-    def of(self, chooser: Chooser) -> Calibration:
-        return self._known[chooser.rule, round(min(chooser.sampling.temperature, HOTTEST), 1)]
+    def of(self, sampler: RequestSampler) -> Calibration:
+        return self._known[sampler.rule, round(min(sampler.sampling.temperature, HOTTEST), 1)]
 
 
 def _log_odds(probability: float) -> float:

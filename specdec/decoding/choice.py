@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding import contrastive, rejection
+from specdec.decoding.gumbel_max import winners
 from specdec.decoding.noise import gumbel, request_state, token_words
-from specdec.decoding.processing import ABSURD, History, Logits, adjusted, temperatures, tempered
+from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, PenaltyState, adjusted, temperatures, tempered
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.race import winners
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.truncation import survivors, truncates
 
@@ -34,7 +34,7 @@ Tokens = NDArray[np.int64]
 BLOCK = 1 << 17
 """About so many logits are worked on at once: what is made of them stays in a core's cache."""
 
-LOOKED_AT = 256
+MAX_DRAFT_LOGITS = 256
 """Of a draft's logits so many, the largest, are looked at for candidates."""
 
 AGREEMENT_SCALE = 0.6
@@ -43,7 +43,7 @@ the target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at
 
 
 @dataclass(frozen=True)
-class Chooser:
+class RequestSampler:
     """How one request's tokens are chosen.
 
     `end_tokens` are not chosen while the text is shorter than `first_end_position`, an absolute
@@ -56,24 +56,26 @@ class Chooser:
     rule: Rule = Rule.COUPLED
     contrast: Contrast = USUAL_CONTRAST
 
-    def choose(self, logits: Logits, position: int, history: History | None, path: Sequence[int] = ()) -> int:
+    def choose(
+        self, logits: Logits, position: int, penalty_state: PenaltyState | None, path: Sequence[int] = ()
+    ) -> int:
         """`choose` for one row, float32 [V]."""
-        return int(choose(logits[None], [Ask(self, position, history, path)])[0])
+        return int(choose(logits[None], [SamplingQuery(self, position, penalty_state, path)])[0])
 
     def scores(
-        self, logits: Logits, position: int, history: History | None, path: Sequence[int] = ()
+        self, logits: Logits, position: int, penalty_state: PenaltyState | None, path: Sequence[int] = ()
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Token ids, ascending, and what the choice is the argmax of; ids that do not survive are left out, or
         have the score -inf."""
-        z = adjusted(logits[None], [Ask(self, position, history, path)])
+        z = adjusted(logits[None], [SamplingQuery(self, position, penalty_state, path)])
         if self.sampling.greedy:
             return np.arange(len(logits)), z[0].astype(np.float64)
         z = tempered(z, [self.sampling])
         ids = survivors(z[0], self.sampling)
         return ids, z[0, ids] + gumbel(self.sampling.seed, position, ids)
 
-    def preferences(
-        self, logits: Logits, position: int, history: History | None, path: Sequence[int], width: int
+    def draft_candidates(
+        self, logits: Logits, position: int, penalty_state: PenaltyState | None, path: Sequence[int], width: int
     ) -> tuple[list[int], list[float]]:
         """The `width` likeliest choices of *another* model with the same noise, best first, as
         (tokens, log-probabilities).
@@ -83,11 +85,11 @@ class Chooser:
         Only the LOOKED_AT largest logits are looked at; what that misses costs acceptance, nothing else. A
         broken row (see `choose`) gives none.
         """
-        z = adjusted(logits[None], [Ask(self, position, history, path)])[0]
-        if not abs(z.max()) < ABSURD:
+        z = adjusted(logits[None], [SamplingQuery(self, position, penalty_state, path)])[0]
+        if not abs(z.max()) < MAX_ABS_LOGIT:
             return [], []
-        if len(z) > LOOKED_AT:
-            ids = np.sort(np.argpartition(z, len(z) - LOOKED_AT)[-LOOKED_AT:])
+        if len(z) > MAX_DRAFT_LOGITS:
+            ids = np.sort(np.argpartition(z, len(z) - MAX_DRAFT_LOGITS)[-MAX_DRAFT_LOGITS:])
             z = z[ids]
         else:
             ids = np.arange(len(z))
@@ -129,22 +131,22 @@ class Chooser:
         return s.penalises or bool(s.logit_bias) or bool(s.banned_tokens)
 
 
-class Ask(NamedTuple):
+class SamplingQuery(NamedTuple):
     """What is asked about one row of logits: the token at absolute `position`.
 
-    `history` covers the committed text and is needed if the sampling penalises; `path` are the guessed
+    `penalty_state` covers the committed text and is needed if the sampling penalises; `path` are the guessed
     tokens between it and this position. `proposal` is what the draft says of this position, for the rules that
     ask it; CONTRASTIVE cannot choose without one.
     """
 
-    chooser: Chooser
+    sampler: RequestSampler
     position: int
-    history: History | None = None
+    penalty_state: PenaltyState | None = None
     path: Sequence[int] = ()
     proposal: Proposal | None = None
 
 
-def choose(logits: Logits, asks: Sequence[Ask]) -> Tokens:
+def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     """int64 [n]: the token that each row of float32 logits [n, V] chooses.
 
     A row whose largest processed logit is a NaN, infinite or absurd chooses that one, without noise: the caller
@@ -156,61 +158,61 @@ def choose(logits: Logits, asks: Sequence[Ask]) -> Tokens:
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, count, step):
             block = slice(start, start + step)
-            tokens[block] = _choose(logits[block], asks[block])
+            tokens[block] = _choose(logits[block], queries[block])
     return tokens
 
 
-def _choose(logits: Logits, asks: Sequence[Ask]) -> Tokens:
-    z = adjusted(logits, asks)
+def _choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
+    z = adjusted(logits, queries)
     tokens = np.asarray(z.argmax(axis=1))
     peaks = z[np.arange(len(z)), tokens]
     groups: dict[Decide, list[int]] = defaultdict(list)
-    for row, (ask, sound) in enumerate(zip(asks, (np.abs(peaks) < ABSURD).tolist(), strict=True)):
-        decide = _decider(ask.chooser) if sound else None
+    for row, (query, sound) in enumerate(zip(queries, (np.abs(peaks) < MAX_ABS_LOGIT).tolist(), strict=True)):
+        decide = _decider(query.sampler) if sound else None
         if decide is not None:
             groups[decide].append(row)
     for decide, group in groups.items():
         if len(group) == len(z):
-            return decide(z, asks)
-        tokens[group] = decide(z[group], [asks[row] for row in group])
+            return decide(z, queries)
+        tokens[group] = decide(z[group], [queries[row] for row in group])
     return tokens
 
 
-Decide = Callable[[Logits, Sequence[Ask]], Tokens]
+Decide = Callable[[Logits, Sequence[SamplingQuery]], Tokens]
 """From processed logits [n, V] to tokens [n]."""
 
 
-def _decider(chooser: Chooser) -> Decide | None:
+def _decider(sampler: RequestSampler) -> Decide | None:
     """None: the argmax decides."""
-    if chooser.rule is Rule.CONTRASTIVE:
+    if sampler.rule is Rule.CONTRASTIVE:
         return contrastive.decide
-    if chooser.sampling.greedy:
+    if sampler.sampling.greedy:
         return None
-    if chooser.rule is Rule.REJECTION:
+    if sampler.rule is Rule.REJECTION:
         return rejection.decide
-    return _draw_truncated if truncates(chooser.sampling) else _draw
+    return _draw_truncated if truncates(sampler.sampling) else _draw
 
 
-def _draw(z: Logits, asks: Sequence[Ask]) -> Tokens:
+def _draw(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     """With noise, over whole rows."""
-    from specdec.decoding.contenders import contenders  # compiled, which only a verifier needs
+    from specdec.decoding.gumbel_pruning import contenders  # compiled, which only a verifier needs
 
-    divisors, streams = temperatures([ask.chooser.sampling for ask in asks]), streams_of(asks)
+    divisors, streams = temperatures([query.sampler.sampling for query in queries]), streams_of(queries)
     runners = contenders(z, divisors, streams)
     values = z.ravel()[runners] / divisors[runners // z.shape[1]]
     return winners(values, runners, z.shape[1], streams)
 
 
-def _draw_truncated(z: Logits, asks: Sequence[Ask]) -> Tokens:
+def _draw_truncated(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     """With noise, among the survivors of top-k, top-p and min-p."""
-    samplings = [ask.chooser.sampling for ask in asks]
+    samplings = [query.sampler.sampling for query in queries]
     z = tempered(z, samplings)
     offsets = range(0, z.size, z.shape[1])
     kept = [survivors(*of_row) + offset for *of_row, offset in zip(z, samplings, offsets, strict=True)]
     runners = np.concatenate(kept)
-    return winners(z.ravel()[runners], runners, z.shape[1], streams_of(asks))
+    return winners(z.ravel()[runners], runners, z.shape[1], streams_of(queries))
 
 
-def streams_of(asks: Sequence[Ask]) -> NDArray[np.uint64]:
-    states = np.array([ask.chooser.state for ask in asks], dtype=np.uint64)
-    return token_words(states, np.array([ask.position for ask in asks]))  # `stream` of them all: one more mix
+def streams_of(queries: Sequence[SamplingQuery]) -> NDArray[np.uint64]:
+    states = np.array([query.sampler.state for query in queries], dtype=np.uint64)
+    return token_words(states, np.array([query.position for query in queries]))  # `stream` of them all: one more mix

@@ -21,7 +21,7 @@ from specdec.decoding.proposal import DraftRow
 from specdec.decoding.sampling import Contrast
 
 if TYPE_CHECKING:
-    from specdec.decoding.choice import Ask
+    from specdec.decoding.choice import SamplingQuery
 
 
 def amateur_row(logits: Logits, contrast: Contrast) -> DraftRow:
@@ -32,18 +32,18 @@ def amateur_row(logits: Logits, contrast: Contrast) -> DraftRow:
     return DraftRow(None, np.maximum(log_q, np.finfo(np.float16).min).astype(np.float16))
 
 
-def decide(z: Logits, asks: Sequence[Ask]) -> NDArray[np.int64]:
+def decide(z: Logits, queries: Sequence[SamplingQuery]) -> NDArray[np.int64]:
     """int64 [n]: the tokens of processed logits [n, V]. ValueError where an ask has no proposal."""
-    return np.array([_decide(row, ask) for row, ask in zip(z, asks, strict=True)], dtype=np.int64)
+    return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
 
-def _decide(z: Logits, ask: Ask) -> int:
-    if ask.proposal is None:
-        raise ValueError(f"position {ask.position}: nothing to contrast with")
-    log_q = ask.proposal.row.values
+def _decide(z: Logits, query: SamplingQuery) -> int:
+    if query.proposal is None:
+        raise ValueError(f"position {query.position}: nothing to contrast with")
+    log_q = query.proposal.row.values
     known = z[: len(log_q)]  # a token that the draft does not have cannot be compared
     if not np.isfinite(known.max()):
         return int(z.argmax())
-    plausible = np.flatnonzero(known >= float(known.max()) + math.log(ask.chooser.contrast.alpha))
+    plausible = np.flatnonzero(known >= float(known.max()) + math.log(query.sampler.contrast.alpha))
     scores = known[plausible].astype(np.float64) - log_q[plausible].astype(np.float64)
     return int(plausible[scores.argmax()])

@@ -4,12 +4,12 @@ section 3): the target guesses at W future positions at once, and every guess is
 Level 0 are W - 1 tokens in a row behind the tip; level l >= 1 are W tokens, what the target chose after level l - 1, a
 step later. Counted from the tip, token i of level l stands at i + l (in level 0, the tip itself is number 0). It sees
 the committed text, level 0 up to number i, and its own column in the levels between: so the window is a token tree, a
-first_level from which every column hangs at its own height. What the target chooses below the last level completes an
+chain from which every column hangs at its own height. What the target chooses below the last level completes an
 n-gram a column. A level is made a step; the first, guesses without reason, begins longer by one token for each that is
 still to come, since every step takes one off.
 
-With N = 2 there is the first_level alone, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating
-transformer inference for translation via parallel decoding"): the first_level itself is what may come next, each step
+With N = 2 there is level 0 alone, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating
+transformer inference for translation via parallel decoding"): level 0 itself is what may come next, each step
 makes all of it anew, and it moves on by what was committed.
 """
 
@@ -55,11 +55,11 @@ class Window:
 
     @property
     def columns(self) -> list[list[int]]:
-        """Tokens of each column below the first_level, from the one at the tip on."""
+        """Tokens of each column below level 0, from the one at the tip on."""
         return [list(column) for column in zip(*self.levels[1:], strict=True)]
 
     def advance(self, tip: int, chosen: Sequence[int], committed: int = 1) -> list[list[int]]:
-        """The target has chosen a token after every column (after the tip and every token of the first_level, while
+        """The target has chosen a token after every column (after the tip and every token of level 0, while
         there is no column), and the text went on from `tip` by `committed` tokens: the n-grams that are complete now.
 
         The window moves on by one token, however many were committed; by all of them with N = 2.

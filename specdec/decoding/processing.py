@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from specdec.decoding.sampling import Sampling
 
 if TYPE_CHECKING:
-    from specdec.decoding.choice import Ask
+    from specdec.decoding.choice import SamplingQuery
 
 Logits = NDArray[np.float32]
 
 LIMIT = float(np.finfo(np.float32).max)
 
-ABSURD = 1e30
+MAX_ABS_LOGIT = 1e30
 """Logits of this size come from a broken model; below it, none overflows float32 when divided by T."""
 
 
-class History:
+class PenaltyState:
     """Which tokens a text holds, for the penalties: prompt as a set, output as counts."""
 
     def __init__(self, vocabulary: int, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -48,13 +48,13 @@ def tempered(z: Logits, samplings: Sequence[Sampling]) -> Logits:
     return np.asarray(z / temperatures(samplings)[:, None], dtype=np.float32)
 
 
-def adjusted(logits: Logits, asks: Sequence[Ask]) -> Logits:
+def adjusted(logits: Logits, queries: Sequence[SamplingQuery]) -> Logits:
     """Penalties, bias and bans; the caller's rows are left alone."""
-    if not any(ask.chooser.adjusts or ask.position < ask.chooser.first_end_position for ask in asks):
+    if not any(query.sampler.adjusts or query.position < query.sampler.first_end_position for query in queries):
         return logits
     z = logits.copy()
     start = 0
-    for _, run in itertools.groupby(asks, key=lambda ask: (id(ask.chooser), id(ask.history))):
+    for _, run in itertools.groupby(queries, key=lambda query: (id(query.sampler), id(query.penalty_state))):
         of_run = list(run)
         rows = slice(start, start + len(of_run))
         _adjust(z[rows], logits[rows], of_run)
@@ -62,27 +62,27 @@ def adjusted(logits: Logits, asks: Sequence[Ask]) -> Logits:
     return z
 
 
-def _adjust(z: Logits, logits: Logits, asks: Sequence[Ask]) -> None:
+def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None:
     """In place, for rows of one chooser and one history; `logits` are the same rows and stay what they are."""
-    chooser, history = asks[0].chooser, asks[0].history
-    sampling = chooser.sampling
+    sampler, penalty_state = queries[0].sampler, queries[0].penalty_state
+    sampling = sampler.sampling
     if sampling.penalises:
-        if history is None:
+        if penalty_state is None:
             raise ValueError("penalties need the history of the text")
-        ids = np.flatnonzero(history.seen)
-        z[:, ids] = _penalised(z[:, ids], history.output_counts[ids], sampling)
-        for row, raw, ask in zip(z, logits, asks, strict=True):
-            if ask.path:  # its tokens count as output, in this row alone
-                ids, more = np.unique(ask.path, return_counts=True)
-                row[ids] = _penalised(raw[ids], history.output_counts[ids] + more, sampling)
+        ids = np.flatnonzero(penalty_state.seen)
+        z[:, ids] = _penalised(z[:, ids], penalty_state.output_counts[ids], sampling)
+        for row, raw, query in zip(z, logits, queries, strict=True):
+            if query.path:  # its tokens count as output, in this row alone
+                ids, more = np.unique(query.path, return_counts=True)
+                row[ids] = _penalised(raw[ids], penalty_state.output_counts[ids] + more, sampling)
     if sampling.logit_bias:
-        ids, bias = chooser.bias
+        ids, bias = sampler.bias
         z[:, ids] += bias
     if sampling.banned_tokens:
-        z[:, chooser.banned] = -np.inf
-    for row, ask in zip(z, asks, strict=True):
-        if ask.position < chooser.first_end_position:
-            row[chooser.ends] = -np.inf
+        z[:, sampler.banned] = -np.inf
+    for row, query in zip(z, queries, strict=True):
+        if query.position < sampler.first_end_position:
+            row[sampler.ends] = -np.inf
 
 
 def _penalised(logits: Logits, counts: NDArray[np.integer], sampling: Sampling) -> Logits:

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.noise import DOMAIN_ACCEPT, DOMAIN_DRAFT, DOMAIN_RESIDUAL, uniform
-from specdec.decoding.processing import ABSURD, Logits, adjusted, tempered
+from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, tempered
 from specdec.decoding.proposal import DraftRow, Proposal
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import largest, survivors
 
 if TYPE_CHECKING:
-    from specdec.decoding.choice import Ask
+    from specdec.decoding.choice import SamplingQuery
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
@@ -35,13 +35,13 @@ WIDTH = 128
 """Tokens in a draft's distribution at most: each costs bytes on the wire, what lies beyond them acceptance."""
 
 
-def propose(logits: Logits, ask: Ask) -> Proposal | None:
+def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
     """Draw a candidate from a draft's float32 logits [V]; None if they are broken, or become so by what the request
     does to them."""
-    sampling = ask.chooser.sampling
+    sampling = query.sampler.sampling
     with np.errstate(over="ignore", invalid="ignore"):
-        z = adjusted(logits[None], [ask])
-    if not abs(z.max()) < ABSURD:
+        z = adjusted(logits[None], [query])
+    if not abs(z.max()) < MAX_ABS_LOGIT:
         return None
     z = tempered(z, [sampling])[0]
     ids, weights = _plausible(z, sampling)
@@ -50,28 +50,28 @@ def propose(logits: Logits, ask: Ask) -> Proposal | None:
         ids, weights = ids[kept], weights[kept]
     values = weights.astype(np.float16)
     row = DraftRow(ids[values > 0], values[values > 0])
-    drawn = draw(row.values.astype(np.float64), uniform(sampling.seed, ask.position, DOMAIN_DRAFT))
+    drawn = draw(row.values.astype(np.float64), uniform(sampling.seed, query.position, DOMAIN_DRAFT))
     assert row.ids is not None
     return Proposal(int(row.ids[drawn]), row)
 
 
-def decide(z: Logits, asks: Sequence[Ask]) -> Ids:
+def decide(z: Logits, queries: Sequence[SamplingQuery]) -> Ids:
     """int64 [n]: the tokens of processed logits [n, V], before the division by T."""
-    z = tempered(z, [ask.chooser.sampling for ask in asks])
-    return np.array([_decide(row, ask) for row, ask in zip(z, asks, strict=True)], dtype=np.int64)
+    z = tempered(z, [query.sampler.sampling for query in queries])
+    return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
 
-def _decide(z: Logits, ask: Ask) -> int:
-    sampling, position = ask.chooser.sampling, ask.position
+def _decide(z: Logits, query: SamplingQuery) -> int:
+    sampling, position = query.sampler.sampling, query.position
     ids, weights = _plausible(z, sampling)
     p = weights / weights.sum()
-    if ask.proposal is not None and ask.proposal.token is not None:
-        q = _on(ids, ask.proposal.row)
-        offered = ids == ask.proposal.token
-        q_offered = _probability(ask.proposal.row, ask.proposal.token)
+    if query.proposal is not None and query.proposal.token is not None:
+        q = _on(ids, query.proposal.row)
+        offered = ids == query.proposal.token
+        q_offered = _probability(query.proposal.row, query.proposal.token)
         # Strictly less, and never by a number of 0: a token that the target rules out is never accepted.
         if uniform(sampling.seed, position, DOMAIN_ACCEPT) * q_offered < p[offered].sum():
-            return ask.proposal.token
+            return query.proposal.token
         residual = np.maximum(p - q, 0.0)
         p = residual if residual.any() else p
     return int(ids[draw(p, uniform(sampling.seed, position, DOMAIN_RESIDUAL))])

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.engine.arithmetic import Array, array_of
-from specdec.engine.decoder_layers import PRODUCTS, Buffers, Rows, Shares, Weights, compiled, interpreted
+from specdec.engine.decoder_layers import PRODUCTS, Buffers, Shares, StepLogits, Weights, compiled, interpreted
 from specdec.engine.invariance import TiledLinear
 from specdec.engine.linear import join
 from specdec.engine.packed_products import PackedProducts, TiledInputs
@@ -100,7 +100,7 @@ class Decoder:
         layers(
             products,
             self._weights,
-            Rows(batch.positions, batch.slots, batch.keys, batch.first, attention.pieces),
+            StepLogits(batch.positions, batch.slots, batch.keys, batch.first, attention.pieces),
             keys,
             values,
             work.buffers,

@@ -39,7 +39,7 @@ class Weights(NamedTuple):
     scales: Array  # float32 [layers]
 
 
-class Rows(NamedTuple):
+class StepLogits(NamedTuple):
     """What a batch asks."""
 
     positions: Array  # [t]

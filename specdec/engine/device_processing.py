@@ -11,45 +11,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import Ask
-from specdec.decoding.processing import LIMIT, History
+from specdec.decoding.choice import SamplingQuery
+from specdec.decoding.processing import LIMIT, PenaltyState
 from specdec.engine.upload import upload
 
 
-def adjusted(logits: Tensor, asks: Sequence[Ask]) -> Tensor:
+def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
     """Penalties, bias and bans of float32 logits [n, V]; the caller's rows are left alone."""
-    if not any(ask.chooser.adjusts or ask.position < ask.chooser.first_end_position for ask in asks):
+    if not any(query.sampler.adjusts or query.position < query.sampler.first_end_position for query in queries):
         return logits
     z = logits.clone()
-    _penalise(z, asks)
-    biases = [ask.chooser.bias for ask in asks]
+    _penalise(z, queries)
+    biases = [query.sampler.bias for query in queries]
     if any(len(ids) for ids, _ in biases):
         rows, ids = _places(z, [ids for ids, _ in biases])
         z[rows, ids] = z[rows, ids] + _on(z, np.concatenate([bias for _, bias in biases]))
     ruled_out = [
-        np.concatenate([ask.chooser.banned, ask.chooser.ends])
-        if ask.position < ask.chooser.first_end_position
-        else ask.chooser.banned
-        for ask in asks
+        np.concatenate([query.sampler.banned, query.sampler.ends])
+        if query.position < query.sampler.first_end_position
+        else query.sampler.banned
+        for query in queries
     ]
     if any(len(ids) for ids in ruled_out):
         z[_places(z, ruled_out)] = -torch.inf
     return z
 
 
-def tempered(z: Tensor, asks: Sequence[Ask]) -> Tensor:
+def tempered(z: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
     """Divided by each row's temperature, in float32."""
-    temperatures = np.array([min(ask.chooser.sampling.temperature, LIMIT) for ask in asks], dtype=np.float32)
+    temperatures = np.array([min(query.sampler.sampling.temperature, LIMIT) for query in queries], dtype=np.float32)
     return z / _on(z, temperatures)[:, None]
 
 
-def _penalise(z: Tensor, asks: Sequence[Ask]) -> None:
+def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
     """In place. Each token that a row's text holds is penalised once, tokens of the row's path counted as output."""
-    held = [_held(ask.history, ask.path) if ask.chooser.sampling.penalises else _NOTHING for ask in asks]
+    held = [
+        _held(query.penalty_state, query.path) if query.sampler.sampling.penalises else _NOTHING for query in queries
+    ]
     lengths = [len(ids) for ids, _ in held]
     if not any(lengths):
         return
-    samplings = [ask.chooser.sampling for ask in asks]
+    samplings = [query.sampler.sampling for query in queries]
 
     def of_each(values: list[float]) -> Tensor:
         return _on(z, np.repeat(np.array(values, dtype=np.float32), lengths))
@@ -67,16 +69,16 @@ Ids = NDArray[np.int64]
 _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
-def _held(history: History | None, path: Sequence[int]) -> tuple[Ids, NDArray[Any]]:
+def _held(penalty_state: PenaltyState | None, path: Sequence[int]) -> tuple[Ids, NDArray[Any]]:
     """Tokens of a text and how often each was put out."""
-    if history is None:
+    if penalty_state is None:
         raise ValueError("penalties need the history of the text")
-    ids = np.flatnonzero(history.seen)
+    ids = np.flatnonzero(penalty_state.seen)
     if not path:
-        return ids, history.output_counts[ids]
+        return ids, penalty_state.output_counts[ids]
     more, times = np.unique(np.asarray(path, dtype=np.int64), return_counts=True)
     ids = np.union1d(ids, more)
-    counts = history.output_counts[ids].astype(np.int64)
+    counts = penalty_state.output_counts[ids].astype(np.int64)
     counts[np.searchsorted(ids, more)] += times
     return ids, counts
 

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import Ask
-from specdec.decoding.rows import HostRows, Rows
+from specdec.decoding.choice import SamplingQuery
+from specdec.decoding.step_logits import HostLogits, StepLogits
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv import Slots
 
@@ -44,11 +44,11 @@ class Engine(Protocol):
 class DeviceEngine(Engine, Protocol):
     """One whose logits are better left where they are."""
 
-    def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> Rows:
+    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> StepLogits:
         """A forward pass, and the wanted rows; what is `asked` of them, by their index, is known in advance."""
 
 
-Step = Callable[[PackedBatch, Callable[[], Mapping[int, Ask]]], Rows]
+Step = Callable[[PackedBatch, Callable[[], Mapping[int, SamplingQuery]]], StepLogits]
 """A forward pass and its wanted rows; what may be asked of them is worked out only for those who want to know."""
 
 
@@ -56,4 +56,4 @@ def step_of(engine: Engine) -> Step:
     """However this engine makes one."""
     if isinstance(engine, DeviceEngine):
         return lambda batch, asked: engine.step(batch, asked())
-    return lambda batch, _: HostRows(engine.forward(batch))
+    return lambda batch, _: HostLogits(engine.forward(batch))

@@ -18,12 +18,12 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import Ask
+from specdec.decoding.choice import SamplingQuery
 from specdec.engine import decoder
 from specdec.engine.batch import PackedBatch
 from specdec.engine.device_decoder import DeviceDecoder
 from specdec.engine.device_head import DeviceHead
-from specdec.engine.device_rows import DeviceRows
+from specdec.engine.gpu_logits import GpuLogits
 from specdec.engine.graphs import MOST_ROWS, Graphs
 from specdec.engine.invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
 from specdec.engine.kv import Slots
@@ -104,9 +104,9 @@ class GpuEngine:
         with self._computing():
             return np.asarray(self._logits(batch).cpu().numpy())
 
-    def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> DeviceRows:
+    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> GpuLogits:
         with self._computing():
-            rows = DeviceRows(self._logits(batch), asked)
+            rows = GpuLogits(self._logits(batch), asked)
             if not asked and self._device.type == "cuda":
                 torch.cuda.synchronize()  # who fetches nothing has not waited: a step ends when it is over
         return rows

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import Ask, Tokens, streams_of
+from specdec.decoding.choice import SamplingQuery, Tokens, streams_of
 from specdec.decoding.noise import token_words, word_gumbel
-from specdec.decoding.processing import ABSURD
+from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.sampling import Rule
 from specdec.decoding.truncation import leading, truncates
 from specdec.engine import device_processing, torch_noise
@@ -42,26 +42,26 @@ class Narrowing(Protocol):
 
     parts: list[Tensor]
 
-    def __init__(self, logits: Tensor, asks: Sequence[Ask]) -> None: ...
+    def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None: ...
 
     def decided(self, parts: Arrays) -> Tokens:
         """int64 [n]: the choices, or UNDECIDED, by the parts as fetched."""
 
 
-def narrowing(ask: Ask) -> type[Narrowing] | None:
+def narrowing(query: SamplingQuery) -> type[Narrowing] | None:
     """Which kind serves an ask; None: the row is wanted in whole."""
-    if ask.chooser.rule is not Rule.COUPLED:
+    if query.sampler.rule is not Rule.COUPLED:
         return None
-    if ask.chooser.sampling.greedy:
+    if query.sampler.sampling.greedy:
         return Greedy
-    return Ranked if truncates(ask.chooser.sampling) else Drawn
+    return Ranked if truncates(query.sampler.sampling) else Drawn
 
 
 class Greedy:
     """The largest logit, of equal ones the first."""
 
-    def __init__(self, logits: Tensor, asks: Sequence[Ask]) -> None:
-        self.parts = list(device_processing.adjusted(logits, asks).max(dim=1))
+    def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
+        self.parts = list(device_processing.adjusted(logits, queries).max(dim=1))
 
     def decided(self, parts: Arrays) -> Tokens:
         peaks, tokens = parts
@@ -71,11 +71,11 @@ class Greedy:
 class Drawn:
     """The ids with the highest scores; the host works these out again."""
 
-    def __init__(self, logits: Tensor, asks: Sequence[Ask]) -> None:
-        z = device_processing.adjusted(logits, asks)
+    def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
+        z = device_processing.adjusted(logits, queries)
         peaks = z.amax(dim=1)
-        z = device_processing.tempered(z, asks)
-        self._streams = streams_of(asks)
+        z = device_processing.tempered(z, queries)
+        self._streams = streams_of(queries)
         streams = upload(self._streams.view(np.int64), z.device)
         every = torch.arange(z.shape[1], device=z.device)
         step = max(1, BLOCK // z.shape[1])
@@ -101,22 +101,22 @@ class Ranked:
     between two such results, a ten-millionth of the weight apart or less, one id more or less survives than in memory.
     """
 
-    def __init__(self, logits: Tensor, asks: Sequence[Ask]) -> None:
-        z = device_processing.adjusted(logits, asks)
+    def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
+        z = device_processing.adjusted(logits, queries)
         peaks = z.amax(dim=1)
-        z = device_processing.tempered(z, asks)
+        z = device_processing.tempered(z, queries)
         totals = (z - z.amax(dim=1, keepdim=True)).exp().double().sum(dim=1)
-        self._asks = asks
+        self._asks = queries
         self._vocabulary = z.shape[1]
         self.parts = [peaks, *z.topk(min(RANKED, self._vocabulary)), totals]
 
     def decided(self, parts: Arrays) -> Tokens:
         tokens = np.full(len(self._asks), UNDECIDED, dtype=np.int64)
         streams = streams_of(self._asks)
-        for row, (ask, peak, z, ids, total) in enumerate(zip(self._asks, *parts, strict=True)):
-            if not abs(peak) < ABSURD:
+        for row, (query, peak, z, ids, total) in enumerate(zip(self._asks, *parts, strict=True)):
+            if not abs(peak) < MAX_ABS_LOGIT:
                 continue
-            kept = leading(z, ids, float(total), self._vocabulary, ask.chooser.sampling)
+            kept = leading(z, ids, float(total), self._vocabulary, query.sampler.sampling)
             if kept is not None:
                 tokens[row] = _best(ids[None, kept], z[None, kept], streams[row : row + 1])[0]
         return tokens
@@ -130,4 +130,4 @@ def _best(ids: NDArray[np.int64], z: NDArray[np.float32], streams: NDArray[np.ui
 
 def _where_sound(peaks: NDArray[np.float32], tokens: Tokens) -> Tokens:
     """A row whose largest logit is no number, infinite or absurd is left to those who look at it in whole."""
-    return np.where(np.abs(peaks) < ABSURD, tokens, UNDECIDED)
+    return np.where(np.abs(peaks) < MAX_ABS_LOGIT, tokens, UNDECIDED)

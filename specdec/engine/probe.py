@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import structlog
 
-from specdec.decoding.processing import ABSURD
+from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.engine.engine import Engine
 from specdec.engine.kv import NOWHERE, Slots
 
@@ -25,4 +25,4 @@ def recovers(engine: Engine, written: Slots) -> bool:
     except Exception as error:
         log.error("engine_fails", exc_info=error)
         return False
-    return bool(abs(logits.max()) < ABSURD)
+    return bool(abs(logits.max()) < MAX_ABS_LOGIT)

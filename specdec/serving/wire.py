@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftRow
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
@@ -249,15 +249,15 @@ def rule_of(rule: model_pb2.AcceptanceRule.ValueType, sampling: Sampling) -> Rul
     return Rule.COUPLED if found is Rule.REJECTION and sampling.greedy else found
 
 
-def chooser_of(
+def sampler_from(
     sampling: Sampling,
     end_tokens: frozenset[int],
     first_end_position: int,
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen,
-) -> Chooser:
+) -> RequestSampler:
     """How tokens are chosen in a session that was found valid."""
     rule = rule_of(message.rule, sampling)
-    return Chooser(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast))
+    return RequestSampler(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast))
 
 
 def paths_message(base: int, paths: Paths) -> model_pb2.Extend:

@@ -1,13 +1,13 @@
 """Proves that the choice rule is the one the design spells out, step by step and bit by bit.
 
-`Chooser.choose` is compared with a slow reference written here in plain Python: float32 where the design
+`RequestSampler.choose` is compared with a slow reference written here in plain Python: float32 where the design
 says float32 (by rounding every operation), float64 for top-p's sums and the noise. Vocabularies are small and
 logits lie on a coarse grid, so that ties occur at every step. `choose` answers many rows as it answers each
 alone, whatever the others are, and over vocabularies of real size as a plain sort and the noise of every
 id would have it. Beside it: choices follow the softmax they
 are meant to sample (chi-square tests on fixed seeds, thus deterministic; the stated false-alarm probability
 is that of the choice of seeds), two models with shared noise agree as often as the theory promises, and
-`preferences` ranks what `choose` would take.
+`draft_candidates` ranks what `choose` would take.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from specdec.decoding.choice import AGREEMENT_SCALE, BLOCK, Ask, Chooser, choose
+from specdec.decoding.choice import AGREEMENT_SCALE, BLOCK, RequestSampler, SamplingQuery, choose
 from specdec.decoding.noise import gumbel
-from specdec.decoding.processing import History
+from specdec.decoding.processing import PenaltyState
 from specdec.decoding.sampling import Sampling
 
 FALSE_ALARM = 1e-6
@@ -59,22 +59,22 @@ class Case:
         return row
 
     @property
-    def history(self) -> History:
-        return History(len(self.logits), self.prompt, self.output)
+    def penalty_state(self) -> PenaltyState:
+        return PenaltyState(len(self.logits), self.prompt, self.output)
 
     @property
-    def chooser(self) -> Chooser:
-        return Chooser(self.sampling, self.end_tokens, self.first_end_position)
+    def sampler(self) -> RequestSampler:
+        return RequestSampler(self.sampling, self.end_tokens, self.first_end_position)
 
     @property
-    def ask(self) -> Ask:
-        return Ask(self.chooser, self.position, self.history, self.path)
+    def query(self) -> SamplingQuery:
+        return SamplingQuery(self.sampler, self.position, self.penalty_state, self.path)
 
     def choose(self) -> int:
-        return self.chooser.choose(self.row, self.position, self.history, self.path)
+        return self.sampler.choose(self.row, self.position, self.penalty_state, self.path)
 
-    def preferences(self, width: int) -> tuple[list[int], list[float]]:
-        return self.chooser.preferences(self.row, self.position, self.history, self.path, width)
+    def draft_candidates(self, width: int) -> tuple[list[int], list[float]]:
+        return self.sampler.draft_candidates(self.row, self.position, self.penalty_state, self.path, width)
 
 
 def reference_adjusted(case: Case) -> list[float]:
@@ -181,7 +181,7 @@ class TestChoose:
     @given(cases())
     def test_scores_are_what_the_choice_maximises(self, case: Case) -> None:
         """Of the survivors; greedily of all tokens, those that are banned at -inf."""
-        ids, scores = case.chooser.scores(case.row, case.position, case.history, case.path)
+        ids, scores = case.sampler.scores(case.row, case.position, case.penalty_state, case.path)
         want = reference_perturbed(case)
         if case.sampling.temperature < 1e-4:
             want = {token: want.get(token, -math.inf) for token in range(len(case.logits))}
@@ -192,20 +192,20 @@ class TestChoose:
     @given(cases(), st.lists(st.integers(0, 11), max_size=6))
     def test_a_history_that_grew_is_the_history(self, case: Case, more: list[int]) -> None:
         more = [token % len(case.logits) for token in more]
-        history = case.history
-        history.extend(more)
-        got = case.chooser.choose(case.row, case.position, history, case.path)
+        penalty_state = case.penalty_state
+        penalty_state.extend(more)
+        got = case.sampler.choose(case.row, case.position, penalty_state, case.path)
         assert got == reference_choice(replace(case, output=case.output + more))
 
     @settings(max_examples=100, deadline=None)
     @given(cases())
     def test_neither_row_nor_history_is_changed(self, case: Case) -> None:
-        row, history = np.array(case.logits, dtype=np.float32), case.history
-        seen, counts = history.seen.copy(), history.output_counts.copy()
-        case.chooser.choose(row, case.position, history, case.path)
+        row, penalty_state = np.array(case.logits, dtype=np.float32), case.penalty_state
+        seen, counts = penalty_state.seen.copy(), penalty_state.output_counts.copy()
+        case.sampler.choose(row, case.position, penalty_state, case.path)
         assert row.tobytes() == case.row.tobytes()
-        assert np.array_equal(history.seen, seen)
-        assert np.array_equal(history.output_counts, counts)
+        assert np.array_equal(penalty_state.seen, seen)
+        assert np.array_equal(penalty_state.output_counts, counts)
 
     def test_greedy_takes_the_lowest_id_among_equals(self) -> None:
         assert Case([1.0, 3.0, 3.0, 3.0]).choose() == 1
@@ -236,20 +236,20 @@ class TestChoose:
         assert replace(case, path=[0]).choose() == 1
 
     def test_penalties_without_a_history_are_refused(self) -> None:
-        chooser = Chooser(Sampling(presence_penalty=0.5))
+        sampler = RequestSampler(Sampling(presence_penalty=0.5))
         with pytest.raises(ValueError, match="history"):
-            chooser.choose(np.zeros(3, dtype=np.float32), 0, None)
+            sampler.choose(np.zeros(3, dtype=np.float32), 0, None)
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> list[tuple[NDArray[np.float32], Ask]]:
+def crowds(draw: st.DrawFn) -> list[tuple[NDArray[np.float32], SamplingQuery]]:
     """Rows of several requests, some of which ask about more than one row: same chooser, same history."""
     vocabulary = draw(st.integers(1, 12))
     token = st.integers(0, vocabulary - 1)
     value = st.just(math.nan) | st.just(math.inf) | st.just(-math.inf) | coarse
     rows = []
     for case in draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=5)):
-        first = case.ask
+        first = case.query
         rows.append((case.row, first))
         for _ in range(draw(st.integers(0, 3))):
             logits = draw(
@@ -260,16 +260,16 @@ def crowds(draw: st.DrawFn) -> list[tuple[NDArray[np.float32], Ask]]:
     return draw(st.permutations(rows))
 
 
-def together(rows: Sequence[tuple[NDArray[np.float32], Ask]]) -> list[int]:
-    found = choose(np.stack([row for row, _ in rows]), [ask for _, ask in rows])
+def together(rows: Sequence[tuple[NDArray[np.float32], SamplingQuery]]) -> list[int]:
+    found = choose(np.stack([row for row, _ in rows]), [query for _, query in rows])
     assert found.dtype == np.int64
     tokens: list[int] = found.tolist()
     return tokens
 
 
-def naive_choice(row: NDArray[np.float32], ask: Ask) -> int:
+def naive_choice(row: NDArray[np.float32], query: SamplingQuery) -> int:
     """One sampled row by a full sort and the noise of all ids; no penalties, bias or bans."""
-    s = ask.chooser.sampling
+    s = query.sampler.sampling
     z = row / np.float32(s.temperature)
     ranking = np.argsort(-z, kind="stable")
     ranking = ranking[z[ranking] > -np.inf]
@@ -281,7 +281,7 @@ def naive_choice(row: NDArray[np.float32], ask: Ask) -> int:
     if s.min_p:
         ranking = ranking[z[ranking] >= np.float64(z.max()) + math.log(s.min_p)]
     scores = np.full(len(z), -np.inf)
-    scores[ranking] = z[ranking] + gumbel(s.seed, ask.position, np.arange(len(z)))[ranking]
+    scores[ranking] = z[ranking] + gumbel(s.seed, query.position, np.arange(len(z)))[ranking]
     return int(scores.argmax())
 
 
@@ -309,10 +309,10 @@ class TestManyRows:
     @settings(max_examples=80, deadline=None)
     @given(crowds(), st.data())
     def test_a_row_does_not_depend_on_the_others(
-        self, crowd: list[tuple[NDArray[np.float32], Ask]], data: st.DataObject
+        self, crowd: list[tuple[NDArray[np.float32], SamplingQuery]], data: st.DataObject
     ) -> None:
         """Broken rows among them: they raise nothing, and disturb nobody."""
-        alone = [ask.chooser.choose(row, ask.position, ask.history, ask.path) for row, ask in crowd]
+        alone = [query.sampler.choose(row, query.position, query.penalty_state, query.path) for row, query in crowd]
         assert together(crowd) == alone
         some = data.draw(st.lists(st.integers(0, len(crowd) - 1), min_size=1))
         assert together([crowd[i] for i in some]) == [alone[i] for i in some]
@@ -321,7 +321,7 @@ class TestManyRows:
     @given(st.data(), st.integers(1, 12))
     def test_every_row_equals_the_reference(self, data: st.DataObject, vocabulary: int) -> None:
         crowd = data.draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=6))
-        assert together([(case.row, case.ask) for case in crowd]) == [reference_choice(case) for case in crowd]
+        assert together([(case.row, case.query) for case in crowd]) == [reference_choice(case) for case in crowd]
 
     @settings(max_examples=100, deadline=None)
     @given(cases(), st.data())
@@ -329,8 +329,8 @@ class TestManyRows:
         paths = data.draw(st.lists(st.lists(st.integers(0, len(case.logits) - 1), max_size=6), min_size=1))
         of_paths = [replace(case, path=path) for path in paths]
         assume(all(any(z > -math.inf for z in reference_adjusted(each)) for each in of_paths))
-        chooser, history = case.chooser, case.history
-        rows = [(case.row, Ask(chooser, case.position, history, path)) for path in paths]
+        sampler, penalty_state = case.sampler, case.penalty_state
+        rows = [(case.row, SamplingQuery(sampler, case.position, penalty_state, path)) for path in paths]
         assert together(rows) == [reference_choice(each) for each in of_paths]
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -338,23 +338,23 @@ class TestManyRows:
     def test_large_rows_equal_the_naive_rule(self, kind: str, vocabulary: int, count: int) -> None:
         rng = np.random.default_rng([*kind.encode(), vocabulary])
         rows = random_rows(rng, count, vocabulary)
-        asks = []
+        queries = []
         for i in range(count):
             temperature = float(rng.choice([1e-4, 0.2, 0.8, 1.0, 5.0, 1e4, 1e30]))
             sampling = Sampling(temperature=temperature, seed=i // 3, **KINDS[kind][i % len(KINDS[kind])])
-            asks.append(Ask(Chooser(sampling), int(rng.integers(10**6))))
-        assert together(list(zip(rows, asks, strict=True))) == list(map(naive_choice, rows, asks))
+            queries.append(SamplingQuery(RequestSampler(sampling), int(rng.integers(10**6))))
+        assert together(list(zip(rows, queries, strict=True))) == list(map(naive_choice, rows, queries))
 
     def test_rows_that_are_worked_on_in_parts(self) -> None:
         """More rows than a block holds; rows that are longer than one."""
-        asks = [Ask(Chooser(Sampling(temperature=0.8, seed=i)), i) for i in range(100)]
+        queries = [SamplingQuery(RequestSampler(Sampling(temperature=0.8, seed=i)), i) for i in range(100)]
         for vocabulary, count in ((4096, BLOCK // 4096 + 20), (2 * BLOCK + 3, 2)):
             rows = np.random.default_rng(vocabulary).normal(0, 0.1, (count, vocabulary)).astype(np.float32)
-            want = list(map(naive_choice, rows, asks[:count]))
-            assert together(list(zip(rows, asks[:count], strict=True))) == want
+            want = list(map(naive_choice, rows, queries[:count]))
+            assert together(list(zip(rows, queries[:count], strict=True))) == want
         last = np.full((1, 2 * BLOCK), -np.inf, dtype=np.float32)
         last[0, -1] = 0.0
-        assert choose(last, asks[:1]).tolist() == [2 * BLOCK - 1]
+        assert choose(last, queries[:1]).tolist() == [2 * BLOCK - 1]
 
     @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 3}])
     @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e35])
@@ -366,8 +366,8 @@ class TestManyRows:
 
     def test_neighbours_without_a_history_are_still_different_requests(self) -> None:
         row = np.zeros(3, dtype=np.float32)
-        asks = [Ask(Chooser(Sampling(logit_bias={token: 1.0})), 7) for token in (2, 1)]
-        assert together([(row, ask) for ask in asks]) == [2, 1]
+        queries = [SamplingQuery(RequestSampler(Sampling(logit_bias={token: 1.0})), 7) for token in (2, 1)]
+        assert together([(row, query) for query in queries]) == [2, 1]
 
     def test_a_banned_nan_breaks_nothing(self) -> None:
         sampling = Sampling(temperature=0.5, banned_tokens=frozenset({1}))
@@ -399,15 +399,15 @@ class TestDistribution:
         count = 10_000
         case = Case(LOGITS, sampling, prompt=[0, 1], output=[3, 3, 4])
         survivors = reference_survivors(reference_adjusted(case), sampling)
-        row, history = case.row, case.history
+        row, penalty_state = case.row, case.penalty_state
         found = np.zeros(len(LOGITS), dtype=np.int64)
         if along == "positions":
-            chooser = Chooser(replace(sampling, seed=11))
+            sampler = RequestSampler(replace(sampling, seed=11))
             for position in range(count):
-                found[chooser.choose(row, position, history)] += 1
+                found[sampler.choose(row, position, penalty_state)] += 1
         else:
             for seed in range(count):
-                found[Chooser(replace(sampling, seed=seed)).choose(row, 100, history)] += 1
+                found[RequestSampler(replace(sampling, seed=seed)).choose(row, 100, penalty_state)] += 1
         kept = list(survivors)
         assert found.sum() == found[kept].sum()
         expected = special.softmax(list(survivors.values())) * count
@@ -418,11 +418,11 @@ class TestDistribution:
         no coupling with more than 1 - TV. 20 000 positions, six standard deviations: false alarm below 1e-8.
         """
         count = 20_000
-        chooser = Chooser(Sampling(temperature=1.0, seed=3))
+        sampler = RequestSampler(Sampling(temperature=1.0, seed=3))
         p = np.array(LOGITS, dtype=np.float32)
         q = (p + np.random.default_rng(0).normal(0, 1.5, len(p))).astype(np.float32)
         distance = float(np.abs(special.softmax(p) - special.softmax(q)).sum()) / 2
-        agreed = sum(chooser.choose(p, i, None) == chooser.choose(q, i, None) for i in range(count)) / count
+        agreed = sum(sampler.choose(p, i, None) == sampler.choose(q, i, None) for i in range(count)) / count
         slack = 6 * 0.5 / math.sqrt(count)
         assert 0.1 < distance < 0.5
         assert (1 - distance) / (1 + distance) - slack < agreed < 1 - distance + slack
@@ -432,7 +432,7 @@ class TestPreferences:
     @settings(max_examples=200, deadline=None)
     @given(cases(), st.integers(1, 14))
     def test_the_first_is_the_choice_and_the_rest_descend(self, case: Case, width: int) -> None:
-        tokens, scores = case.preferences(width)
+        tokens, scores = case.draft_candidates(width)
         assert tokens[0] == case.choose()
         assert len(tokens) == len(scores) == len(set(tokens)) <= width
         assert all(-math.inf < score <= 0 for score in scores)
@@ -447,7 +447,7 @@ class TestPreferences:
         best = sorted(perturbed, key=lambda token: (-perturbed[token], token))[:width]
         scale = (1.0 if greedy else case.sampling.temperature) / AGREEMENT_SCALE
         total = special.logsumexp([scale * z for z in perturbed.values()])
-        tokens, scores = case.preferences(width)
+        tokens, scores = case.draft_candidates(width)
         assert tokens == best
         np.testing.assert_allclose(scores, [scale * perturbed[token] - total for token in best], atol=1e-6)
 
@@ -455,7 +455,7 @@ class TestPreferences:
     @given(cases(), st.integers(1, 14))
     def test_banned_tokens_are_never_among_them(self, case: Case, width: int) -> None:
         banned = {token for token, z in enumerate(reference_adjusted(case)) if z == -math.inf}
-        tokens, _ = case.preferences(width)
+        tokens, _ = case.draft_candidates(width)
         assert not banned & set(tokens)
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -465,15 +465,15 @@ class TestPreferences:
         alone = np.full_like(row, -np.inf)
         alone[best] = row[best]
         for position in range(50):
-            chooser = Chooser(Sampling(temperature=temperature, seed=1))
-            tokens, scores = chooser.preferences(row, position, None, (), 8)
+            sampler = RequestSampler(Sampling(temperature=temperature, seed=1))
+            tokens, scores = sampler.draft_candidates(row, position, None, (), 8)
             assert len(tokens) == 8
             assert set(tokens) <= set(best.tolist())
-            assert tokens[0] == chooser.choose(alone, position, None)
+            assert tokens[0] == sampler.choose(alone, position, None)
             assert scores == sorted(scores, reverse=True)
             assert max(scores) <= 0
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
     def test_a_broken_row_gives_none(self, temperature: float, broken: float) -> None:
-        assert Case([0.0, broken, 1.0], Sampling(temperature=temperature, top_p=0.9)).preferences(3) == ([], [])
+        assert Case([0.0, broken, 1.0], Sampling(temperature=temperature, top_p=0.9)).draft_candidates(3) == ([], [])

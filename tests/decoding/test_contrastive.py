@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.choice import Ask, Chooser, choose
+from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
 from specdec.decoding.contrastive import amateur_row
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
@@ -19,9 +19,9 @@ logits = st.lists(st.floats(-20, 20, width=16), min_size=2, max_size=12)
 
 def chosen(target: list[float], draft: list[float], contrast: Contrast = USUAL_CONTRAST, **sampling: object) -> int:
     row = amateur_row(np.asarray(draft, dtype=np.float32), contrast)
-    chooser = Chooser(Sampling(**sampling), rule=Rule.CONTRASTIVE, contrast=contrast)  # type: ignore[arg-type]
-    ask = Ask(chooser, 3, proposal=Proposal(None, row))
-    return int(choose(np.asarray([target], dtype=np.float32), [ask])[0])
+    sampler = RequestSampler(Sampling(**sampling), rule=Rule.CONTRASTIVE, contrast=contrast)  # type: ignore[arg-type]
+    query = SamplingQuery(sampler, 3, proposal=Proposal(None, row))
+    return int(choose(np.asarray([target], dtype=np.float32), [query])[0])
 
 
 def by_the_formula(target: list[float], draft: list[float], contrast: Contrast) -> int:
@@ -58,4 +58,4 @@ def test_tokens_that_the_draft_does_not_have_are_left_out() -> None:
 
 def test_without_a_row_nothing_can_be_chosen() -> None:
     with pytest.raises(ValueError, match="nothing to contrast"):
-        choose(np.zeros((1, 3), np.float32), [Ask(Chooser(Sampling(), rule=Rule.CONTRASTIVE), 3)])
+        choose(np.zeros((1, 3), np.float32), [SamplingQuery(RequestSampler(Sampling(), rule=Rule.CONTRASTIVE), 3)])

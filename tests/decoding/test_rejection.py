@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from specdec.decoding import rejection
-from specdec.decoding.choice import Ask, Chooser, choose
-from specdec.decoding.processing import History
+from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
+from specdec.decoding.processing import PenaltyState
 from specdec.decoding.proposal import DraftRow, Proposal
 from specdec.decoding.rejection import draw
 from specdec.decoding.rejection import propose as propose_if_sound
@@ -61,22 +61,24 @@ Offer = Callable[[int, Path, Proposal], bool]
 """Whether a proposal of run `run` after a path is offered."""
 
 
-def propose(logits: Logits, ask: Ask) -> Proposal:
+def propose(logits: Logits, query: SamplingQuery) -> Proposal:
     """The proposal of a draft whose logits are sound."""
-    proposal = propose_if_sound(logits, ask)
+    proposal = propose_if_sound(logits, query)
     assert proposal is not None
     return proposal
 
 
 def run(seed: int, sampling: Sampling, offer: Offer, draft: Callable[[Path], Logits] = DRAFT) -> Path:
     """LENGTH tokens by draft and verification, one position at a time."""
-    chooser = Chooser(Sampling(temperature=sampling.temperature, top_k=sampling.top_k, seed=seed), rule=Rule.REJECTION)
+    sampler = RequestSampler(
+        Sampling(temperature=sampling.temperature, top_k=sampling.top_k, seed=seed), rule=Rule.REJECTION
+    )
     path: Path = ()
     while len(path) < LENGTH:
-        ask = Ask(chooser, len(path))
-        proposal = propose(draft(path), ask)
+        query = SamplingQuery(sampler, len(path))
+        proposal = propose(draft(path), query)
         offered = proposal if offer(seed, path, proposal) else None
-        path += (int(choose(TARGET(path)[None], [ask._replace(proposal=offered)])[0]),)
+        path += (int(choose(TARGET(path)[None], [query._replace(proposal=offered)])[0]),)
     return path
 
 
@@ -159,7 +161,10 @@ def test_the_better_draw_of_two_sessions_is_found_out_too() -> None:
     sampling = Sampling(temperature=1.0)
     counts: Counter[Path] = Counter()
     for seed in range(RUNS):
-        rival = propose(TARGET(()), Ask(Chooser(Sampling(temperature=1.0, seed=seed + RUNS), rule=Rule.REJECTION), 0))
+        rival = propose(
+            TARGET(()),
+            SamplingQuery(RequestSampler(Sampling(temperature=1.0, seed=seed + RUNS), rule=Rule.REJECTION), 0),
+        )
 
         def best_of_two(_: int, path: Path, proposal: Proposal, rival: Proposal = rival) -> bool:
             return weight(proposal) > weight(rival)
@@ -177,9 +182,11 @@ def weight(proposal: Proposal) -> float:
 def test_a_guess_that_was_not_sampled() -> None:
     """Deterministic guesses have a distribution of one token."""
     sampling = Sampling(temperature=1.0)
-    chooser = [Chooser(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION) for seed in range(RUNS)]
+    sampler = [RequestSampler(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION) for seed in range(RUNS)]
     row = DraftRow(np.array([2]), np.ones(1, np.float16))
-    counts = Counter(int(choose(TARGET(())[None], [Ask(each, 0, proposal=Proposal(2, row))])[0]) for each in chooser)
+    counts = Counter(
+        int(choose(TARGET(())[None], [SamplingQuery(each, 0, proposal=Proposal(2, row))])[0]) for each in sampler
+    )
     p = probabilities(TARGET(()), sampling)
     assert stats.chisquare([counts[v] for v in range(VOCABULARY)], RUNS * p).pvalue > FALSE_ALARM
 
@@ -191,9 +198,9 @@ def test_candidates_are_accepted_as_often_as_can_be() -> None:
     wanted = float(np.minimum(p, q).sum())
     accepted = 0
     for seed in range(RUNS):
-        ask = Ask(Chooser(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION), 0)
-        proposal = propose(DRAFT(()), ask)
-        accepted += int(choose(TARGET(())[None], [ask._replace(proposal=proposal)])[0]) == proposal.token
+        query = SamplingQuery(RequestSampler(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION), 0)
+        proposal = propose(DRAFT(()), query)
+        accepted += int(choose(TARGET(())[None], [query._replace(proposal=proposal)])[0]) == proposal.token
     assert abs(accepted / RUNS - wanted) < 5 * (wanted * (1 - wanted) / RUNS) ** 0.5 + 1e-3  # float16
 
 
@@ -209,7 +216,7 @@ def test_nothing_impossible_is_drawn(given_weights: list[float], number: float) 
 
 
 def test_a_row_travels() -> None:
-    proposal = propose(DRAFT(()), Ask(Chooser(Sampling(temperature=1.0), rule=Rule.REJECTION), 0))
+    proposal = propose(DRAFT(()), SamplingQuery(RequestSampler(Sampling(temperature=1.0), rule=Rule.REJECTION), 0))
     again = DraftRow.received(*proposal.row.sent())
     assert again is not None
     assert again.ids is not None
@@ -256,7 +263,7 @@ def test_each_rule_has_rows_of_its_own() -> None:
     ids=["infinite", "nothing is left"],
 )
 def test_logits_that_the_request_has_broken_propose_nothing(sampling: Sampling) -> None:
-    chooser = Chooser(sampling, rule=Rule.REJECTION)
-    history = History(VOCABULARY, range(VOCABULARY), [])
+    sampler = RequestSampler(sampling, rule=Rule.REJECTION)
+    penalty_state = PenaltyState(VOCABULARY, range(VOCABULARY), [])
     logits = np.full(VOCABULARY, 5.0, dtype=np.float32)
-    assert propose_if_sound(logits, Ask(chooser, 0, history)) is None
+    assert propose_if_sound(logits, SamplingQuery(sampler, 0, penalty_state)) is None

@@ -15,7 +15,7 @@ from bench.simulation import clock
 from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
 from specdec.engine.kv import PoolFullError, Slots
@@ -56,7 +56,7 @@ class Engine:
 
 
 def session(tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), **policy: Any) -> Session:
-    request = SessionRequest(list(prompt), [], Chooser(Sampling()), frozenset(), tokens, 10_000)
+    request = SessionRequest(list(prompt), [], RequestSampler(Sampling()), frozenset(), tokens, 10_000)
     return Session(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
 
 

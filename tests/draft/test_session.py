@@ -12,7 +12,7 @@ import pytest
 
 from draft_service.session import PAUSED_LAG_TOKENS, ExpansionPolicy, Session, SessionRequest
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import TokenTree
 from specdec.engine.paths import PathPacker
@@ -29,8 +29,8 @@ def made(
     **policy: Any,
 ) -> Session:
     """A session with memory and a prompt of three tokens."""
-    chooser = Chooser(Sampling(temperature=temperature), rule=rule)
-    request = SessionRequest([1, 2, 3], [], chooser, frozenset(), context, context)
+    sampler = RequestSampler(Sampling(temperature=temperature), rule=rule)
+    request = SessionRequest([1, 2, 3], [], sampler, frozenset(), context, context)
     session = Session(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
     session.allocate(np.arange(1, 1 + session.end + session.policy.max_nodes))
     return session

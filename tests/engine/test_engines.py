@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 }
 """A configuration of most architectures that `tests.models` does not have."""
 
-Rows = NDArray[np.float32]
+StepLogits = NDArray[np.float32]
 Text = list[int]
 
 
@@ -78,7 +78,7 @@ class Oracle:
         self.model: PreTrainedModel = model.eval()
 
     @torch.inference_mode()
-    def logits(self, text: Text) -> Rows:
+    def logits(self, text: Text) -> StepLogits:
         """[len(text), vocabulary]."""
         return np.asarray(self.model(input_ids=torch.tensor([text]), use_cache=False).logits[0].numpy())
 
@@ -246,7 +246,7 @@ def words(seed: int, count: int) -> Text:
     return [int(token) for token in np.random.default_rng(seed).integers(END + 1, VOCABULARY, count)]
 
 
-def last_logits(engine: Engine, text: Text) -> Rows:
+def last_logits(engine: Engine, text: Text) -> StepLogits:
     """Of a text as one prompt, on the first slots."""
     packer = engine.packer()
     slots = np.arange(1, len(text) + 1)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.decoding.choice import Ask, Chooser
-from specdec.decoding.rows import HostRows
+from specdec.decoding.choice import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.step_logits import HostLogits
 from specdec.engine import gpu_engine
 from specdec.engine.batch import Packer
 from specdec.engine.engine import DeviceEngine
@@ -88,11 +88,11 @@ def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     assert isinstance(engine, DeviceEngine)
     text = np.random.default_rng(2).integers(3, VOCABULARY, 6).tolist()
     samplings = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_p=0.8, seed=4)]
-    asks = [Ask(Chooser(samplings[row % 3]), len(text) + row // 2) for row in range(4)]
+    queries = [SamplingQuery(RequestSampler(samplings[row % 3]), len(text) + row // 2) for row in range(4)]
     packer, _ = branched(engine, text, [6, 8])
-    want, _ = HostRows(engine.forward(packer.pack())).choose(range(4), asks)
+    want, _ = HostLogits(engine.forward(packer.pack())).choose(range(4), queries)
     packer, _ = branched(engine, text, [6, 8])
-    got, sound = engine.step(packer.pack(), dict(enumerate(asks))).choose(range(4), asks)
+    got, sound = engine.step(packer.pack(), dict(enumerate(queries))).choose(range(4), queries)
     assert got.tolist() == want.tolist()
     assert sound.all()
 

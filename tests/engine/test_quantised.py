@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.linear import PackedLinear, is_plain
@@ -83,7 +83,7 @@ class TestTorchao:
                 prompt = np.random.default_rng(seed).integers(3, VOCABULARY, 60).tolist()
                 plain = await services.generate(prompt, max_tokens=40, speculation=OFF)
                 drafted = await services.generate(prompt, max_tokens=40, speculation=ALWAYS)
-                oracle.same(prompt, list(plain.tokens), list(drafted.tokens), Chooser(Sampling()), "int8")
+                oracle.same(prompt, list(plain.tokens), list(drafted.tokens), RequestSampler(Sampling()), "int8")
                 accepted += drafted.finish.speculation.accepted
         assert accepted > 0
 

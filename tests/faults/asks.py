@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from string import ascii_lowercase
 from typing import Any
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from tests.models import tokenizer
@@ -39,10 +39,10 @@ class Ask:
         return self.options.get("rule") != "rejection" or not self.options["temperature"]
 
     @property
-    def chooser(self) -> Chooser:
+    def sampler(self) -> RequestSampler:
         """How its tokens are chosen."""
         sampling = {name: value for name, value in self.options.items() if name in _SAMPLING}
-        return Chooser(Sampling(**(sampling | {"seed": sample_seed(self.options["seed"], 0)})))
+        return RequestSampler(Sampling(**(sampling | {"seed": sample_seed(self.options["seed"], 0)})))
 
 
 def asks(count: int, seed: int, *, tokens: tuple[int, int] = (100, 300), **options: Any) -> list[Ask]:

@@ -116,7 +116,7 @@ def wrong(got: Record, want: Record, oracle: Oracle) -> str:
     if found or not got.ask.repeatable:
         return found
     try:
-        oracle.same(list(got.ask.prompt), want.tokens, got.tokens, got.ask.chooser)
+        oracle.same(list(got.ask.prompt), want.tokens, got.tokens, got.ask.sampler)
     except AssertionError as error:
         return f"spliced: {error}"
     if want.tokens != got.tokens:

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.servicer import GenerationServicer
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
-from tests.services.test_equality import SAMPLINGS, chooser
+from tests.services.test_equality import SAMPLINGS, sampler
 from tests.stack import ALWAYS, peers_at, request_of, served, stack
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -128,7 +128,7 @@ async def check(directories: Directories, seeds: range, samplings: list[dict[str
                 )
                 answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
                 (got,) = answer.completions
-                directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), chooser(sampling), "tampered with")
+                directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), sampler(sampling), "tampered with")
                 accepted += got.finish.speculation.accepted
         tampered = chaos.tampered
         assert services.verifier_loop.pool.held == 0

@@ -21,7 +21,7 @@ from specdec.v1 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.models import CONTEXT, VOCABULARY
 from tests.services.conftest import Directories
-from tests.services.test_equality import SAMPLINGS, chooser
+from tests.services.test_equality import SAMPLINGS, sampler
 from tests.services.test_transformers import onnx
 from tests.stack import Stack, request_of, stack, until
 
@@ -87,7 +87,7 @@ class Outcome:
             if self.exact:
                 assert crowd == want, what
             else:
-                oracle.same(ask.prompt, want, crowd, chooser(ask.sampling), what)
+                oracle.same(ask.prompt, want, crowd, sampler(ask.sampling), what)
 
 
 async def run(requests: list[Ask], target: Path, draft: Path, small: int, **options: Any) -> Outcome:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.v1 import generation_pb2, model_pb2
@@ -55,9 +55,9 @@ def slow_target() -> None:
     time.sleep(0.004)
 
 
-def chooser(sampling: dict[str, Any]) -> Chooser:
+def sampler(sampling: dict[str, Any]) -> RequestSampler:
     """The choice rule as sample 0 of a request with these fields applies it."""
-    return Chooser(Sampling(**(sampling | {"seed": sample_seed(sampling["seed"], 0)})))
+    return RequestSampler(Sampling(**(sampling | {"seed": sample_seed(sampling["seed"], 0)})))
 
 
 async def run_all(
@@ -82,7 +82,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
 
     def compare(want: list[list[int]], got: list[list[int]], what: str) -> None:
         for (prompt, sampling), a, b in zip(requests, want, got, strict=True):
-            oracle.same(prompt, a, b, chooser(sampling), f"{what}, {sampling}")
+            oracle.same(prompt, a, b, sampler(sampling), f"{what}, {sampling}")
 
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         want, drafted, _ = await run_all(services, requests, tokens, at_once=1, plain=True)
@@ -142,7 +142,7 @@ async def test_a_text_resumes_from_every_position(directories: Directories, samp
         for cut in range(1, len(tokens)):
             rest = await services.generate(prompt, sampling=sampling, max_tokens=20, generated_tokens=tokens[:cut])
             directories.oracle.same(
-                prompt, tokens, tokens[:cut] + list(rest.tokens), chooser(sampling), f"cut at {cut}"
+                prompt, tokens, tokens[:cut] + list(rest.tokens), sampler(sampling), f"cut at {cut}"
             )
             assert rest.finish.usage.completion_tokens == len(tokens)
 
@@ -153,7 +153,7 @@ async def test_greedy_tokens_are_those_of_transformers(directories: Directories)
         for prompt in prompts(8, seed=6):
             want = oracle.greedy(prompt, 40, frozenset({END}))
             got = await services.generate(prompt, max_tokens=40)
-            oracle.same(prompt, want, list(got.tokens), Chooser(Sampling()), "transformers")
+            oracle.same(prompt, want, list(got.tokens), RequestSampler(Sampling()), "transformers")
 
 
 async def test_a_text_may_fill_the_context(directories: Directories) -> None:
@@ -165,7 +165,7 @@ async def test_a_text_may_fill_the_context(directories: Directories) -> None:
         drafted = await services.generate(prompt, sampling={"temperature": 1.0, "seed": 1}, ignore_end_token=True)
     assert len(plain.tokens) == CONTEXT - len(prompt)
     directories.oracle.same(
-        prompt, list(plain.tokens), list(drafted.tokens), chooser({"temperature": 1.0, "seed": 1}), "to the brim"
+        prompt, list(plain.tokens), list(drafted.tokens), sampler({"temperature": 1.0, "seed": 1}), "to the brim"
     )
 
 

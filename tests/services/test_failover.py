@@ -16,7 +16,7 @@ import pytest
 from orchestrator.failover_events import EXPECTED
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import from_rpc
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.blocks import BLOCK
@@ -103,8 +103,8 @@ def drafting(services: Stack) -> int:
     return number
 
 
-def chooser(sampling: dict[str, Any]) -> Chooser:
-    return Chooser(Sampling(**(sampling | {"seed": sample_seed(sampling.get("seed", 0), 0)})))
+def sampler(sampling: dict[str, Any]) -> RequestSampler:
+    return RequestSampler(Sampling(**(sampling | {"seed": sample_seed(sampling.get("seed", 0), 0)})))
 
 
 def same(
@@ -114,7 +114,7 @@ def same(
     sampling: dict[str, Any],
 ) -> None:
     """All that a client sees of a text is what it would have been; ties apart."""
-    directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), chooser(sampling))
+    directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), sampler(sampling))
     if list(want.tokens) != list(got.tokens):
         return  # a tie
     assert got.text == want.text
@@ -587,7 +587,7 @@ async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
             stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
             request = request_of(PROMPT, speculation=ALWAYS, **fields)
             (got,) = (await stub.Complete(generation_pb2.CompleteRequest(request=request))).completions
-    directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), chooser({}))
+    directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), sampler({}))
     assert got.finish.speculation.switches["draft_useless"] == 1
     assert got.finish.speculation.undrafted_reason == "draft_useless"
 
@@ -677,7 +677,7 @@ async def test_a_crowd_moves(directories: Directories) -> None:
         moved = sum(answer.finish.speculation.switches.get("verifier_lost", 0) for answer in answers)
         assert moved >= 4
         for answer in answers:
-            directories.oracle.same(PROMPT, list(want.tokens), list(answer.tokens), chooser(WARM))
+            directories.oracle.same(PROMPT, list(want.tokens), list(answer.tokens), sampler(WARM))
         await until(lambda: services.idle)
 
 

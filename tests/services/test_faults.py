@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import from_rpc
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory
@@ -69,8 +69,8 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
         await services.draft_server.stop(None)
         responses += await rest_of(call)
         got = [t for r in responses for t in r.tokens]
-        chooser = Chooser(Sampling(temperature=0.7, seed=sample_seed(4, 0)))
-        directories.oracle.same(PROMPT, list(want.tokens), got, chooser)
+        sampler = RequestSampler(Sampling(temperature=0.7, seed=sample_seed(4, 0)))
+        directories.oracle.same(PROMPT, list(want.tokens), got, sampler)
         speculation = responses[-1].finish.speculation
         assert speculation.accepted > 0
         assert speculation.undrafted_reason == "draft_lost"

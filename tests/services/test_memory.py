@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.blocks import BLOCK
@@ -84,7 +84,7 @@ async def test_more_sessions_than_fit_wait_their_turn(directories: Directories) 
 
 def check(directories: Directories, texts: list[list[int]], want: list[list[int]], got: list[list[int]]) -> None:
     for prompt, a, b in zip(texts, want, got, strict=True):
-        directories.oracle.same(prompt, a, b, Chooser(Sampling()))
+        directories.oracle.same(prompt, a, b, RequestSampler(Sampling()))
 
 
 async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -> None:
@@ -183,8 +183,8 @@ async def test_a_resumed_text_is_found(directories: Directories) -> None:
         rest = await services.generate(
             PROMPT, sampling=sampling, max_tokens=60, generated_tokens=tokens[:50], ignore_end_token=True
         )
-    chooser = Chooser(Sampling(temperature=0.8, seed=sample_seed(3, 0)))
-    directories.oracle.same(PROMPT, tokens, tokens[:50] + list(rest.tokens), chooser)
+    sampler = RequestSampler(Sampling(temperature=0.8, seed=sample_seed(3, 0)))
+    directories.oracle.same(PROMPT, tokens, tokens[:50] + list(rest.tokens), sampler)
     assert rest.finish.usage.found_tokens == (len(PROMPT) + 50) // BLOCK * BLOCK
 
 

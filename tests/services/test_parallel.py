@@ -24,7 +24,7 @@ from specdec.engine.ranks import LOST, PLACE
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.ranks import Launched, launched, module
 from tests.services.conftest import Directories
-from tests.services.test_equality import SAMPLINGS, chooser, prompts
+from tests.services.test_equality import SAMPLINGS, prompts, sampler
 from tests.stack import model_of, request_of, served, stack
 
 pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec[parallel]")
@@ -69,7 +69,7 @@ async def test_the_tokens_are_those_of_one_process(directories: Directories, tmp
         for way in ({"plain": True}, {"speculation": LOOKING}):
             completions = await asyncio.gather(*(complete(prompt, sampling, **way) for prompt, sampling in requests))
             for (prompt, sampling), tokens, got in zip(requests, want, completions, strict=True):
-                directories.oracle.same(prompt, tokens, list(got.tokens), chooser(sampling), f"{way}, {sampling}")
+                directories.oracle.same(prompt, tokens, list(got.tokens), sampler(sampling), f"{way}, {sampling}")
                 assert "parallel-2" in got.finish.numerics_fingerprint.split("/")
         assert sum(completion.finish.speculation.accepted for completion in completions) > 0
 

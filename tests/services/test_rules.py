@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specdec.client.errors import from_rpc
-from specdec.decoding.choice import Ask, Chooser, choose
+from specdec.decoding.choice import SamplingQuery, RequestSampler, choose
 from specdec.decoding.contrastive import amateur_row
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import Contrast, Rule, Sampling
@@ -44,14 +44,14 @@ class Reference:
 
     def __init__(self, target: Oracle, draft: Oracle, contrast: Contrast) -> None:
         self.target, self.draft = target, draft
-        self.chooser = Chooser(Sampling(), rule=Rule.CONTRASTIVE, contrast=contrast)
+        self.sampler = RequestSampler(Sampling(), rule=Rule.CONTRASTIVE, contrast=contrast)
 
     def next(self, text: list[int]) -> tuple[int, float]:
         """The choice after a text, and by how much it is better than the second best."""
         z = self.target.logits(text)
-        row = amateur_row(self.draft.logits(text), self.chooser.contrast)
-        token = int(choose(z[None], [Ask(self.chooser, len(text), proposal=Proposal(None, row))])[0])
-        plausible = z >= z.max() + math.log(self.chooser.contrast.alpha)
+        row = amateur_row(self.draft.logits(text), self.sampler.contrast)
+        token = int(choose(z[None], [SamplingQuery(self.sampler, len(text), proposal=Proposal(None, row))])[0])
+        plausible = z >= z.max() + math.log(self.sampler.contrast.alpha)
         scores = np.sort((z - row.values.astype(np.float64))[plausible])
         return token, float(scores[-1] - scores[-2]) if len(scores) > 1 else math.inf
 
@@ -172,7 +172,7 @@ async def test_rejection_without_temperature_is_greedy(directories: Directories)
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, max_tokens=60, plain=True, ignore_end_token=True)
         got = await rejected(services)
-        directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), Chooser(Sampling()))
+        directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), RequestSampler(Sampling()))
         assert got.finish.reproducible
 
 

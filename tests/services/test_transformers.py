@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.prompts import held_out
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import Engine
 from specdec.engine.export import exported
@@ -19,10 +19,10 @@ from specdec.engine.onnx_engine import OnnxEngine
 from specdec.local import DEMO
 from tests.margins import Oracle
 from tests.models import ARCHITECTURES, END, VOCABULARY, make, near
-from tests.services.test_equality import SAMPLINGS, chooser, slow_target
+from tests.services.test_equality import SAMPLINGS, sampler, slow_target
 from tests.stack import stack
 
-GREEDY = Chooser(Sampling())
+GREEDY = RequestSampler(Sampling())
 
 
 def onnx(directory: ModelDirectory) -> Engine:
@@ -82,5 +82,5 @@ async def test_tokens_of_the_demo_pair_do_not_depend_on_drafting() -> None:
             )
             got += [list(c.tokens) for c in crowd]
     for (prompt, sampling), a, b in zip(requests, want, got, strict=True):
-        oracle.same(prompt, a, b, chooser(sampling), str(sampling))
+        oracle.same(prompt, a, b, sampler(sampling), str(sampling))
     print(f"{oracle.compared} tokens compared, {len(oracle.ties)} ties")

@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 
 from bench.mailbox import Mailbox
-from specdec.decoding.choice import Ask, Chooser, Tokens
+from specdec.decoding.choice import RequestSampler, SamplingQuery, Tokens
 from specdec.decoding.logprobs import Logprobs
-from specdec.decoding.processing import History
-from specdec.decoding.rows import Rows
+from specdec.decoding.processing import PenaltyState
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
 from specdec.engine.blocks import BLOCK
-from specdec.engine.device_rows import DeviceRows
+from specdec.engine.gpu_logits import GpuLogits
 from specdec.engine.kv import NOWHERE, Slots
 from specdec.engine.paths import PathBatch, PathPacker
 from specdec.engine.row_class import RowClass
@@ -80,19 +80,19 @@ LANGUAGE = Language()
 
 def reference(request: SessionRequest) -> list[int]:
     """The tokens of a session, chosen one by one by the plain rule."""
-    chooser, text = request.chooser, request.prompt + request.generated
-    history = History(VOCABULARY, request.prompt, request.generated) if chooser.sampling.penalises else None
+    sampler, text = request.sampler, request.prompt + request.generated
+    penalty_state = PenaltyState(VOCABULARY, request.prompt, request.generated) if sampler.sampling.penalises else None
     number = LANGUAGE.number_of(text)
     tokens: list[int] = []
     while True:
-        token = chooser.choose(LANGUAGE.logits(number), len(text) + len(tokens), history)
+        token = sampler.choose(LANGUAGE.logits(number), len(text) + len(tokens), penalty_state)
         tokens.append(token)
         length = len(text) + len(tokens)
         if token in request.end_tokens or length >= min(len(request.prompt) + request.max_tokens, request.context):
             return tokens
         number = LANGUAGE.number(number, token)
-        if history is not None:
-            history.extend([token])
+        if penalty_state is not None:
+            penalty_state.extend([token])
 
 
 class TextEngine:
@@ -163,14 +163,14 @@ class TextEngine:
 class DeviceTextEngine(TextEngine):
     """Its logits stay on a device; a row that nobody announced is not answered."""
 
-    def step(self, batch: PackedBatch, asked: Mapping[int, Ask]) -> Rows:
+    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> StepLogits:
         return Announced(torch.from_numpy(self.forward(batch)), asked)
 
 
-class Announced(DeviceRows):
-    def choose(self, rows: Sequence[int], asks: Sequence[Ask]) -> tuple[Tokens, NDArray[np.bool_]]:
+class Announced(GpuLogits):
+    def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         assert self._known.keys() >= set(rows)
-        return super().choose(rows, asks)
+        return super().choose(rows, queries)
 
 
 class Decided(SpeculationController):
@@ -220,11 +220,11 @@ class Client:
         policy: Policy | None = None,
         unhurried: bool = False,
     ) -> None:
-        chooser = Chooser(sampling or Sampling(), end_tokens, rule=rule)
+        sampler = RequestSampler(sampling or Sampling(), end_tokens, rule=rule)
         request = SessionRequest(
             list(prompt),
             list(generated),
-            chooser,
+            sampler,
             end_tokens,
             max_tokens,
             logprobs,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import TokenTree
@@ -52,10 +52,10 @@ class Model:
     """The target of the fakes: what it chooses after any text."""
 
     def __init__(self, client: Client) -> None:
-        self._chooser = client.session.request.chooser
+        self._sampler = client.session.request.sampler
 
     def __call__(self, text: list[int]) -> int:
-        return self._chooser.choose(LANGUAGE.logits(LANGUAGE.number_of(text)), len(text), None)
+        return self._sampler.choose(LANGUAGE.logits(LANGUAGE.number_of(text)), len(text), None)
 
 
 class LookaheadDecoding:
@@ -265,8 +265,8 @@ def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there()
 
 
 def test_what_is_contrasted_is_not_guessed() -> None:
-    chooser = Chooser(Sampling(), rule=Rule.CONTRASTIVE)
-    request = SessionRequest(REPETITIVE, [], chooser, frozenset(), 60, 0, 256)
+    sampler = RequestSampler(Sampling(), rule=Rule.CONTRASTIVE)
+    request = SessionRequest(REPETITIVE, [], sampler, frozenset(), 60, 0, 256)
     assert not Session(request, Policy(True, 64, 0.0, ngram=True), 64, 12).takes_ngrams
 
 
@@ -333,7 +333,7 @@ NEVER = -1e9
 
 def test_who_finds_nothing_looks_less_often_and_at_once_again_when_it_does() -> None:
     tree = TokenTree([1, 2, 3, 1], vocabulary=12, last_position=500)
-    ngrams = NgramProposer(tree.committed, 500, Chooser(Sampling()))
+    ngrams = NgramProposer(tree.committed, 500, RequestSampler(Sampling()))
     looks = []
     for _ in range(400):
         looks.append(ngrams.propose(tree, 0.0, None, every=False, sampled=False))
@@ -379,7 +379,7 @@ def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
     """A session's own verdicts move its scores."""
     loop = step_loop(Parrot(8))
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
-    before = NgramProposer([2], 9, client.session.request.chooser).lookup_confidence
+    before = NgramProposer([2], 9, client.session.request.sampler).lookup_confidence
     for _ in range(60):
         loop.turn()
     assert client.session.ngrams.lookup_confidence.logprobs(12, 1, NEVER) > before.logprobs(12, 1, NEVER)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.decoding.choice import Chooser
+from specdec.decoding.choice import RequestSampler
 from specdec.decoding.proposal import DraftRow
-from specdec.decoding.rows import HostRows
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.step_logits import HostLogits
 from specdec.decoding.tree import Node, Paths
 from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.kv import PoolFullError
@@ -26,7 +26,7 @@ VOCABULARY = 10
 PROMPT = [1, 2, 3]
 SCRATCH = [50, 51, 52, 53]
 
-Rows = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+StepLogits = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 
 def made(
@@ -43,8 +43,8 @@ def made(
     rule: Rule = Rule.COUPLED,
 ) -> Session:
     """A session without memory."""
-    chooser = Chooser(sampling or Sampling(), end, rule=rule)
-    request = SessionRequest(prompt, list(generated), chooser, end, max_tokens, 0, context, tenant)
+    sampler = RequestSampler(sampling or Sampling(), end, rule=rule)
+    request = SessionRequest(prompt, list(generated), sampler, end, max_tokens, 0, context, tenant)
     return Session(request, Policy(speculate, max_candidates, 0.0), 64, VOCABULARY)
 
 
@@ -63,7 +63,7 @@ class Script:
         self.choices = choices
         self.default = default
 
-    def logits(self, packer: PathPacker, *sessions: Session) -> Rows:
+    def logits(self, packer: PathPacker, *sessions: Session) -> StepLogits:
         """Each wanted row's, from the text that its path spells: the token at every slot."""
         batch = packer.pack()
         token_at: dict[int, int] = {}
@@ -88,7 +88,7 @@ def planned(session: Session, packer: PathPacker, scratch: list[int] | None = No
 def step(session: Session, script: Script, scratch: list[int] | None = None) -> tuple[VerifyResult, TreeVerification]:
     packer = PathPacker()
     verification = TreeVerification(session, planned(session, packer, scratch))
-    verify_trees([verification], HostRows(script.logits(packer, session)))
+    verify_trees([verification], HostLogits(script.logits(packer, session)))
     assert verification.error is None
     return session.apply(verification, 0.0), verification
 
@@ -139,7 +139,7 @@ class TestStep:
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
-        verify_trees([verification], HostRows(Script({(1, 2, 3): 4}).logits(packer, session)))
+        verify_trees([verification], HostLogits(Script({(1, 2, 3): 4}).logits(packer, session)))
         result = session.apply(verification, 0.0)
         assert (result.tokens, result.sources) == ([4], [PLAIN])
         assert [node.token for node in session.tree.best(9)] == [5]
@@ -152,7 +152,7 @@ class TestStep:
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
-        verify_trees([verification], HostRows(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
+        verify_trees([verification], HostLogits(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
         assert session.apply(verification, 0.0).sources == [DRAFT, BONUS]
 
     @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ class TestStep:
         session = decoding()
         packer = PathPacker()
         verification = TreeVerification(session, planned(session, packer))
-        verify_trees([verification], HostRows(np.full((1, VOCABULARY), np.nan, dtype=np.float32)))
+        verify_trees([verification], HostLogits(np.full((1, VOCABULARY), np.nan, dtype=np.float32)))
         assert isinstance(verification.error, FloatingPointError)
 
     def test_penalties_see_the_candidates_before(self) -> None:
@@ -204,7 +204,7 @@ class TestStep:
         packer, scratch = PathPacker(), list(SCRATCH)
         verifications = [TreeVerification(session, planned(session, packer, scratch)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
-        verify_trees(verifications, HostRows(script.logits(packer, one, other)))
+        verify_trees(verifications, HostLogits(script.logits(packer, one, other)))
         assert [session.apply(d, 0.0).tokens for session, d in zip((one, other), verifications, strict=True)] == [
             [7, 8],
             [6, 6, 2],
@@ -231,7 +231,7 @@ class TestPrompt:
         session.allocate(BlockPool(2))
         packer = PathPacker()
         verification = TreeVerification(session, session.plan(packer, 3, [], []))
-        verify_trees([verification], HostRows(Script({(1, 2, 3): 7}).logits(packer, session)))
+        verify_trees([verification], HostLogits(Script({(1, 2, 3): 7}).logits(packer, session)))
         assert session.apply(verification, 0.0).tokens == [7]
         assert (session.computed, session.remaining_prompt) == (3, 0)
 

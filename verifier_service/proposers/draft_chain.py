@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import Ask
-from specdec.decoding.processing import ABSURD
+from specdec.decoding.choice import SamplingQuery
+from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.proposal import DraftRow
 from specdec.decoding.tree import Paths
 from specdec.engine.blocks import BlockTable
@@ -110,7 +110,7 @@ class DraftChain:
         logits = logits[: session.vocabulary]
         if len(logits) < session.vocabulary:
             logits = np.pad(logits, (0, session.vocabulary - len(logits)), constant_values=-np.inf)
-        self.broken = not abs(logits.max()) < ABSURD
+        self.broken = not abs(logits.max()) < MAX_ABS_LOGIT
         tokens, logprobs = ([], []) if self.broken else self._likeliest(logits, position)
         if not tokens:
             self.ended = True
@@ -127,10 +127,10 @@ class DraftChain:
     def _likeliest(self, logits: NDArray[np.float32], position: int) -> tuple[list[int], list[float]]:
         """Candidates for a position and their scores, best first; none of a broken row."""
         session = self.prefix.session
-        chooser = session.request.chooser
+        sampler = session.request.sampler
         if not session.samples_candidates:
-            return chooser.preferences(logits, position, session.history, self.tokens, BRANCHES)
-        proposal = rejection.propose(logits, Ask(chooser, position, session.history, self.tokens))
+            return sampler.draft_candidates(logits, position, session.penalty_state, self.tokens, BRANCHES)
+        proposal = rejection.propose(logits, SamplingQuery(sampler, position, session.penalty_state, self.tokens))
         if proposal is None:
             return [], []
         drawn, row = proposal

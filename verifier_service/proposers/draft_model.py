@@ -112,7 +112,7 @@ class DraftModelProposer:
             packer.add_path(slots, rows)
             if not prefix.pending:
                 packer.want(rows[-1])
-                chains.append(DraftChain(prefix, self._calibrations.of(prefix.session.request.chooser)))
+                chains.append(DraftChain(prefix, self._calibrations.of(prefix.session.request.sampler)))
         if packer.tokens:
             self._read(packer, chains)
         return chains

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.decoding.choice import Ask, Chooser
+from specdec.decoding.choice import RequestSampler, SamplingQuery
 from specdec.decoding.lookahead import Lookahead, Window
 from specdec.decoding.ngrams import NgramPool
-from specdec.decoding.processing import History
+from specdec.decoding.processing import PenaltyState
 from specdec.decoding.proposal import DraftRow
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import LONGEST, Tokens, continuations
@@ -89,14 +89,14 @@ class LookaheadRows(NamedTuple):
 class NgramProposer:
     """Owned by its session. `text` are prompt and generated tokens so far; it ends before position `end`."""
 
-    def __init__(self, text: Sequence[int], end: int, chooser: Chooser) -> None:
+    def __init__(self, text: Sequence[int], end: int, sampler: RequestSampler) -> None:
         self._text = np.empty(max(end, len(text)) + 1, dtype=np.int32)
         self._text[: len(text)] = text
         self._length = len(text)
         self._end = end
         # A guess is deterministic: under a rule that draws otherwise, the best one is the most probable token.
-        likeliest = replace(chooser.sampling, temperature=0.0)
-        self._chooser = chooser if chooser.rule is Rule.COUPLED else Chooser(likeliest)
+        likeliest = replace(sampler.sampling, temperature=0.0)
+        self._sampler = sampler if sampler.rule is Rule.COUPLED else RequestSampler(likeliest)
         self.lookup_confidence, self.lookahead_confidence = Confidence(), Confidence()
         self._proposed = 0  # length of the text at which guesses were last made
         self._fruitless = self._skipped = 0  # steps in a row
@@ -187,11 +187,11 @@ class NgramProposer:
                 min(2 * self._next_window_pause, LONGEST_WINDOW_PAUSE),
             )
 
-    def asks(self, lookahead_rows: LookaheadRows, history: History | None) -> Iterator[Ask]:
+    def queries(self, lookahead_rows: LookaheadRows, penalty_state: PenaltyState | None) -> Iterator[SamplingQuery]:
         """What is to be chosen below the window."""
         for node in lookahead_rows.queried:
             path = [step.token for step in node.path()]
-            yield Ask(self._chooser, node.position + 1, history, path, None)
+            yield SamplingQuery(self._sampler, node.position + 1, penalty_state, path, None)
 
     def observe_window(self, chosen: Sequence[int], committed: int) -> None:
         """What the target chose where it was asked; by the same step the text is to go on by `committed` tokens."""
@@ -226,7 +226,7 @@ def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
 
 
 def _jacobi(window: Window, tree: TokenTree) -> LookaheadRows:
-    """The first_level as candidates: each token is where the walk finds it, or beside the tree if it cannot be
+    """The first level as candidates: each token is where the walk finds it, or beside the tree if it cannot be
     there."""
     nodes: list[Node] = []
     candidates: list[Node] = []

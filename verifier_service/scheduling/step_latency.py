@@ -9,7 +9,7 @@ from bisect import bisect_right
 import numpy as np
 import structlog
 
-from specdec.decoding.choice import Ask, Chooser
+from specdec.decoding.choice import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, step_of
@@ -33,7 +33,7 @@ and with it candidates that are not verified though they would pay."""
 LONG = 0.2
 """Seconds of a step of prompts that is never worth exceeding."""
 
-GREEDY = Ask(Chooser(Sampling()), WARM_UP_KEYS)
+GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 """What every row is asked at warm-up."""
 
 MANY = 1 << 20

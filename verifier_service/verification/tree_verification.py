@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from specdec.decoding.choice import Ask
+from specdec.decoding.choice import SamplingQuery
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.tree import Node
 from verifier_service.scheduling.batch_plan import ScheduledRows, TreeRows
@@ -33,30 +33,30 @@ class TreeVerification:
         self._node = session.tree.root
         self._path: list[int] = []
 
-    def ask(self) -> Ask:
-        return self._ask(self._node, self._path)
+    def query(self) -> SamplingQuery:
+        return self._query(self._node, self._path)
 
-    def asks(self) -> Iterator[tuple[int, Ask]]:
+    def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """What may be asked about the window and on any way: rows of the results, and the question to each. A window
         may ask about a row of the way as well; the later question, by which a token is committed, is the one that
         counts."""
         yield from self.lookahead_queries()
-        yield self.row, self.ask()
+        yield self.row, self.query()
         if self.planned.tree is not None:
             for node in self.planned.tree.candidates:
-                yield self.planned.tree.results[id(node)], self._ask(node, [step.token for step in node.path()])
+                yield self.planned.tree.results[id(node)], self._query(node, [step.token for step in node.path()])
 
     @property
     def lookahead_count(self) -> int:
         """Places at which its window wants to know the choice."""
         return 0 if self.planned.tree is None else len(self.planned.tree.lookahead_results)
 
-    def lookahead_queries(self) -> Iterator[tuple[int, Ask]]:
+    def lookahead_queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """What its window asks, likewise."""
         tree = self.planned.tree
         if tree is not None and tree.lookahead is not None:
-            asks = self.session.ngrams.asks(tree.lookahead, self.session.history)
-            yield from zip(tree.lookahead_results, asks, strict=True)
+            queries = self.session.ngrams.queries(tree.lookahead, self.session.penalty_state)
+            yield from zip(tree.lookahead_results, queries, strict=True)
 
     def take(self, token: int) -> bool:
         position = self._node.position + 1
@@ -88,11 +88,13 @@ class TreeVerification:
         child = self._node.children.get(token)
         return child if child is not None and id(child) in tree.results else None
 
-    def _ask(self, node: Node, path: list[int]) -> Ask:
+    def _query(self, node: Node, path: list[int]) -> SamplingQuery:
         """A sampled child is put to the test whether or not it is in this step: if it is accepted, what the draft has
         grown below it stays alive."""
         proposal = None if node.row is None else Proposal(next(iter(node.children), None), node.row)
-        return Ask(self.session.request.chooser, node.position + 1, self.session.history, path, proposal)
+        return SamplingQuery(
+            self.session.request.sampler, node.position + 1, self.session.penalty_state, path, proposal
+        )
 
     def _source(self, child: Node | None) -> int:
         if child is not None:

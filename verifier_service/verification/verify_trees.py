@@ -11,9 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-from specdec.decoding.choice import Ask, Chooser, choose
-from specdec.decoding.rows import Rows
+from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.step_logits import StepLogits
 
 
 class TreeWalker(Protocol):
@@ -22,7 +22,7 @@ class TreeWalker(Protocol):
     row: int
     """That of its present node."""
 
-    def ask(self) -> Ask:
+    def query(self) -> SamplingQuery:
         """What is to be chosen there."""
 
     def take(self, token: int) -> bool:
@@ -32,10 +32,10 @@ class TreeWalker(Protocol):
         """Its logits cannot be used."""
 
 
-def verify_trees(walkers: Sequence[TreeWalker], rows: Rows) -> None:
+def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
     """Take every walker to the end of its way."""
     while walkers:
-        tokens, sound = rows.choose([walker.row for walker in walkers], [walker.ask() for walker in walkers])
+        tokens, sound = rows.choose([walker.row for walker in walkers], [walker.query() for walker in walkers])
         going: list[TreeWalker] = []
         for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
@@ -47,4 +47,4 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: Rows) -> None:
 
 def warm_up(vocabulary: int) -> None:
     """Draw a token, so that no request has to wait for what is compiled when it is first used."""
-    choose(np.zeros((1, vocabulary), dtype=np.float32), [Ask(Chooser(Sampling(temperature=1.0)), 0)])
+    choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])

@@ -1,6 +1,6 @@
 """The Gumbel race: for many rows at once, the token with the largest z[v] + g(v).
 
-The noise is only worked out in float64 for ids that can win (`contenders.py`). Nothing is approximate: what is left
+The noise is only worked out in float64 for ids that can win (`gumbel_pruning.py`). Nothing is approximate: what is left
 out provably loses. No row's winner depends on the other rows.
 """
 

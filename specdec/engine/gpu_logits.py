@@ -18,33 +18,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import Ask, Tokens, choose
+from specdec.decoding.choice import SamplingQuery, Tokens, choose
 from specdec.decoding.logprobs import Logprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.engine.narrowing import UNDECIDED, Narrowing, narrowing
 from specdec.engine.upload import upload
 
 
-class DeviceRows:
+class GpuLogits:
     """Of float32 logits [n, V]. What will be `asked` of rows, by their index, is worked out at once."""
 
-    def __init__(self, logits: Tensor, asked: Mapping[int, Ask]) -> None:
+    def __init__(self, logits: Tensor, asked: Mapping[int, SamplingQuery]) -> None:
         self._logits = logits
         self._known: dict[int, tuple[int, bool]] = {}
         self._decide(asked)
 
-    def choose(self, rows: Sequence[int], asks: Sequence[Ask]) -> tuple[Tokens, NDArray[np.bool_]]:
-        self._decide({row: ask for row, ask in zip(rows, asks, strict=True) if row not in self._known})
+    def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
+        self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
         tokens, sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(tokens, dtype=np.int64), np.array(sound, dtype=bool)
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
         return logprobs(self._whole(rows), tokens, tops)
 
-    def _decide(self, asked: Mapping[int, Ask]) -> None:
+    def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:
         groups: dict[type[Narrowing] | None, list[int]] = defaultdict(list)
-        for row, ask in asked.items():
-            groups[narrowing(ask)].append(row)
+        for row, query in asked.items():
+            groups[narrowing(query)].append(row)
         whole = groups.pop(None, [])
         narrowed = [(rows, kind(self._of(rows), [asked[row] for row in rows])) for kind, rows in groups.items() if kind]
         fetched = iter(_fetched([part for _, each in narrowed for part in each.parts]))
