@@ -41,7 +41,7 @@ class DraftSession(draft_service.session.Session):
         self._free += [slot for slot in dropped if isinstance(slot, int)]
         self.tree.root = Node(self.tree.root.token, self.tree.root.position, None, 0.0, 0)
         self.tree.size = 0
-        self.unsent, self.unsent_rows = [], []
+        self.unsent, self.unsent_distributions = [], []
         self._frontier.clear()
         self._held_back.clear()
 

@@ -111,7 +111,7 @@ class Session:
         self.tree = TokenTree(text, vocabulary=vocabulary, last_position=self.end - 1, end_tokens=request.end_tokens)
         self.prefix: list[int] = []
         self.unsent: list[Node] = []
-        self.unsent_rows: list[Node] = []  # nodes whose distribution over their children is to be sent
+        self.unsent_distributions: list[Node] = []  # nodes whose distribution over their children is to be sent
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # of them, as long as root and policy stay
         self._held_back = Frontier()  # not worth a message until the text has come nearer
@@ -180,9 +180,9 @@ class Session:
         self._frontier.descend(passed, alive)
         self._held_back.descend(passed, alive)
         self.unsent = [n for n in self.unsent if n in alive]
-        self.unsent_rows = [n for n in self.unsent_rows if n is tree.root or n in alive]
-        if self._required and tree.root.row is not None and tree.root not in self.unsent_rows:
-            self.unsent_rows.append(tree.root)  # it may have been dropped where there was no room for its node
+        self.unsent_distributions = [n for n in self.unsent_distributions if n is tree.root or n in alive]
+        if self._required and tree.root.distribution is not None and tree.root not in self.unsent_distributions:
+            self.unsent_distributions.append(tree.root)  # it may have been dropped where there was no room for its node
         self._release()
         kept = {*(n.state for n in alive), *self.prefix[base:]}
         self._free += [slot for slot in held - kept if isinstance(slot, int)]
@@ -312,18 +312,18 @@ class Session:
         proposal = rejection.propose(logits, query)
         if proposal is None:
             return
-        token, node.row = proposal
+        token, node.distribution = proposal
         assert token is not None
-        (logprob,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.row))])
+        (logprob,) = self._calibration.corrected(self._depth(node), [math.log(rejection.acceptance(node.distribution))])
         self._add_child(node, token, logprob, node.path_logprob() + logprob)
 
     def _branch(self, node: Node, logits: NDArray[np.float32], query: SamplingQuery) -> None:
         """The likeliest children."""
         policy, sampler = self.policy, self.request.sampler
         if sampler.rule is Rule.CONTRASTIVE:
-            node.row = contrastive.amateur_row(logits, sampler.contrast)
+            node.distribution = contrastive.amateur_distribution(logits, sampler.contrast)
             if node not in self._held_back:
-                self.unsent_rows.append(node)
+                self.unsent_distributions.append(node)
         tokens, logprobs = sampler.draft_candidates(
             logits, query.position, query.penalty_state, query.path, policy.max_branches
         )
@@ -353,9 +353,9 @@ class Session:
         self.unsent.append(node)
         if self.request.sampler.rule is Rule.REJECTION:
             assert node.parent is not None
-            self.unsent_rows.append(node.parent)
-        elif node.row is not None:
-            self.unsent_rows.append(node)
+            self.unsent_distributions.append(node.parent)
+        elif node.distribution is not None:
+            self.unsent_distributions.append(node)
 
     def _worth_sending(self, path_logprob: float, node: Node) -> bool:
         """Whether it is near enough, and there is credit for it, itself included. The likeliest next token always is:
@@ -386,7 +386,9 @@ class Session:
         however many there are: an end token is the last of its chain, and when it is sent must not tell of it."""
         if not self.has_unsent:
             return math.inf
-        if self.tree.root in self.unsent_rows or (self._required and len(self.unsent_rows) >= DISTRIBUTIONS_A_MESSAGE):
+        if self.tree.root in self.unsent_distributions or (
+            self._required and len(self.unsent_distributions) >= DISTRIBUTIONS_A_MESSAGE
+        ):
             return -math.inf
         nothing_sent = len(self.unsent) == self._offered
         policy = self.policy
@@ -395,7 +397,7 @@ class Session:
     @property
     def has_unsent(self) -> bool:
         """Whether there is anything to send."""
-        return bool(self.unsent or self.unsent_rows)
+        return bool(self.unsent or self.unsent_distributions)
 
     def committed_at(self, now: float) -> None:
         """A commit came at that time."""
@@ -403,8 +405,8 @@ class Session:
 
     def take_unsent(self, now: float) -> Extension:
         """What was not sent yet."""
-        paths = spell(self.unsent, self.unsent_rows)
-        self.unsent, self.unsent_rows = [], []
+        paths = spell(self.unsent, self.unsent_distributions)
+        self.unsent, self.unsent_distributions = [], []
         self.send_timer.sent(now)
         return Extension(self.tree.base, paths, self.send_timer.base_age(now))
 
@@ -418,11 +420,11 @@ class Session:
 
     def resend(self) -> None:
         """Everything counts as unsent, and nothing is known of how this verifier steps."""
-        self.unsent, self.unsent_rows = [], []
+        self.unsent, self.unsent_distributions = [], []
         self._held_back.clear()
         for path_logprob, node in self.tree.by_path_logprob():
             self._held_back.add(path_logprob, node)
-        if self._required and self.tree.root.row is not None:
-            self.unsent_rows.append(self.tree.root)
+        if self._required and self.tree.root.distribution is not None:
+            self.unsent_distributions.append(self.tree.root)
         self._release()
         self.send_timer = SendTimer()

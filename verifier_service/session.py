@@ -115,7 +115,7 @@ class Session:
     def computable(self) -> int:
         """Committed tokens that a step can take: all but, while its draft is silent, the tip of a session that
         contrasts."""
-        return self.remaining_prompt + (not self.needs_draft or self.tree.root.row is not None)
+        return self.remaining_prompt + (not self.needs_draft or self.tree.root.distribution is not None)
 
     @property
     def slots(self) -> Slots:
@@ -158,15 +158,15 @@ class Session:
         """Candidates came, from a draft that had known of `base` for so many seconds, if it says so; ValueError if they
         cannot be."""
         rule = self.request.sampler.rule
-        rows = [(parent, row) for parent, row in paths.rows if row.fits(rule, self.vocabulary)]
-        self.tree.insert(base, paths._replace(rows=rows), origin=DRAFT)
+        rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
+        self.tree.insert(base, paths._replace(distributions=rows), origin=DRAFT)
         self.draft_timing.arrived(base, arrived, held)
         self._expected_tokens = None
 
     def usable(self, node: Node) -> bool:
         """Whether verifying a candidate can bring anything: where tokens are contrasted, one without the draft's
         distribution below it is a place at which nothing can be chosen."""
-        return not self.needs_draft or node.row is not None
+        return not self.needs_draft or node.distribution is not None
 
     def set_policy(self, policy: Policy) -> None:
         """Speculate otherwise from now on."""

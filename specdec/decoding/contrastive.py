@@ -17,19 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.processing import Logits
-from specdec.decoding.proposal import DraftRow
+from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import Contrast
 
 if TYPE_CHECKING:
     from specdec.decoding.choice import SamplingQuery
 
 
-def amateur_row(logits: Logits, contrast: Contrast) -> DraftRow:
+def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistribution:
     """The log-probabilities of a draft's float32 logits [V], the largest of which must be finite."""
     z = logits.astype(np.float64) / contrast.amateur_temperature
     z -= z.max()
     log_q = z - math.log(np.exp(z).sum())
-    return DraftRow(None, np.maximum(log_q, np.finfo(np.float16).min).astype(np.float16))
+    return DraftDistribution(None, np.maximum(log_q, np.finfo(np.float16).min).astype(np.float16))
 
 
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> NDArray[np.int64]:

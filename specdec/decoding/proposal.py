@@ -13,7 +13,7 @@ from specdec.decoding.sampling import Rule
 
 
 @dataclass(frozen=True, eq=False)
-class DraftRow:
+class DraftDistribution:
     """A draft's distribution over the children of a prefix, quantised.
 
     Both sides work with these very values: what the draft had before it rounded them is nobody's business.
@@ -24,7 +24,7 @@ class DraftRow:
     values: NDArray[np.float16]
 
     @classmethod
-    def received(cls, ids: list[int], values: bytes) -> DraftRow | None:
+    def received(cls, ids: list[int], values: bytes) -> DraftDistribution | None:
         """From a message; None if it makes no sense."""
         if len(values) % 2 or not values:
             return None
@@ -58,4 +58,4 @@ class Proposal(NamedTuple):
     """`token` is None where nothing is offered."""
 
     token: int | None
-    row: DraftRow
+    row: DraftDistribution

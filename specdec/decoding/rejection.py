@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding.noise import DOMAIN_ACCEPT, DOMAIN_DRAFT, DOMAIN_RESIDUAL, uniform
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, tempered
-from specdec.decoding.proposal import DraftRow, Proposal
+from specdec.decoding.proposal import DraftDistribution, Proposal
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import largest, survivors
 
@@ -49,7 +49,7 @@ def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
         kept = np.sort(largest(weights, WIDTH))
         ids, weights = ids[kept], weights[kept]
     values = weights.astype(np.float16)
-    row = DraftRow(ids[values > 0], values[values > 0])
+    row = DraftDistribution(ids[values > 0], values[values > 0])
     drawn = draw(row.values.astype(np.float64), uniform(sampling.seed, query.position, DOMAIN_DRAFT))
     assert row.ids is not None
     return Proposal(int(row.ids[drawn]), row)
@@ -84,7 +84,7 @@ def draw(weights: Weights, number: float) -> int:
     return index if index < len(weights) else int(np.flatnonzero(weights)[-1])  # the product was rounded up
 
 
-def acceptance(row: DraftRow) -> float:
+def acceptance(row: DraftDistribution) -> float:
     """How probable it is taken to be that a draw from this row is accepted: a function of the row alone. A draft
     that is sure is mostly right; one that is not still has much in common with its target."""
     q = row.values.astype(np.float64)
@@ -101,7 +101,7 @@ def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
     return ids, np.exp(z[ids].astype(np.float64) - z[ids].max())
 
 
-def _on(ids: Ids, row: DraftRow) -> Weights:
+def _on(ids: Ids, row: DraftDistribution) -> Weights:
     """The row's probabilities of these ids, which are ascending."""
     assert row.ids is not None
     values = row.values.astype(np.float64)
@@ -113,7 +113,7 @@ def _on(ids: Ids, row: DraftRow) -> Weights:
     return q
 
 
-def _probability(row: DraftRow, token: int) -> float:
+def _probability(row: DraftDistribution, token: int) -> float:
     assert row.ids is not None
     values = row.values.astype(np.float64)
     return float(values[row.ids == token].sum() / values.sum())

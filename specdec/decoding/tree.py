@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from specdec.decoding.proposal import DraftRow
+    from specdec.decoding.proposal import DraftDistribution
 
 
 class BaseAheadError(ValueError):
@@ -23,18 +23,18 @@ class BaseAheadError(ValueError):
 
 class Paths(NamedTuple):
     """Nodes as `specdec.v1.Extend` spells them: parent 0 is the root, i the i-th token; parents precede children.
-    `rows` are the draft's distributions over the children of (parent)."""
+    `distributions` are the draft's distributions over the children of (parent)."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
     logprobs: Sequence[float]
-    rows: Sequence[tuple[int, DraftRow]] = ()
+    distributions: Sequence[tuple[int, DraftDistribution]] = ()
 
 
 class Node:
     """One candidate. `logprob` is log P(the target takes this token | it reaches the parent)."""
 
-    __slots__ = ("children", "logprob", "origin", "parent", "position", "row", "state", "token")
+    __slots__ = ("children", "distribution", "logprob", "origin", "parent", "position", "state", "token")
 
     def __init__(self, token: int, position: int, parent: Node | None, logprob: float, origin: int) -> None:
         self.token = token
@@ -43,7 +43,7 @@ class Node:
         self.logprob = logprob
         self.origin = origin  # whose guess it is, in the holder's terms
         self.children: dict[int, Node] = {}
-        self.row: DraftRow | None = None  # the draft's distribution over the children, where the rule needs it
+        self.distribution: DraftDistribution | None = None  # the draft's, over the children, where the rule needs it
         self.state: object = None  # what the holder keeps with it
 
     def path(self) -> list[Node]:
@@ -114,7 +114,7 @@ class TokenTree:
         not there before. ValueError if they cannot be."""
         if base > self.base:
             raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
-        rows = dict(paths.rows)
+        distributions = dict(paths.distributions)
         made: list[Node] = []
         # A place is a node, or a length of the committed text, or None for what was dropped.
         places: list[Node | int | None] = [self.root if base == self.base else base]
@@ -126,18 +126,20 @@ class TokenTree:
                 place = self._follow(place, token)
             elif place is not None:
                 size = self.size
-                place = self._enter(place, token, logprob, origin, rows.get(parent))
+                place = self._enter(place, token, logprob, origin, distributions.get(parent))
                 if place is not None and self.size > size:
                     made.append(place)
             places.append(place)
         if not self._sampled:
-            for parent, row in rows.items():
+            for parent, row in distributions.items():
                 place = places[parent] if parent < len(places) else None
-                if isinstance(place, Node) and place.row is None:
-                    place.row = row
+                if isinstance(place, Node) and place.distribution is None:
+                    place.distribution = row
         return made
 
-    def _enter(self, place: Node, token: int, logprob: float, origin: int, row: DraftRow | None) -> Node | None:
+    def _enter(
+        self, place: Node, token: int, logprob: float, origin: int, row: DraftDistribution | None
+    ) -> Node | None:
         """The child that carries the token, made if it may be."""
         known = place.children.get(token)
         if known is not None:
@@ -150,7 +152,7 @@ class TokenTree:
             return None
         child = self.add(place, token, logprob, origin)
         if child is not None:
-            place.row = row
+            place.distribution = row
         return child
 
     def _follow(self, length: int, token: int) -> Node | int | None:
@@ -222,19 +224,21 @@ class TokenTree:
         return expected, leaf if seen < count else 0.0
 
 
-def spell(nodes: Sequence[Node], with_rows: Sequence[Node] = ()) -> Paths:
+def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Paths:
     """Nodes, nodes whose rows are to go along, and all their ancestors. The root is nobody's descendant: it may be
-    among `with_rows`."""
+    among `with_distributions`."""
     numbers: dict[int, int] = {}
     tokens: list[int] = []
     parents: list[int] = []
     logprobs: list[float] = []
-    for leaf in (*nodes, *with_rows):
+    for leaf in (*nodes, *with_distributions):
         for node in leaf.path():
             if id(node) not in numbers:
                 tokens.append(node.token)
                 parents.append(numbers.get(id(node.parent), 0))
                 logprobs.append(node.logprob)
                 numbers[id(node)] = len(tokens)
-    rows = [(numbers.get(id(node), 0), node.row) for node in with_rows if node.row is not None]
-    return Paths(tokens, parents, logprobs, rows)
+    distributions = [
+        (numbers.get(id(node), 0), node.distribution) for node in with_distributions if node.distribution is not None
+    ]
+    return Paths(tokens, parents, logprobs, distributions)

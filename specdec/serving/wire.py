@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.proposal import DraftRow
+from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
@@ -262,7 +262,7 @@ def sampler_from(
 
 def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
     rows = []
-    for parent, row in paths.rows:
+    for parent, row in paths.distributions:
         ids, values = row.sent()
         rows.append(model_pb2.DraftRow(parent=parent, ids=ids, values=values))
     scores = scores_message(paths.logprobs)
@@ -271,7 +271,7 @@ def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
 
 def paths_from(message: model_pb2.Extend) -> Paths:
     """Rows that make no sense are left out, like nodes that can never be taken."""
-    received = [(row.parent, DraftRow.received(list(row.ids), row.values)) for row in message.rows]
+    received = [(row.parent, DraftDistribution.received(list(row.ids), row.values)) for row in message.rows]
     rows = [(parent, row) for parent, row in received if row is not None]
     scores = scores_from(message.score_bytes) or list(message.scores)
     return Paths(list(message.tokens), list(message.parents), scores, rows)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
-from specdec.decoding.contrastive import amateur_row
+from specdec.decoding.contrastive import amateur_distribution
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 
@@ -18,7 +18,7 @@ logits = st.lists(st.floats(-20, 20, width=16), min_size=2, max_size=12)
 
 
 def chosen(target: list[float], draft: list[float], contrast: Contrast = USUAL_CONTRAST, **sampling: object) -> int:
-    row = amateur_row(np.asarray(draft, dtype=np.float32), contrast)
+    row = amateur_distribution(np.asarray(draft, dtype=np.float32), contrast)
     sampler = RequestSampler(Sampling(**sampling), rule=Rule.CONTRASTIVE, contrast=contrast)  # type: ignore[arg-type]
     query = SamplingQuery(sampler, 3, proposal=Proposal(None, row))
     return int(choose(np.asarray([target], dtype=np.float32), [query])[0])

@@ -21,7 +21,7 @@ from scipy import stats
 from specdec.decoding import rejection
 from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
 from specdec.decoding.processing import PenaltyState
-from specdec.decoding.proposal import DraftRow, Proposal
+from specdec.decoding.proposal import DraftDistribution, Proposal
 from specdec.decoding.rejection import draw
 from specdec.decoding.rejection import propose as propose_if_sound
 from specdec.decoding.sampling import Rule, Sampling
@@ -183,7 +183,7 @@ def test_a_guess_that_was_not_sampled() -> None:
     """Deterministic guesses have a distribution of one token."""
     sampling = Sampling(temperature=1.0)
     sampler = [RequestSampler(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION) for seed in range(RUNS)]
-    row = DraftRow(np.array([2]), np.ones(1, np.float16))
+    row = DraftDistribution(np.array([2]), np.ones(1, np.float16))
     counts = Counter(
         int(choose(TARGET(())[None], [SamplingQuery(each, 0, proposal=Proposal(2, row))])[0]) for each in sampler
     )
@@ -217,7 +217,7 @@ def test_nothing_impossible_is_drawn(given_weights: list[float], number: float) 
 
 def test_a_row_travels() -> None:
     proposal = propose(DRAFT(()), SamplingQuery(RequestSampler(Sampling(temperature=1.0), rule=Rule.REJECTION), 0))
-    again = DraftRow.received(*proposal.row.sent())
+    again = DraftDistribution.received(*proposal.row.sent())
     assert again is not None
     assert again.ids is not None
     assert proposal.row.ids is not None
@@ -238,14 +238,14 @@ def test_a_row_travels() -> None:
     ],
 )
 def test_a_row_that_makes_no_sense_is_none(ids: list[int], values: bytes) -> None:
-    assert DraftRow.received(ids, values) is None
+    assert DraftDistribution.received(ids, values) is None
 
 
 def test_each_rule_has_rows_of_its_own() -> None:
-    some = DraftRow(np.array([2, 5]), np.array([0.5, 0.0], np.float16))
-    every = DraftRow(None, np.array([-1.0, -2.0], np.float16))
-    negative = DraftRow(np.array([2]), np.array([-0.5], np.float16))
-    nothing = DraftRow(np.array([2]), np.array([0.0], np.float16))
+    some = DraftDistribution(np.array([2, 5]), np.array([0.5, 0.0], np.float16))
+    every = DraftDistribution(None, np.array([-1.0, -2.0], np.float16))
+    negative = DraftDistribution(np.array([2]), np.array([-0.5], np.float16))
+    nothing = DraftDistribution(np.array([2]), np.array([0.0], np.float16))
     fitting = {rule: [row.fits(rule, 2) for row in (some, every, negative, nothing)] for rule in Rule}
     assert fitting == {
         Rule.COUPLED: [False] * 4,

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.decoding.proposal import DraftRow
+from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.tree import BaseAheadError, Node, Paths, TokenTree, spell
 
 VOCABULARY = 4
@@ -359,8 +359,8 @@ class TestSpelling:
         assert len(made) == len(spelled[0]) == len(expected)
 
 
-def row(*ids: int) -> DraftRow:
-    return DraftRow(np.asarray(ids), np.ones(len(ids), np.float16))
+def row(*ids: int) -> DraftDistribution:
+    return DraftDistribution(np.asarray(ids), np.ones(len(ids), np.float16))
 
 
 class TestRows:
@@ -368,38 +368,38 @@ class TestRows:
         tree = plant()
         at_root, at_child = row(3, 4), row(5)
         first, second = tree.insert(2, Paths([3, 0], [0, 0], [-1.0, -1.0], [(0, at_root), (2, at_child)]))
-        assert (tree.root.row, first.row, second.row) == (at_root, None, at_child)
+        assert (tree.root.distribution, first.distribution, second.distribution) == (at_root, None, at_child)
 
     def test_the_first_stays(self) -> None:
         tree = plant()
         tree.insert(2, Paths([], [], [], [(0, first := row(3))]))
         tree.insert(2, Paths([], [], [], [(0, row(4))]))
-        assert tree.root.row is first
+        assert tree.root.distribution is first
 
     def test_those_of_committed_places_are_dropped(self) -> None:
         tree = plant()
         tree.commit([3])
         tree.insert(2, Paths([0], [0], [-1.0], [(0, row(3)), (1, row(4)), (7, row(5))]))
-        assert tree.root.row is None
+        assert tree.root.distribution is None
 
     def test_a_row_comes_to_the_root_by_an_old_path(self) -> None:
         tree = plant()
         tree.commit([3])
         tree.insert(2, Paths([3], [0], [-1.0], [(1, mine := row(4))]))
-        assert tree.root.row is mine
+        assert tree.root.distribution is mine
 
     def test_they_survive_a_commit(self) -> None:
         tree = plant()
         tree.insert(2, Paths([3], [0], [-1.0], [(1, mine := row(4))]))
         tree.commit([3])
-        assert tree.root.row is mine
+        assert tree.root.distribution is mine
 
     def test_they_are_spelt(self) -> None:
         tree, copy = plant(), plant()
         tree.insert(2, Paths([3, 0, 1], [0, 1, 0], [-1.0, -1.0, -2.0], [(0, row(3)), (2, row(1))]))
         nodes = [tree.root, *tree.root.walk()]
         copy.insert(2, spell(nodes[1:], nodes))
-        rows = {tuple(n.token for n in node.path()): node.row for node in (copy.root, *copy.root.walk())}
+        rows = {tuple(n.token for n in node.path()): node.distribution for node in (copy.root, *copy.root.walk())}
         assert {path: found is not None for path, found in rows.items()} == {
             (): True,
             (3,): False,
@@ -417,17 +417,17 @@ class TestSampled:
     def test_a_candidate_comes_with_its_row_or_not_at_all(self) -> None:
         tree = self.grown()
         assert tree.insert(2, Paths([3], [0], [-1.0])) == []
-        assert tree.root.row is None
+        assert tree.root.distribution is None
         (node,) = tree.insert(2, Paths([3], [0], [-1.0], [(0, mine := row(3, 4))]))
         assert node.token == 3
-        assert tree.root.row is mine
+        assert tree.root.distribution is mine
 
     def test_the_first_draw_stays(self) -> None:
         tree = self.grown()
         tree.insert(2, Paths([3], [0], [-1.0], [(0, mine := row(3, 4))]))
         assert tree.insert(2, Paths([4], [0], [-0.1], [(0, row(4))])) == []
         assert list(tree.root.children) == [3]
-        assert tree.root.row is mine
+        assert tree.root.distribution is mine
 
     def test_again_changes_nothing(self) -> None:
         tree = self.grown()
@@ -439,4 +439,4 @@ class TestSampled:
     def test_a_row_alone_is_nothing(self) -> None:
         tree = self.grown()
         tree.insert(2, Paths([], [], [], [(0, row(3))]))
-        assert tree.root.row is None
+        assert tree.root.distribution is None

@@ -77,8 +77,8 @@ def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
         step(session)
     paths = session.take_unsent(0.0).paths
     assert list(paths.parents) == [0, 1, 2, 3]
-    assert [parent for parent, _ in paths.rows] == [0, 1, 2, 3]
-    assert all(row.fits(Rule.REJECTION, VOCABULARY) for _, row in paths.rows)
+    assert [parent for parent, _ in paths.distributions] == [0, 1, 2, 3]
+    assert all(row.fits(Rule.REJECTION, VOCABULARY) for _, row in paths.distributions)
 
 
 def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
@@ -167,7 +167,7 @@ def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperatur
 def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
     """Paths, and whether each has a distribution below it."""
     nodes = (tree.root, *tree.root.walk())
-    return {(tuple(n.token for n in node.path()), node.row is not None) for node in nodes}
+    return {(tuple(n.token for n in node.path()), node.distribution is not None) for node in nodes}
 
 
 def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
@@ -197,12 +197,12 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
     step(session)
     assert session.tree.size == 2
     session.commit(3, [9])
-    assert session.tree.root.row is None
+    assert session.tree.root.distribution is None
     assert session.best_logprob() > -math.inf
     step(session)
-    assert session.tree.root.row is not None
+    assert session.tree.root.distribution is not None
     assert session.send_at(0.0) < 0.0
-    assert session.take_unsent(0.0).paths.rows[0][0] == 0
+    assert session.take_unsent(0.0).paths.distributions[0][0] == 0
 
 
 def test_a_text_beyond_the_drafts_context() -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from specdec.client.errors import from_rpc
-from specdec.decoding.choice import SamplingQuery, RequestSampler, choose
-from specdec.decoding.contrastive import amateur_row
+from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
+from specdec.decoding.contrastive import amateur_distribution
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import Contrast, Rule, Sampling
 from specdec.v1 import generation_pb2, model_pb2
@@ -49,7 +49,7 @@ class Reference:
     def next(self, text: list[int]) -> tuple[int, float]:
         """The choice after a text, and by how much it is better than the second best."""
         z = self.target.logits(text)
-        row = amateur_row(self.draft.logits(text), self.sampler.contrast)
+        row = amateur_distribution(self.draft.logits(text), self.sampler.contrast)
         token = int(choose(z[None], [SamplingQuery(self.sampler, len(text), proposal=Proposal(None, row))])[0])
         plausible = z >= z.max() + math.log(self.sampler.contrast.alpha)
         scores = np.sort((z - row.values.astype(np.float64))[plausible])

@@ -243,7 +243,7 @@ def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
         loop.turn()
         for node in client.session.tree.root.walk():  # a node and its distribution come together
             assert node.parent is not None
-            assert node.parent.row is not None
+            assert node.parent.distribution is not None
             assert list(node.parent.children) == [node.token]
     assert NGRAM in sources(client)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec.decoding.choice import RequestSampler
-from specdec.decoding.proposal import DraftRow
+from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.decoding.tree import Node, Paths
@@ -370,10 +370,10 @@ def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
 def test_rows_that_the_rule_cannot_use_are_dropped() -> None:
     """And with them the draws that came with them: nothing in a step depends on what a draft sends."""
     session = decoding(sampling=Sampling(temperature=1.0), rule=Rule.REJECTION)
-    misfit = DraftRow(None, np.zeros(VOCABULARY, np.float16))
+    misfit = DraftDistribution(None, np.zeros(VOCABULARY, np.float16))
     session.extend(3, Paths([4], [0], [-0.1], [(0, misfit)]), 0.0)
-    assert (session.tree.size, session.tree.root.row) == (0, None)
-    session.extend(3, Paths([4], [0], [-0.1], [(0, DraftRow(np.array([4]), np.ones(1, np.float16)))]), 0.0)
+    assert (session.tree.size, session.tree.root.distribution) == (0, None)
+    session.extend(3, Paths([4], [0], [-0.1], [(0, DraftDistribution(np.array([4]), np.ones(1, np.float16)))]), 0.0)
     assert session.tree.size == 1
 
 
@@ -383,6 +383,6 @@ def test_a_session_that_contrasts_sits_out_until_it_has_a_row() -> None:
     assert (session.remaining_prompt, session.computable) == (2, 2)  # all but the tip
     session.computed = 2
     assert session.computable == 0
-    session.extend(3, Paths([4], [0], [-0.1], [(0, DraftRow(None, np.zeros(VOCABULARY, np.float16)))]), 0.0)
+    session.extend(3, Paths([4], [0], [-0.1], [(0, DraftDistribution(None, np.zeros(VOCABULARY, np.float16)))]), 0.0)
     assert session.computable == 1
     assert list(session.candidates()) == []  # nothing can be chosen below a candidate without a row

@@ -13,7 +13,7 @@ from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import SamplingQuery
 from specdec.decoding.processing import MAX_ABS_LOGIT
-from specdec.decoding.proposal import DraftRow
+from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.tree import Paths
 from specdec.engine.blocks import BlockTable
 from specdec.engine.kv import PoolFullError, Slots
@@ -95,7 +95,7 @@ class DraftChain:
         self.broken = False  # the draft's logits are not finite
         self._calibration = calibration
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and scores of siblings
-        self._rows: list[DraftRow] = []  # from which they were drawn (REJECTION)
+        self._rows: list[DraftDistribution] = []  # from which they were drawn (REJECTION)
         prefix.chain = self
 
     def take(self) -> tuple[int, int, Slots]:

@@ -19,7 +19,7 @@ from specdec.decoding.choice import RequestSampler, SamplingQuery
 from specdec.decoding.lookahead import Lookahead, Window
 from specdec.decoding.ngrams import NgramPool
 from specdec.decoding.processing import PenaltyState
-from specdec.decoding.proposal import DraftRow
+from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import LONGEST, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
@@ -201,9 +201,9 @@ class NgramProposer:
             self.pool.add(ngram)
 
 
-def _certain(token: int) -> DraftRow:
+def _certain(token: int) -> DraftDistribution:
     """A distribution that is sure of a token."""
-    return DraftRow(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
+    return DraftDistribution(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
 
 
 def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:

@@ -91,7 +91,7 @@ class TreeVerification:
     def _query(self, node: Node, path: list[int]) -> SamplingQuery:
         """A sampled child is put to the test whether or not it is in this step: if it is accepted, what the draft has
         grown below it stays alive."""
-        proposal = None if node.row is None else Proposal(next(iter(node.children), None), node.row)
+        proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
         return SamplingQuery(
             self.session.request.sampler, node.position + 1, self.session.penalty_state, path, proposal
         )
