@@ -30,8 +30,8 @@ from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
-from specdec.engine.blocks import BlockPool
-from specdec.engine.load import load_engine
+from specdec.engine.kv.blocks import BlockPool
+from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from verifier_service.session import Policy, Session, SessionRequest

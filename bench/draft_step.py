@@ -18,7 +18,7 @@ import numpy as np
 from draft_service.expansion_width import siblings
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
-from specdec.engine.load import Dtype, Kind, load_engine
+from specdec.engine.loading import Dtype, Kind, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 

@@ -35,10 +35,10 @@ from bench.engine_subjects import KINDS, PEERS, ContinuousBatching, Ours, Subjec
 from bench.publish import CUT_OFF, Report, folder, publish
 from bench.shapes import SHAPES, Combination, Sizes, floor_seconds, sizes, split, write
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.load import MOST_THREADS, Dtype, Kind, check_torch, load_engine
+from specdec.engine.hf.pretrained import DTYPES
+from specdec.engine.hf.random_weights import RandomWeights
+from specdec.engine.loading import MOST_THREADS, Dtype, Kind, check_torch, load_engine
 from specdec.engine.model_directory import ModelDirectoryError
-from specdec.engine.pretrained import DTYPES
-from specdec.engine.random_weights import RandomWeights
 from verifier_service.step_loop import MOST_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]

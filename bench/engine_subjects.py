@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 from bench.device import Device
 from bench.shapes import Combination
 from specdec.engine.engine import Engine, step_of
-from specdec.engine.pretrained import DTYPES
-from specdec.engine.random_weights import RandomWeights
+from specdec.engine.hf.pretrained import DTYPES
+from specdec.engine.hf.random_weights import RandomWeights
 from verifier_service.scheduling.step_latency import GREEDY
 
 PEERS = ("eager-dynamic", "eager-static", "compiled", "continuous-batching")

@@ -18,7 +18,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from specdec.engine.engine import Engine
-from specdec.engine.load import load_engine
+from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.server import ServerSettings, Service, in_a_thread_of_its_own, run
 from specdec.serving.wire import identity_of

@@ -18,7 +18,7 @@ import numpy as np
 from bench.draft_step import batch
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
-from specdec.engine.load import Dtype, load_engine
+from specdec.engine.loading import Dtype, load_engine
 from specdec.engine.model_directory import ModelDirectory
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -12,7 +12,7 @@ from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer, Limits
 from specdec.durations import duration
-from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
+from specdec.engine.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run

@@ -16,7 +16,7 @@ import structlog
 
 from draft_service.session import Extension, Session
 from specdec.engine.engine import Engine
-from specdec.engine.kv import KVPool
+from specdec.engine.kv.slots import KVPool
 from specdec.serving.engine_worker import EngineWorker
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
-from specdec.engine.kv import Slots
+from specdec.engine.kv.slots import Slots
 
 WIDTHS = (4, 8, 16)
 """The first is taken however long it takes."""

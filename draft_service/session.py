@@ -18,7 +18,7 @@ from specdec.decoding.processing import MAX_ABS_LOGIT, PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 from specdec.engine.batch import Packer
-from specdec.engine.kv import Slots
+from specdec.engine.kv.slots import Slots
 
 DISTRIBUTIONS_A_MESSAGE = 4
 """Whole distributions in a message, about: one over a vocabulary of 128,000 tokens takes a quarter of a megabyte."""

@@ -99,7 +99,7 @@ def export(
         from specdec.serving import logs
 
         logs.configure("export", "warning")  # before libraries are imported that chat on stderr
-        from specdec.engine.export import export as run  # takes seconds: a wrong path is told before
+        from specdec.engine.onnx.export import export as run  # takes seconds: a wrong path is told before
 
         run(directory, target, dtype)
     except (ModelDirectoryError, UnsupportedModelError) as error:

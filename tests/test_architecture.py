@@ -25,8 +25,8 @@ SERVICES = ("draft_service", "verifier_service", "orchestrator")
         ("specdec.client", ("torch", "numpy", "transformers", "structlog", "typer")),
         ("orchestrator.__main__", ("torch", "transformers", "onnxruntime")),
         ("draft_service.__main__", ("torch", "transformers")),
-        ("specdec.engine.onnx_engine", ("torch", "transformers")),
-        ("specdec.engine.torch_engine", ("specdec.engine.unit_attention", "specdec.engine.device_loops")),  # Triton
+        ("specdec.engine.onnx.engine", ("torch", "transformers")),
+        ("specdec.engine.torch_engine", ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels")),  # Triton
         ("specdec.decoding.choice", ("torch", "grpc", "transformers")),
         ("specdec.decoding.tree", ("torch", "grpc", "numpy")),
     ],

@@ -12,7 +12,7 @@ import typer
 
 from specdec.durations import duration
 from specdec.engine.engine import Engine
-from specdec.engine.load import MOST_THREADS, Dtype, Kind, load_engine
+from specdec.engine.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving import logs
@@ -23,7 +23,7 @@ from verifier_service.servicer import Limits, VerifierServicer
 from verifier_service.step_loop import StepLoop
 
 if TYPE_CHECKING:  # it brings torch
-    from specdec.engine.ranks import Ranks
+    from specdec.engine.distributed.ranks import Ranks
 
 log = structlog.get_logger()
 
@@ -124,8 +124,8 @@ def main(
     if os.environ.get("WORLD_SIZE", "1") == "1":
         run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
         return
-    from specdec.engine.parallel import follow
-    from specdec.engine.ranks import PLACE, Ranks
+    from specdec.engine.distributed.ranks import PLACE, Ranks
+    from specdec.engine.parallel_engine import follow
 
     for name in PLACE:
         if not (value := os.environ.get(name, "")).isdecimal():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from specdec.engine.blocks import BLOCK
+from specdec.engine.kv.blocks import BLOCK
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
 from specdec.serving.response_queue import ResponseQueue

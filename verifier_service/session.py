@@ -16,8 +16,8 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
-from specdec.engine.blocks import BLOCK, BlockPool, BlockTable
-from specdec.engine.kv import PoolFullError, Slots
+from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
+from specdec.engine.kv.slots import PoolFullError, Slots
 from specdec.serving import checksum
 from verifier_service.proposers.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
 from verifier_service.scheduling.batch_plan import ScheduledRows, plan_tree

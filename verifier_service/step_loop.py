@@ -18,8 +18,8 @@ import structlog
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
-from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine, step_of
+from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.proposers.draft_model import NO_PROPOSALS, DraftModelProposer

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from bench.simulation.language import Hashes, following
 from bench.simulation.workers import sleep
 from specdec.engine.batch import PackedBatch
-from specdec.engine.kv import Slots
-from specdec.engine.paths import PathBatch, PathPacker
+from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
+from specdec.engine.kv.slots import Slots
 from verifier_service.scheduling.step_latency import MEASURED_ROWS, StepLatency
 
 
@@ -104,11 +104,11 @@ class SimulatedEngine:
         self._speak = speak
         self._texts: Hashes = np.zeros(capacity, dtype=np.uint64)
 
-    def packer(self) -> PathPacker:
-        return PathPacker()
+    def packer(self) -> RaggedPacker:
+        return RaggedPacker()
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        assert isinstance(batch, PathBatch)
+        assert isinstance(batch, RaggedBatch)
         self._occupy(self._device.seconds(len(batch.tokens)))
         texts = self._texts
         before = np.where(batch.positions > 0, batch.keys[np.maximum(batch.first + batch.positions - 1, 0)], 0)

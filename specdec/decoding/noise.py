@@ -4,7 +4,7 @@ Counter-based, so that it can be computed for any subset of ids, in any order, o
 it to processed logits and taking the argmax samples from their softmax (Gumbel 1954; Maddison et al.
 2014); two models that add the *same* noise tend to choose the same token (Daliri, Musco, Suresh 2024).
 
-`specdec.engine.torch_noise` computes the same words in torch.
+`specdec.engine.gpu.noise` computes the same words in torch.
 """
 
 from __future__ import annotations

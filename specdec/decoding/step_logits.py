@@ -1,7 +1,7 @@
 """The rows of a step: a forward pass has brought logits, and sessions ask what they choose.
 
 Where the logits lie is nobody's business but theirs: here they are in memory, on a device they stay where they are
-(`specdec.engine.gpu_logits`).
+(`specdec.engine.gpu.sampler`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.engine.kv import NOWHERE, Slots
-from specdec.engine.row_class import RowClass
+from specdec.engine.kv.slots import PADDING_SLOT, Slots
+from specdec.engine.row_counts import InvariantRowCounts
 
 Mask = NDArray[np.bool_]
 
@@ -38,7 +38,7 @@ class Packer(ABC):
     `rows` is the class of numbers of rows that the batch is padded to, if any; so are the wanted ones.
     """
 
-    rows: RowClass | None = None
+    rows: InvariantRowCounts | None = None
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -82,6 +82,6 @@ class Packer(ABC):
             return
         missing = self.rows.padded(len(self.tokens)) - len(self.tokens)
         if missing:
-            self.add_path(np.asarray([NOWHERE]), [self.add_row(0, 0, NOWHERE) for _ in range(missing)])
+            self.add_path(np.asarray([PADDING_SLOT]), [self.add_row(0, 0, PADDING_SLOT) for _ in range(missing)])
         wanted = self.wanted or [0]  # an empty selection is a case of its own to a compiler
         self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from specdec.decoding.choice import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.kv import Slots
+from specdec.engine.kv.slots import Slots
 
 
 class UnsupportedModelError(Exception):
@@ -41,7 +41,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class DeviceEngine(Engine, Protocol):
+class GpuSampling(Engine, Protocol):
     """One whose logits are better left where they are."""
 
     def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> StepLogits:
@@ -54,6 +54,6 @@ Step = Callable[[PackedBatch, Callable[[], Mapping[int, SamplingQuery]]], StepLo
 
 def step_of(engine: Engine) -> Step:
     """However this engine makes one."""
-    if isinstance(engine, DeviceEngine):
+    if isinstance(engine, GpuSampling):
         return lambda batch, asked: engine.step(batch, asked())
     return lambda batch, _: HostLogits(engine.forward(batch))

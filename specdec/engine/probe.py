@@ -7,7 +7,7 @@ import structlog
 
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.engine.engine import Engine
-from specdec.engine.kv import NOWHERE, Slots
+from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 log = structlog.get_logger()
 
@@ -16,10 +16,10 @@ def recovers(engine: Engine, written: Slots) -> bool:
     """Tell whether a forward pass over a single token succeeds, once the slots that a failed one may have `written` are
     overwritten: a NaN in them would spread to whoever reads them, masked or not."""
     try:
-        engine.copy(np.full(len(written), NOWHERE), written)
+        engine.copy(np.full(len(written), PADDING_SLOT), written)
         packer = engine.packer()
-        row = packer.add_row(0, 0, NOWHERE)
-        packer.add_path(np.array([NOWHERE]), [row])
+        row = packer.add_row(0, 0, PADDING_SLOT)
+        packer.add_path(np.array([PADDING_SLOT]), [row])
         packer.want(row)
         logits = engine.forward(packer.pack())
     except Exception as error:

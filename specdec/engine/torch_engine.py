@@ -12,28 +12,29 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine import decoder, shards
-from specdec.engine.arithmetic import NUMBA
-from specdec.engine.attention import PackedAttention
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.compiled import LEAST_ROWS as LEAST_COMPILED_ROWS
-from specdec.engine.compiled import CompiledModel, frozen
+from specdec.engine.cpu.arithmetic import NUMBA
+from specdec.engine.cpu.attention import RaggedAttention, RaggedMemory
+from specdec.engine.cpu.compiled import LEAST_ROWS as LEAST_COMPILED_ROWS
+from specdec.engine.cpu.compiled import CompiledModel, frozen
+from specdec.engine.cpu.decoder import Decoder
+from specdec.engine.cpu.gemm_tiles import largest_tiles
+from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
+from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
-from specdec.engine.kv import Slots
-from specdec.engine.lane_attention import Group, LaneAttention
-from specdec.engine.lanes import LEAST_ROWS, LaneBatch, LaneGroup, LanePacker
-from specdec.engine.linear import Float32Head, PackedLinear, can_pack, lay_out
+from specdec.engine.hf import llama_like, shards
+from specdec.engine.hf.attention_hook import PackedAttention
+from specdec.engine.hf.batch_invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
+from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.linear import Float32Head, PackedLinear, can_pack, lay_out
+from specdec.engine.hf.pretrained import DTYPES, attention_of, is_quantised, load, window_of
+from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.numerics import device_kind
-from specdec.engine.own_forward import OwnForward
-from specdec.engine.path_attention import PathAttention, PathMemory
-from specdec.engine.paths import PathBatch, PathPacker
-from specdec.engine.pretrained import DTYPES, attention_of, is_quantised, load, window_of
-from specdec.engine.product_tiles import largest_tiles
-from specdec.engine.ranks import Ranks
-from specdec.engine.row_class import RowClass, RowClasses
+from specdec.engine.padded.attention import Group, PaddedAttention
+from specdec.engine.padded.layout import LEAST_ROWS, PaddedBatch, PaddedGroup, PaddedPacker
+from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
 
 Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """A forward pass: tokens [t], positions [t], wanted rows [n] and the batch's attention to logits [n, vocabulary]."""
@@ -73,10 +74,10 @@ class TorchEngine:
         exact: bool = True,
         threads: Sequence[int] = (),
         compiled: bool = False,
-        lanes: bool = False,
+        padded: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self._by_path = device == "cpu" and not lanes
+        self._by_path = device == "cpu" and not padded
         if self._by_path and dtype == "float16":
             raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
@@ -84,12 +85,12 @@ class TorchEngine:
         self.model = load(directory, DTYPES[dtype], device, ranks)
         if ranks is None:
             self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
-        own = OwnForward.of(self.model, directory.vocabulary)
+        own = ReferenceCheck.of(self.model, directory.vocabulary)
         if ranks is not None:
             shards.settle(self.model, ranks)
-        self._joined = self._by_path and not compiled and decoder.fits(self.model)
+        self._joined = self._by_path and not compiled and llama_like.fits(self.model)
         if self._joined:
-            decoder.join_products(self.model)
+            llama_like.join_products(self.model)
         packed = device == "cpu" and not compiled and can_pack(DTYPES[dtype])
         lay_out(self.model, packed=packed)
         self.vocabulary = directory.vocabulary
@@ -105,15 +106,15 @@ class TorchEngine:
         values = _pool([(*size, each.value_width) for size, each in zip(sizes, layers, strict=True)], **place)
         keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
         self._pools = EagerPools(keys, values)
-        self._memory = PathMemory(keys, values, self.threads[0]) if self._by_path else None
-        self._rows: RowClass | None = None  # numbers of them that batches have
-        self._classes: RowClasses | None = None
+        self._memory = RaggedMemory(keys, values, self.threads[0]) if self._by_path else None
+        self._rows: InvariantRowCounts | None = None  # numbers of them that batches have
+        self._classes: ShapeRowCounts | None = None
         self._compiled = False
         head = set(self.model.get_output_embeddings().modules())  # has fewer rows
         products = [each for each in self.model.modules() if isinstance(each, PackedLinear) and each not in head]
         self._largest_tiles = largest = largest_tiles(products)
         # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
-        self._usual = RowClasses.alike(CANDIDATES, largest).cut(largest) if packed and self._by_path else None
+        self._usual = ShapeRowCounts.alike(CANDIDATES, largest).cut(largest) if packed and self._by_path else None
         self.tile(None)
         self.exact = False
         self._settle(own, exact=exact, compiled=compiled)
@@ -135,8 +136,8 @@ class TorchEngine:
     def packer(self) -> Packer:
         if self._by_path:
             usual = None if self._usual is None else self._usual.batch
-            return PathPacker(rows=self._rows or usual)
-        return LanePacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
+            return RaggedPacker(rows=self._rows or usual)
+        return PaddedPacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return np.asarray(self.logits(batch).cpu().numpy())
@@ -160,7 +161,7 @@ class TorchEngine:
         if self._memory is not None:
             self._memory.threads = count
 
-    def tile(self, classes: RowClasses | None) -> None:
+    def tile(self, classes: ShapeRowCounts | None) -> None:
         """Run products at the members of their classes only; None: at any number of rows, or at usual ones. Those
         that were measured have no larger tiles than are the quickest."""
         self._classes = classes
@@ -180,7 +181,7 @@ class TorchEngine:
         sharers = ranks.local_degree if device == "cpu" else 1
         return min(ranks.all(ranks.together(lambda: slots_for(slot_bytes, context, device, sharers))))
 
-    def _settle(self, own: OwnForward, *, exact: bool, compiled: bool) -> None:
+    def _settle(self, own: ReferenceCheck, *, exact: bool, compiled: bool) -> None:
         """Compare with the model's own forward, and choose how to compute."""
         own.check(self)
         if compiled:
@@ -190,7 +191,7 @@ class TorchEngine:
 
     def _assembled(self) -> Run:
         """The layers as they are now."""
-        return decoder.Decoder(self.model, self._layers) if self._joined else self._own_layers
+        return Decoder(self.model, self._layers) if self._joined else self._own_layers
 
     def _own_layers(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
         logits: Tensor = self.model(
@@ -199,7 +200,7 @@ class TorchEngine:
         return logits[0]
 
     def _compile(self) -> None:
-        self._rows = RowClass(tuple(count for count in CANDIDATES if count >= LEAST_COMPILED_ROWS))
+        self._rows = InvariantRowCounts(tuple(count for count in CANDIDATES if count >= LEAST_COMPILED_ROWS))
         self._run, self._compiled = CompiledModel(self.model), True
         packer = self.packer()
         rows = packer.add_rows([0, 0, 0], 0, [1, 2, 3])
@@ -228,17 +229,17 @@ class TorchEngine:
             self.tile(None)
 
     def _attention(self, batch: PackedBatch) -> PackedAttention:
-        if isinstance(batch, PathBatch):
+        if isinstance(batch, RaggedBatch):
             assert self._memory is not None
-            return PathAttention(self._memory, batch)
-        assert isinstance(batch, LaneBatch)  # from our own packer
+            return RaggedAttention(self._memory, batch)
+        assert isinstance(batch, PaddedBatch)  # from our own packer
         in_order = bool((batch.place == np.arange(len(batch.place))).all())
         groups = [self._group(group) for group in batch.groups]
         once = in_order and sum(group.rows.numel() for group in groups) == len(batch.tokens)
         place = None if once else self._tensor(batch.place)
-        return LaneAttention(self._pools, self._tensor(batch.slots), groups, place, fused=True)
+        return PaddedAttention(self._pools, self._tensor(batch.slots), groups, place, fused=True)
 
-    def _group(self, group: LaneGroup) -> Group:
+    def _group(self, group: PaddedGroup) -> Group:
         first, length = int(group.keys[0, 0]), group.keys.shape[1]
         keys: Tensor | slice
         if group.contiguous and first + length <= self.capacity:

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 
 from specdec.engine.engine import Engine
-from specdec.engine.kv import Slots
+from specdec.engine.kv.slots import Slots
 from specdec.engine.probe import recovers
 from specdec.serving.errors import EngineLostError, ModelFailureError
 from specdec.serving.step_retry import StepRetry

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 import structlog
 
-from specdec.engine.kv import PoolFullError
+from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolError
 from specdec.serving.opening import Openings
 from specdec.serving.response_queue import ResponseQueue

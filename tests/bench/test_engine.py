@@ -16,9 +16,9 @@ from bench.engine_subjects import Subject
 from bench.publish import publish
 from bench.shapes import SHAPES, WORKING, Combination, Sizes, floor_seconds, needed_bytes, sizes, split, write
 from bench.synthetic import candidates, decode
-from specdec.engine.load import load_engine
+from specdec.engine.hf.random_weights import RandomWeights
+from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.random_weights import RandomWeights
 from specdec.engine.torch_engine import TorchEngine
 from tests.models import make
 

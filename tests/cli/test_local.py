@@ -22,8 +22,8 @@ from bench.processes import alive, children_of
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
-from specdec.engine.export import export
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.onnx.export import export
 from tests.models import make, near
 from verifier_service.__main__ import main as verifier
 

@@ -18,8 +18,8 @@ from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
-from specdec.engine.kv import PoolFullError, Slots
-from specdec.engine.paths import PathPacker
+from specdec.engine.cpu.layout import RaggedPacker
+from specdec.engine.kv.slots import PoolFullError, Slots
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
 
@@ -38,8 +38,8 @@ class Engine:
         self.sureness = sureness
         self.read: list[list[int]] = []  # tokens of each step
 
-    def packer(self) -> PathPacker:
-        return PathPacker()
+    def packer(self) -> RaggedPacker:
+        return RaggedPacker()
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         self.read.append(batch.tokens.tolist())

@@ -15,7 +15,7 @@ from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import TokenTree
-from specdec.engine.paths import PathPacker
+from specdec.engine.cpu.layout import RaggedPacker
 
 VOCABULARY = 16
 CONTEXT = 20
@@ -38,7 +38,7 @@ def made(
 
 def step(session: Session, best: float = 5.0) -> None:
     """Read what there is to read; the model prefers the tokens in order, 7 most, of which it is as sure as said."""
-    packer = PathPacker()
+    packer = RaggedPacker()
     if session.pending_text:
         session.plan_text(packer, 1000)
     else:
@@ -172,7 +172,7 @@ def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
 
 def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
     session = made(min_path_probability=0.3, max_branches=1)
-    packer = PathPacker()
+    packer = RaggedPacker()
     session.plan_text(packer, 1000)
     session.expand(np.zeros((1, VOCABULARY), dtype=np.float32))
     (child,) = session.tree.root.children.values()

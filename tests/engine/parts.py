@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.parallel import FollowingEngine, LeadingEngine
-from specdec.engine.ranks import Ranks
+from specdec.engine.parallel_engine import FollowingEngine, LeadingEngine
 from tests.models import VOCABULARY
 
 CAPACITY = 512
@@ -30,7 +30,7 @@ class Case:
 
     name: str
     directory: Path
-    lanes: bool = False
+    padded: bool = False
 
 
 def text() -> list[int]:
@@ -81,7 +81,7 @@ def run_all(cases: list[Case], results: Path) -> None:
     with Ranks.joined("cpu") as ranks:
         kind = FollowingEngine if ranks.rank else LeadingEngine
         for case in cases:
-            options: dict[str, Any] = {"capacity": CAPACITY, "lanes": case.lanes, "threads": (1,)}
+            options: dict[str, Any] = {"capacity": CAPACITY, "lanes": case.padded, "threads": (1,)}
             try:
                 engine = kind(ModelDirectory(case.directory), ranks=ranks, **options)
             except UnsupportedModelError as error:

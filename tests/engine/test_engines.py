@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.engine import Engine, UnsupportedModelError
-from specdec.engine.export import copy_graph, export, exported
-from specdec.engine.kv import KVPool, Slots
-from specdec.engine.load import load_engine
+from specdec.engine.kv.slots import KVPool, Slots
+from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
-from specdec.engine.onnx_engine import OnnxEngine
+from specdec.engine.onnx.engine import OnnxEngine
+from specdec.engine.onnx.export import copy_graph, export, exported
 from specdec.engine.torch_engine import TorchEngine
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make, save
 
@@ -111,7 +111,7 @@ def torch_engine(model: Path) -> TorchEngine:
 @pytest.fixture(scope="session")
 def lanes_engine(model: Path) -> TorchEngine:
     """As on devices other than the CPU: attention by tensor operations, which masks; and not exact."""
-    return TorchEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, lanes=True)
+    return TorchEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, padded=True)
 
 
 @pytest.fixture(scope="session")
@@ -421,7 +421,7 @@ class TestVariants:
     def test_float16_stays_close(self, tmp_path: Path) -> None:
         """By lanes, as GPUs run it."""
         directory = make("gemma2", tmp_path)
-        engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="float16", exact=False, lanes=True)
+        engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="float16", exact=False, padded=True)
         got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
         assert got.dtype == np.float32
         assert 1e-5 < np.abs(got - want).max() / np.abs(want).max() < 0.02

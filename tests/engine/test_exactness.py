@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from specdec.engine.batch import Packer
-from specdec.engine.kv import Slots
+from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.torch_engine import TorchEngine
 from tests.engine import odd_models

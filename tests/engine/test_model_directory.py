@@ -15,10 +15,10 @@ from typing import Any
 import onnx
 import pytest
 
-from specdec.engine.export import copy_graph
+from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
-from specdec.engine.onnx_engine import OnnxEngine
-from specdec.engine.pretrained import DTYPES, load
+from specdec.engine.onnx.engine import OnnxEngine
+from specdec.engine.onnx.export import copy_graph
 from tests.models import CONTEXT, END, VOCABULARY, make
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.linear import PackedLinear, is_plain
+from specdec.engine.hf.linear import PackedLinear, is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.torch_engine import TorchEngine
 from specdec.v1 import generation_pb2

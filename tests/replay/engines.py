@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import Engine
-from specdec.engine.kv import Slots
+from specdec.engine.kv.slots import Slots
 from tests.replay.clock import Clock
 from tests.verifier.fakes import LANGUAGE, VOCABULARY, TextEngine
 

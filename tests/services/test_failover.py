@@ -19,7 +19,7 @@ from specdec.client.errors import from_rpc
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
-from specdec.engine.blocks import BLOCK
+from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.wire import scores_message
 from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2
 from tests.services.conftest import Directories

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
-from specdec.engine.blocks import BLOCK
+from specdec.engine.kv.blocks import BLOCK
 from specdec.v1 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target

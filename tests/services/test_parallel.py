@@ -19,8 +19,8 @@ import pytest
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
+from specdec.engine.distributed.ranks import LOST, PLACE
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.ranks import LOST, PLACE
 from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.ranks import Launched, launched, module
 from tests.services.conftest import Directories

@@ -13,9 +13,9 @@ from bench.prompts import held_out
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import Engine
-from specdec.engine.export import exported
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.onnx_engine import OnnxEngine
+from specdec.engine.onnx.engine import OnnxEngine
+from specdec.engine.onnx.export import exported
 from specdec.local import DEMO
 from tests.margins import Oracle
 from tests.models import ARCHITECTURES, END, VOCABULARY, make, near

@@ -24,11 +24,11 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
-from specdec.engine.blocks import BLOCK
-from specdec.engine.gpu_logits import GpuLogits
-from specdec.engine.kv import NOWHERE, Slots
-from specdec.engine.paths import PathBatch, PathPacker
-from specdec.engine.row_class import RowClass
+from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
+from specdec.engine.gpu.sampler import GpuLogits
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.kv.slots import PADDING_SLOT, Slots
+from specdec.engine.row_counts import InvariantRowCounts
 from verifier_service.running_session import RunningSession
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy, Session, SessionRequest
@@ -104,7 +104,7 @@ class TextEngine:
     vocabulary = VOCABULARY
     bad = BAD
 
-    def __init__(self, blocks: int, scratch: int = MOST_CANDIDATES, rows: RowClass | None = None) -> None:
+    def __init__(self, blocks: int, scratch: int = MOST_CANDIDATES, rows: InvariantRowCounts | None = None) -> None:
         self.capacity = blocks * BLOCK + scratch
         self.memory = np.full(self.capacity, UNWRITTEN)
         self.broken = np.zeros(self.capacity, dtype=bool)  # holds NaN
@@ -116,17 +116,17 @@ class TextEngine:
         self.used = self.threads[0]
         self._rows = rows
 
-    def packer(self) -> PathPacker:
-        return PathPacker(rows=self._rows)
+    def packer(self) -> RaggedPacker:
+        return RaggedPacker(rows=self._rows)
 
     def speak(self, number: int) -> NDArray[np.float32]:
         """Logits [V] of what follows a text."""
         return LANGUAGE.logits(number)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        assert isinstance(batch, PathBatch)
+        assert isinstance(batch, RaggedBatch)
         batch.check(self.capacity)
-        written = batch.slots[batch.slots != NOWHERE]
+        written = batch.slots[batch.slots != PADDING_SLOT]
         self.steps.append(len(written))
         if self.failure is not None:
             failure, self.failure = self.failure, None

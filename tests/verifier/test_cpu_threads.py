@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.blocks import BLOCK
+from specdec.engine.kv.blocks import BLOCK
 from tests.verifier.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.scheduling.cpu_threads import FIRST_PROBE_PAUSE, LINGER_SECONDS, LONGEST_PROBE_PAUSE, ThreadPolicy
 from verifier_service.scheduling.step_latency import StepLatency

@@ -9,8 +9,8 @@ import pytest
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.engine.blocks import BLOCK
-from specdec.engine.row_class import RowClass
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.row_counts import InvariantRowCounts
 from tests.verifier.fakes import (
     BAD,
     DEAR,
@@ -102,10 +102,10 @@ def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
     assert loop._draft_model.held == 0
 
 
-@pytest.mark.parametrize("rows", [None, RowClass((4, 6, 16, 64, 256))], ids=["any-rows", "row-class"])
+@pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16, 64, 256))], ids=["any-rows", "row-class"])
 @pytest.mark.parametrize("kind", [TextEngine, OftenWrong])
 @pytest.mark.parametrize("sampling", [NO_BAD, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
-def test_a_crowd_gets_what_each_would_get_alone(sampling: Sampling, kind: Any, rows: RowClass | None) -> None:
+def test_a_crowd_gets_what_each_would_get_alone(sampling: Sampling, kind: Any, rows: InvariantRowCounts | None) -> None:
     draft = kind(60, rows=rows)
     loop = loop_with(draft)
     clients = [client(loop, 30 * i + 1, i, sampling=sampling) for i in range(5)]

@@ -14,7 +14,7 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
-from specdec.engine.paths import PathBatch
+from specdec.engine.cpu.layout import RaggedBatch
 from tests.verifier.fakes import (
     BAD,
     DEAR,
@@ -191,7 +191,7 @@ class Parrot(TextEngine):
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         logits = super().forward(batch)
-        assert isinstance(batch, PathBatch)
+        assert isinstance(batch, RaggedBatch)
         for index, row in enumerate(batch.wanted.tolist()):
             path = batch.keys[batch.first[row] : batch.first[row] + batch.positions[row] + 1]
             logits[index] = 0

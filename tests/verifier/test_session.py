@@ -13,9 +13,9 @@ from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.decoding.tree import Node, Paths
-from specdec.engine.blocks import BLOCK, BlockPool
-from specdec.engine.kv import PoolFullError
-from specdec.engine.paths import PathPacker
+from specdec.engine.cpu.layout import RaggedPacker
+from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.slots import PoolFullError
 from verifier_service.scheduling.batch_plan import ScheduledRows
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, VerifyResult
@@ -63,7 +63,7 @@ class Script:
         self.choices = choices
         self.default = default
 
-    def logits(self, packer: PathPacker, *sessions: Session) -> StepLogits:
+    def logits(self, packer: RaggedPacker, *sessions: Session) -> StepLogits:
         """Each wanted row's, from the text that its path spells: the token at every slot."""
         batch = packer.pack()
         token_at: dict[int, int] = {}
@@ -79,14 +79,14 @@ class Script:
         return result
 
 
-def planned(session: Session, packer: PathPacker, scratch: list[int] | None = None) -> ScheduledRows:
+def planned(session: Session, packer: RaggedPacker, scratch: list[int] | None = None) -> ScheduledRows:
     """With the best candidates that it may have."""
     nodes = session.tree.best(session.max_candidates)
     return session.plan(packer, 1, nodes, list(SCRATCH) if scratch is None else scratch)
 
 
 def step(session: Session, script: Script, scratch: list[int] | None = None) -> tuple[VerifyResult, TreeVerification]:
-    packer = PathPacker()
+    packer = RaggedPacker()
     verification = TreeVerification(session, planned(session, packer, scratch))
     verify_trees([verification], HostLogits(script.logits(packer, session)))
     assert verification.error is None
@@ -135,7 +135,7 @@ class TestStep:
 
     def test_what_arrives_during_the_step_waits_for_the_next(self) -> None:
         session = decoding()
-        packer = PathPacker()
+        packer = RaggedPacker()
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
@@ -148,7 +148,7 @@ class TestStep:
         """The candidate chosen came too late to be verified: its parent had no children then."""
         session = decoding()
         session.extend(3, Paths([4], [0], [-0.1]), 0.0)
-        packer = PathPacker()
+        packer = RaggedPacker()
         plan = planned(session, packer)
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
@@ -179,7 +179,7 @@ class TestStep:
 
     def test_logits_that_are_not_numbers_are_an_error(self) -> None:
         session = decoding()
-        packer = PathPacker()
+        packer = RaggedPacker()
         verification = TreeVerification(session, planned(session, packer))
         verify_trees([verification], HostLogits(np.full((1, VOCABULARY), np.nan, dtype=np.float32)))
         assert isinstance(verification.error, FloatingPointError)
@@ -201,7 +201,7 @@ class TestStep:
         one, other = decoding(pool), decoding(pool, prompt=[3, 2, 1])
         one.extend(3, Paths([4, 5, 7], [0, 1, 0], [-0.1, -0.1, -0.3]), 0.0)
         other.extend(3, Paths([6, 6], [0, 1], [-0.1, -0.1]), 0.0)
-        packer, scratch = PathPacker(), list(SCRATCH)
+        packer, scratch = RaggedPacker(), list(SCRATCH)
         verifications = [TreeVerification(session, planned(session, packer, scratch)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
         verify_trees(verifications, HostLogits(script.logits(packer, one, other)))
@@ -218,7 +218,7 @@ class TestPrompt:
         session = made()
         session.allocate(BlockPool(2))
         for done in (1, 2):
-            packer = PathPacker()
+            packer = RaggedPacker()
             piece = session.plan(packer, 1, [], [])
             assert (piece.root_row, piece.count, packer.wanted) == (None, 1, [])
             session.computed += piece.count
@@ -229,7 +229,7 @@ class TestPrompt:
     def test_at_once_it_decides_the_first_token(self) -> None:
         session = made()
         session.allocate(BlockPool(2))
-        packer = PathPacker()
+        packer = RaggedPacker()
         verification = TreeVerification(session, session.plan(packer, 3, [], []))
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 7}).logits(packer, session)))
         assert session.apply(verification, 0.0).tokens == [7]
@@ -355,7 +355,7 @@ class TestMemory:
 def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:
     session = decoding()
     session.extend(3, Paths([4, 5, 6, 7, 8], [0, 1, 1, 0, 4], [-0.1, -0.2, -0.3, -0.4, -0.1]), 0.0)
-    packer = PathPacker()
+    packer = RaggedPacker()
     plan = planned(session, packer)
     nodes: list[Node] = session.tree.best(9)
     assert packer.wanted == list(range(6))

@@ -21,8 +21,8 @@ from specdec.decoding.logprobs import log_softmax
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Paths
-from specdec.engine.blocks import BLOCK
-from specdec.engine.row_class import RowClass
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.row_counts import InvariantRowCounts
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
 from tests.verifier.fakes import (
@@ -83,9 +83,9 @@ def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
 
 
 class TestTokens:
-    @pytest.mark.parametrize("rows", [None, RowClass((4, 6, 16))], ids=["any-rows", "row-class"])
+    @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16))], ids=["any-rows", "row-class"])
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised"])
-    def test_a_crowd_gets_what_each_would_get_alone(self, sampling: Sampling, rows: RowClass | None) -> None:
+    def test_a_crowd_gets_what_each_would_get_alone(self, sampling: Sampling, rows: InvariantRowCounts | None) -> None:
         """Drafted well and badly and not at all, by an engine that pads and one that does not."""
         engine = TextEngine(30, rows=rows)
         loop = step_loop(engine)
@@ -844,7 +844,7 @@ class ManySessions(RuleBasedStateMachine):
 
     @initialize(
         blocks=st.integers(2, 9),
-        rows=st.sampled_from([None, RowClass((4, 6, 16))]),
+        rows=st.sampled_from([None, InvariantRowCounts((4, 6, 16))]),
         latency=st.sampled_from(COSTS),
         step_rows=st.sampled_from([8, 40, 512]),
         max_unread_tokens=st.sampled_from([4, 256]),
@@ -853,7 +853,7 @@ class ManySessions(RuleBasedStateMachine):
     def start(
         self,
         blocks: int,
-        rows: RowClass | None,
+        rows: InvariantRowCounts | None,
         latency: FixedLatency,
         step_rows: int,
         max_unread_tokens: int,
@@ -973,7 +973,12 @@ def test_a_storm(seed: int) -> None:
     dice = Random(seed)
     clients = ManySessions()
     clients.start(
-        3 + seed, [None, RowClass((4, 6, 16))][seed % 2], COSTS[seed % 3], [8, 40, 512][seed % 3], 40, ENGINES[seed % 2]
+        3 + seed,
+        [None, InvariantRowCounts((4, 6, 16))][seed % 2],
+        COSTS[seed % 3],
+        [8, 40, 512][seed % 3],
+        40,
+        ENGINES[seed % 2],
     )
     for _ in range(300):
         who = dice.randrange(100)

@@ -15,8 +15,8 @@ from specdec.decoding.choice import SamplingQuery
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.tree import Paths
-from specdec.engine.blocks import BlockTable
-from specdec.engine.kv import PoolFullError, Slots
+from specdec.engine.kv.blocks import BlockTable
+from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.session import Session
 
 BRANCHES = 3

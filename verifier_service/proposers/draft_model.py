@@ -18,9 +18,9 @@ import structlog
 
 from specdec.decoding.calibration import Calibrations
 from specdec.engine.batch import Packer
-from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
-from specdec.engine.kv import NOWHERE
+from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.slots import PADDING_SLOT
 from verifier_service.proposers.draft_chain import DraftChain, PrefixState
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Session
@@ -184,7 +184,7 @@ class DraftModelProposer:
         spoiled = prefix.table.close(wipe=wipe)
         if len(spoiled) and self.works:
             try:
-                self.engine.copy(np.full(len(spoiled), NOWHERE), spoiled)
+                self.engine.copy(np.full(len(spoiled), PADDING_SLOT), spoiled)
             except Exception as error:
                 self._fail(error)
 

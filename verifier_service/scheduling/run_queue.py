@@ -14,9 +14,9 @@ import numpy as np
 import structlog
 
 from specdec.decoding.tree import Node
-from specdec.engine.blocks import BLOCK, BlockPool
 from specdec.engine.engine import Engine
-from specdec.engine.kv import NOWHERE, PoolFullError, Slots
+from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
 from verifier_service.running_session import RunningSession
 from verifier_service.session import Session
 from verifier_service.stats import VerifierStats
@@ -138,7 +138,7 @@ class RunQueue:
 
     def _take_memory(self, session: Session, *, wipe: bool = False) -> None:
         spoiled = session.free(wipe=wipe)
-        self._copy(np.full(len(spoiled), NOWHERE), spoiled)
+        self._copy(np.full(len(spoiled), PADDING_SLOT), spoiled)
 
     def _copy(self, source: Slots, target: Slots) -> None:
         if len(source):

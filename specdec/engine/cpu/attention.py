@@ -1,0 +1,247 @@
+"""Attention over paths on the CPU: one loop, compiled by Numba.
+
+For a row: the dot products with its keys in order of position, their softmax, the sum of its values. Nothing is
+gathered, padded or masked, and keys and values are read where they lie. Queries that read the same keys, of rows of one
+path and of heads that share theirs, are taken a few at a time, and read them once; but no row's arithmetic depends on
+another's (`vectors.py`): the same token at the same place of the same text has the same bits in every batch. Memory and
+queries may be bfloat16; all arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.cpu import openmp
+from specdec.engine.cpu.arithmetic import REORDERED, Array, array_of, exp, narrowed
+from specdec.engine.cpu.layout import RaggedBatch
+from specdec.engine.cpu.vectors import dots, weighted_sums
+
+GROUP = 4
+"""Queries that are taken at a time."""
+
+PIECE = 32
+"""Rows of a path that are computed by one thread, head by head, at most."""
+
+SHARED_FROM = 1 << 16
+"""Numbers in the keys of all rows from which it pays to share them among threads: some ten microseconds' work."""
+
+EVERYTHING = np.iinfo(np.int64).max
+"""A window that is none."""
+
+
+@dataclass
+class RaggedMemory:
+    """Keys and values of all layers, [kv_heads, slots, width] each, and how many threads read them. Where all layers'
+    have the same shape they may be one tensor. (All keys of a head are together: that is how a text reads them.)"""
+
+    keys: Sequence[Tensor] | Tensor
+    values: Sequence[Tensor] | Tensor
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
+        self.whole: tuple[Array, Array] | None = None  # [layers, kv_heads, slots, width] each
+        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
+            self.whole = array_of(self.keys), array_of(self.values)
+
+
+class RaggedAttention:
+    """What the model's layers ask in one forward pass."""
+
+    def __init__(self, memory: RaggedMemory, batch: RaggedBatch) -> None:
+        batch.check(memory.keys[0].shape[1])
+        self.batch = batch
+        self.memory = memory
+        self.pieces = pieces(batch.first, memory.threads)
+        self._cuts: dict[tuple[int, int], openmp.Cuts] = {}  # by the shape of a key
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        keys, values = self.memory.arrays[layer]
+        batch = self.batch
+        _store(array_of(key.contiguous()), array_of(value.contiguous()), keys, values, batch.slots)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        kernel(key.shape[2], value.shape[2])(
+            query.float().contiguous().numpy(),
+            keys,
+            values,
+            batch.keys,
+            batch.first,
+            batch.positions,
+            self.pieces,
+            window or EVERYTHING,
+            np.float32(scale),
+            np.float32(softcap or 0.0),
+            array_of(out),
+            self.shares_of(*key.shape[1:]),
+        )
+        return out
+
+    @property
+    def threads(self) -> int:
+        """That compute."""
+        return self.memory.threads
+
+    def shares_of(self, kv_heads: int, width: int) -> openmp.Cuts:
+        """Of the batch, for keys of this shape."""
+        cuts = self._cuts.get((kv_heads, width))
+        if cuts is None:
+            cuts = shares(self.batch.positions, self.pieces, kv_heads, width, self.threads)
+            self._cuts[kv_heads, width] = cuts
+        return cuts
+
+
+def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
+    """[p + 1] Where rows are cut, whose paths begin there, into pieces: neighbours on one path, a few for each
+    thread."""
+    rows = np.arange(len(first))
+    size = min(PIECE, max(GROUP, len(first) // (4 * threads)))
+    begins = np.concatenate([[True], first[1:] != first[:-1]])  # a path
+    behind = rows - np.maximum.accumulate(np.where(begins, rows, 0))
+    return np.append(rows[behind % size == 0], len(first))
+
+
+def shares(
+    positions: NDArray[np.int64], pieces: NDArray[np.int64], kv_heads: int, width: int, threads: int
+) -> openmp.Cuts:
+    """The batch's kv heads, piece by piece, cut so that each thread computes with about as many keys; a single share
+    where there are few."""
+    keys = np.repeat(np.add.reduceat(positions + 1, pieces[:-1]), kv_heads)
+    ends = np.cumsum(keys)
+    if not openmp.AVAILABLE or ends[-1] * width < SHARED_FROM:
+        return np.asarray([0, len(ends)])
+    middles = ends - keys / 2
+    cuts = np.searchsorted(middles, ends[-1] * np.arange(1, threads) / threads)
+    return np.concatenate([[0], cuts, [len(ends)]])
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -> None:
+    """Write the new rows [t, kv_heads, width] to their slots."""
+    for r in range(len(slots)):
+        for kv_head in range(len(keys)):
+            keys[kv_head, slots[r]] = new_keys[r, kv_head]
+            values[kv_head, slots[r]] = new_values[r, kv_head]
+
+
+@functools.cache
+def kernel(width: int, value_width: int) -> Callable[..., None]:
+    """The loop for heads of these widths, which are constants in it."""
+    dots_of_one, dots_of_row, dots_of_rows = (
+        dots(1, width, fetched=value_width),
+        dots(GROUP, width, fetched=value_width),
+        dots(GROUP, width),
+    )
+    sums_of_one, sums_of_all = weighted_sums(1, value_width), weighted_sums(GROUP, value_width)
+
+    @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+    def attend(
+        query: Any,  # float32 [t, heads, width]
+        keys: Any,  # as stored [kv_heads, slots, width]
+        values: Any,
+        path: Any,  # slots of all paths
+        first: Any,  # [t] where a row's path begins
+        positions: Any,  # [t]
+        pieces: Any,  # [p + 1] at which rows pieces begin
+        window: Any,  # how many tokens back a row sees, itself included
+        scale: Any,
+        softcap: Any,  # 0: none
+        out: Any,  # as stored [t, heads, value_width]
+        cuts: Any,  # [2] from which kv head to which, counted piece by piece
+    ) -> None:
+        kv_heads, slots = keys.shape[:2]
+        shared = query.shape[1] // kv_heads  # query heads of one key head
+        flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
+        longest = 0
+        for r in range(pieces[cuts[0] // kv_heads], pieces[-(-cuts[1] // kv_heads)]):
+            longest = max(longest, positions[r] + 1)
+        # Of a group: a query is a row and one of its heads.
+        queries = np.empty((GROUP, width), np.float32)
+        begins, ends = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)  # of what each sees
+        weights = np.empty((GROUP, longest), np.float32)
+        sums = np.empty((GROUP, value_width), np.float32)
+        key_at, value_at = np.empty(longest, np.int64), np.empty(longest, np.int64)
+        for unit in range(cuts[0], cuts[1]):
+            piece, kv_head = unit // kv_heads, unit % kv_heads
+            row = pieces[piece]
+            count = (pieces[piece + 1] - row) * shared
+            length = 0
+            for r in range(row, pieces[piece + 1]):
+                length = max(length, positions[r] + 1)
+            own = path[first[row] : first[row] + length]
+            for j in range(length):
+                place = kv_head * slots + own[j]
+                key_at[j], value_at[j] = place * width, place * value_width
+            for start in range(0, count, GROUP):
+                members = min(GROUP, count - start)
+                for i in range(1 if members == 1 else GROUP):
+                    number = start + min(i, members - 1)  # one query is there as often as it takes to fill the group
+                    r, head = row + number // shared, kv_head * shared + number % shared
+                    ends[i] = positions[r] + 1
+                    begins[i] = max(0, ends[i] - window)
+                    for d in range(width):
+                        queries[i, d] = query[r, head, d] * scale
+                if members == 1:
+                    begin, end = begins[0], ends[0]
+                    dots_of_one(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                elif count == shared:  # all of one row, which has its keys for itself
+                    begin, end = begins[0], ends[0]
+                    dots_of_row(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                else:
+                    begin, end = begins.min(), ends.max()
+                    dots_of_rows(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                for i in range(members):
+                    _soften(weights[i, begins[i] : ends[i]], softcap)
+                sums[:members] = 0
+                if members == 1:
+                    sums_of_one(sums, weights, flat_values, value_at, begin, end)
+                else:
+                    # What all of them see at once; what only some see, by itself: it may be no number.
+                    begin, end = begins.max(), max(begins.max(), ends.min())
+                    for i in range(members):
+                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(begin, ends[i]))
+                    sums_of_all(sums, weights, flat_values, value_at, begin, end)
+                    for i in range(members):
+                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, end, ends[i])
+                for i in range(members):
+                    r, head = row + (start + i) // shared, kv_head * shared + (start + i) % shared
+                    for d in range(value_width):
+                        out[r, head, d] = narrowed(sums[i, d], out[r, head, d])
+
+    return openmp.shared(attend)
+
+
+@numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
+def _soften(weights: Any, softcap: Any) -> None:
+    """The softmax of scores, in their place."""
+    if softcap > 0:
+        for j in range(len(weights)):
+            weights[j] = np.tanh(weights[j] / softcap) * softcap
+    best = np.float32(-np.inf)
+    for j in range(len(weights)):  # what is no number is never the best, and stays what it is
+        best = weights[j] if weights[j] > best else best
+    total = np.float32(0.0)
+    for j in range(len(weights)):
+        weight = exp(weights[j] - best)
+        weights[j] = weight
+        total += weight
+    share = np.float32(1.0) / total
+    for j in range(len(weights)):
+        weights[j] *= share

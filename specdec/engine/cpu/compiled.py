@@ -1,0 +1,97 @@
+"""A model compiled by torch: its layers fused into a few kernels, with the packed attention as one operator.
+
+Worth about a quarter of a small model's step, at the price of a C++ compiler and a minute or so at start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+from specdec.engine.hf.attention_hook import PackedAttention
+
+_running: dict[int, PackedAttention] = {}
+"""What the pass under way sees, by the number of its `CompiledModel`: operators take no objects."""
+
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("specdec::attend", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, number: int, layer: int, scale: float, softcap: float, window: int
+) -> Tensor:
+    return _running[number].attend(
+        layer, query, key, value, scale=scale, softcap=softcap or None, window=window or None
+    )
+
+
+@_attend.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, number: int, layer: int, scale: float, softcap: float, window: int
+) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+class _Operator:
+    """The packed attention as the compiler sees it: always the same."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        attended: Tensor = torch.ops.specdec.attend(
+            query, key, value, self.number, layer, scale, softcap or 0.0, window or 0
+        )
+        return attended
+
+
+class CompiledModel:
+    """One graph serves every number of rows from LEAST_ROWS."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._operator = _Operator(next(_numbers))
+        self._compiled: Callable[..., Any] = torch.compile(model, dynamic=True)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
+        input_ids, position_ids = tokens[None], positions[None]
+        for tensor, dimension in ((input_ids, 1), (position_ids, 1), (wanted, 0)):
+            torch._dynamo.mark_dynamic(tensor, dimension)
+        _running[self._operator.number] = packed
+        try:
+            logits: Tensor = self._compiled(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                logits_to_keep=wanted,
+                use_cache=False,
+                packed=self._operator,
+            ).logits
+        finally:
+            del _running[self._operator.number]
+        return logits[0]
+
+
+def frozen() -> AbstractContextManager[None]:
+    """For the call that compiles, outside inference mode: weights become constants, laid out for the CPU's kernels as
+    `linear.py` does without a compiler. (As an option of `torch.compile` it comes too late to have an effect.)"""
+    patch: AbstractContextManager[None] = torch._inductor.config.patch(freezing=True)
+    return patch
+
+
+LEAST_ROWS = 2
+"""A single row would be compiled for itself, with kernels that may round otherwise."""

@@ -1,0 +1,136 @@
+"""The layers of a decoder of the Llama kind, one after the other: written once, run as compiled code or as Python.
+
+Compiled, all layers of a step are one call, without the interpreter's lock between. As Python they take any kind of
+product: of ranks that sum theirs, or of weights that are not packed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from specdec.engine.cpu.arithmetic import Array
+from specdec.engine.cpu.attention import kernel
+from specdec.engine.cpu.loops import add_and_normalise, gate, rotate
+from specdec.engine.cpu.openmp import Cuts
+from specdec.engine.cpu.packed_gemm import product
+
+PRODUCTS = 4
+"""Of a layer. They read, in this order, the buffers `normal`, `attended`, `normal` and `gated`."""
+
+QKV, BACK, GATE_AND_UP, DOWN = range(PRODUCTS)
+
+NO_SOFTCAP = np.float32(0.0)
+
+
+class Weights(NamedTuple):
+    """Of all layers, but for those of products."""
+
+    norms: Array  # [2 * layers + 1, hidden] before attention, before the gates; after all of them
+    head_norms: Array  # [layers, 2, width] of queries and of keys, or [layers, 0, width]
+    epsilon: Any
+    cos: Array  # float32 [positions, width / 2]
+    sin: Array
+    windows: Array  # [layers] how many tokens back a row sees
+    scales: Array  # float32 [layers]
+
+
+class StepRows(NamedTuple):
+    """What a batch asks."""
+
+    positions: Array  # [t]
+    slots: Array  # [t]
+    path: Array  # slots of all paths
+    first: Array  # [t] where a row's path begins
+    pieces: Array  # [p + 1] at which rows pieces of paths begin
+
+
+class Buffers(NamedTuple):
+    """What one layer after the other computes with; as stored, except queries."""
+
+    residual: Array  # [t, hidden]
+    normal: Array  # [t, hidden]
+    query: Array  # float32 [t, heads, width]
+    attended: Array  # [t, heads, width]
+    gated: Array  # [t, inner]
+
+
+class Shares(NamedTuple):
+    """Where the work on rows is cut for a team."""
+
+    norms: Cuts
+    heads: Cuts
+    gates: Cuts
+    attention: Cuts
+
+
+def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
+    """The layers, with attention by a kernel for their heads; multiply(products, number) gives the result of a
+    product."""
+
+    def layers(
+        products: Any,
+        weights: Any,
+        rows: Any,
+        keys: Any,  # [layers, kv_heads, slots, width]
+        values: Any,
+        buffers: Any,
+        shares: Any,
+        update: Any,  # [t, hidden]
+    ) -> None:
+        """Add the update, which are embedded tokens, and what all layers make of it, to the residual; `normal` is the
+        last norm."""
+        residual, normal, norms = buffers.residual, buffers.normal, weights.norms
+        for layer in range(len(keys)):
+            own = PRODUCTS * layer
+            add_and_normalise(residual, update, norms[2 * layer], weights.epsilon, normal, shares.norms)
+            rotate(
+                multiply(products, own + QKV),
+                weights.head_norms[layer],
+                weights.epsilon,
+                weights.cos,
+                weights.sin,
+                rows.positions,
+                rows.slots,
+                buffers.query,
+                keys[layer],
+                values[layer],
+                shares.heads,
+            )
+            attend(
+                buffers.query,
+                keys[layer],
+                values[layer],
+                rows.path,
+                rows.first,
+                rows.positions,
+                rows.pieces,
+                weights.windows[layer],
+                weights.scales[layer],
+                NO_SOFTCAP,
+                buffers.attended,
+                shares.attention,
+            )
+            update = multiply(products, own + BACK)
+            add_and_normalise(residual, update, norms[2 * layer + 1], weights.epsilon, normal, shares.norms)
+            gate(multiply(products, own + GATE_AND_UP), buffers.gated, shares.gates)
+            update = multiply(products, own + DOWN)
+        add_and_normalise(residual, update, norms[2 * len(keys)], weights.epsilon, normal, shares.norms)
+
+    return layers
+
+
+@functools.cache
+def compiled(width: int) -> Callable[..., None]:
+    """For heads of this width, and packed products (`packed_products.Products`)."""
+    return numba.njit(nogil=True)(sequence(kernel(width, width), product))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def interpreted(width: int) -> Callable[..., None]:
+    """For heads of this width, and a sequence of functions that each give a product."""
+    return sequence(kernel(width, width), lambda products, number: products[number]())

@@ -1,0 +1,63 @@
+"""The path layout: every row names the slots of its text, in order of position.
+
+A row's attention then depends on its own text alone, whether it came in a prompt, a tree or a plain step, and
+whoever shares the batch: nothing is padded, masked or rearranged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.batch import Mask, PackedBatch, Packer
+from specdec.engine.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class RaggedBatch(PackedBatch):
+    """Row r sees the slots keys[first[r] : first[r] + positions[r] + 1]."""
+
+    keys: Slots
+    first: NDArray[np.int64]  # [t]
+
+    def check(self, capacity: int) -> None:
+        """ValueError unless every slot exists: what reads them is compiled, and looks at nothing twice."""
+        highest = max(int(self.keys.max()), int(self.slots.max()))
+        if highest >= capacity or min(int(self.keys.min()), int(self.slots.min())) < 0:
+            raise ValueError(f"slots must lie in 0..{capacity - 1}, one is {highest}")
+
+
+@dataclass
+class RaggedPacker(Packer):
+    """Rows of one path share its list of slots."""
+
+    _keys: list[Slots] = field(default_factory=list)
+    _length: int = 0
+    _first: dict[int, int] = field(default_factory=dict)  # row -> where its keys begin
+
+    def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
+        last = max(self.positions[row] for row in rows)
+        if last >= len(keys):
+            raise ValueError(f"a row at position {last} has only {len(keys)} keys")
+        self._first.update(dict.fromkeys(rows, self._length))
+        self._keys.append(keys)
+        self._length += len(keys)
+
+    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
+        for row, seen in zip(rows, visible, strict=True):
+            order = np.argsort(key_positions[seen], kind="stable")
+            self.add_path(keys[seen][order], [row])
+
+    def pack(self) -> RaggedBatch:
+        self._pad()
+        return RaggedBatch(
+            tokens=np.asarray(self.tokens, dtype=np.int64),
+            positions=np.asarray(self.positions, dtype=np.int64),
+            slots=np.asarray(self.slots, dtype=np.int64),
+            wanted=np.asarray(self.wanted, dtype=np.int64),
+            keys=np.concatenate(self._keys),
+            first=np.asarray([self._first[row] for row in range(len(self.tokens))], dtype=np.int64),
+        )

@@ -1,0 +1,197 @@
+"""Products with packed weights (`linear.PackedLinear`), called from compiled code.
+
+From Python each takes five microseconds more, and the interpreter's lock is given back and taken. torch has the same
+operator as a C function too, for programs that its ahead-of-time compiler has written: compiled loops call that, and
+all layers of a step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Tensors are handles there: addresses
+of tensor objects, here integers, which count as references until they are given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.cpu.arithmetic import Array
+from specdec.engine.hf.linear import PackedLinear
+
+Handles = NDArray[np.int64]
+
+TESTED = ("2.13.",)
+"""Versions of torch whose function takes what is given to it here. A C function cannot be asked."""
+
+FUNCTIONS = ("aoti_torch_cpu__linear_pointwise", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
+
+
+def _library() -> Any:
+    """torch's own, or None if it has not the functions as we know them."""
+    if not torch.__version__.startswith(TESTED):
+        return None
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return None
+    return library if all(hasattr(library, name) for name in FUNCTIONS) else None
+
+
+_torch = _library()
+AVAILABLE = _torch is not None
+
+if AVAILABLE:
+    # Called from compiled code, without the interpreter; addresses are integers. All return 0, or else have failed.
+    _linear: Any = _torch.aoti_torch_cpu__linear_pointwise  # x, weight, &bias, name, 0, 0, &name, &result
+    _linear.argtypes = [ctypes.c_size_t] * 5 + [ctypes.c_int64] + [ctypes.c_size_t] * 2
+    _data: Any = _torch.aoti_torch_get_data_ptr  # of a tensor, to where
+    _data.argtypes = [ctypes.c_size_t] * 2
+    _give_back: Any = _torch.aoti_torch_delete_tensor_object
+    _give_back.argtypes = [ctypes.c_size_t]
+    for _function in (_linear, _data, _give_back):
+        _function.restype = ctypes.c_int32
+
+_nothing_after = ctypes.create_string_buffer(b"none"), (ctypes.c_char_p * 1)(b"")
+_ATTRIBUTE, _ALGORITHM = (ctypes.addressof(each) for each in _nothing_after)
+
+
+class Products(NamedTuple):
+    """What compiled code needs for the products of all layers, of so many kinds each; those of a kind share input and
+    output."""
+
+    weights: Handles  # [layers * kinds]
+    biases: Handles  # [layers * kinds] addresses of handles; 0: none
+    inputs: Handles  # [tiles of all kinds]
+    rows: NDArray[np.int64]  # [tiles of all kinds]
+    first: NDArray[np.int64]  # [kinds + 1] where a kind's tiles begin
+    outputs: NDArray[np.int64]  # [kinds] columns of the results
+    results: Handles  # [kinds] the latest; 0: none yet
+    address: NDArray[np.int64]  # [1] of the last result's numbers
+    together: Array  # as the inputs are stored; at least a result's numbers, if any kind has several tiles
+
+
+class References:
+    """To tensors, which exist as long as this."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+        self.handles: Handles = np.asarray([_pointer(capsule, None) for capsule in capsules], dtype=np.int64)
+        _give_back_after(self, self.handles)
+
+
+class TiledInputs:
+    """Of products: for each kind a tensor [t, inputs], which its products take in tiles of so many rows."""
+
+    def __init__(self, inputs: Sequence[Tensor], tiles: Sequence[Sequence[int]]) -> None:
+        parts = [part for each, sizes in zip(inputs, tiles, strict=True) for part in torch.split(each, list(sizes))]
+        self._references = References(parts)
+        self.handles = self._references.handles
+        self.rows = np.asarray([len(part) for part in parts], dtype=np.int64)
+        self.first = np.cumsum([0, *map(len, tiles)])
+        self.whole = all(len(sizes) == 1 for sizes in tiles)
+
+
+class PackedGemm:
+    """Of a model's linear layers, `kinds` of them for each of its own layers, in order."""
+
+    def __init__(self, linears: Sequence[PackedLinear], kinds: int) -> None:
+        biases = [linear.bias for linear in linears]
+        self._weights = References([linear.weight for linear in linears])
+        self._biases = References([bias for bias in biases if bias is not None])
+        places = iter(self._biases.handles.ctypes.data + 8 * np.arange(len(self._biases.handles)))
+        self._places = np.asarray([0 if bias is None else next(places) for bias in biases], dtype=np.int64)
+        self._outputs = np.asarray([linear.out_features for linear in linears[:kinds]], dtype=np.int64)
+        self._results, self._address = np.zeros(kinds, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        self._together: Array = np.empty(0, np.float32)
+        _give_back_after(self, self._results)
+
+    @classmethod
+    def fitting(cls, linears: Sequence[Any], kinds: int) -> PackedGemm | None:
+        """If that is what these layers are, and torch is as we know it."""
+        packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+        shapes = [(linear.in_features, linear.out_features) for linear in packed]
+        alike = all(shape == shapes[number % kinds] for number, shape in enumerate(shapes))
+        return cls(packed, kinds) if AVAILABLE and alike and len(packed) == len(linears) else None
+
+    def of(self, inputs: TiledInputs, like: Array) -> Products:
+        """Of these inputs, with as many rows as `like`, and stored like it. Only good while this and the inputs are
+        there: compiled code holds no owners."""
+        numbers = 0 if inputs.whole else len(like) * int(self._outputs.max())
+        if len(self._together) < numbers or self._together.dtype != like.dtype:
+            self._together = np.empty(numbers, like.dtype)
+        return Products(
+            self._weights.handles,
+            self._places,
+            inputs.handles,
+            inputs.rows,
+            inputs.first,
+            self._outputs,
+            self._results,
+            self._address,
+            self._together,
+        )
+
+
+def _give_back_after(owner: object, handles: Handles) -> None:
+    """When the owner is gone. At the end of the process it is left to the system: a step may still be under way."""
+    weakref.finalize(owner, _give_all_back, handles).atexit = False
+
+
+def _give_all_back(handles: Handles) -> None:
+    for handle in handles[handles != 0].tolist():
+        _give_back(handle)
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer_to(_context: Any, address: Any) -> Any:
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(address), generate
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def product(products: Any, number: Any) -> Any:
+    """[t, outputs], as stored: the product of this number. It holds until the next one."""
+    kind = number % len(products.outputs)
+    begin, end, columns = products.first[kind], products.first[kind + 1], products.outputs[kind]
+    if end - begin == 1:
+        return _tile(products, number, kind, begin)
+    rows = products.rows[begin:end].sum()
+    together = products.together[: rows * columns].reshape(rows, columns)
+    done = 0
+    for tile in range(begin, end):
+        part = _tile(products, number, kind, tile)
+        together[done : done + len(part)] = part
+        done += len(part)
+    return together
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _tile(products: Any, number: Any, kind: Any, tile: Any) -> Any:
+    """Of a product. It holds until the next of its kind."""
+    result = products.results[kind : kind + 1]
+    if result[0]:
+        _give_back(np.uintp(result[0]))
+        result[0] = 0
+    x, weight, bias = products.inputs[tile], products.weights[number], products.biases[number]
+    failed = _linear(
+        np.uintp(x), np.uintp(weight), np.uintp(bias), _ATTRIBUTE, 0, 0, _ALGORITHM, np.uintp(result.ctypes.data)
+    )
+    if failed or _data(np.uintp(result[0]), np.uintp(products.address.ctypes.data)):
+        raise RuntimeError("a matrix product has failed: its input does not fit, or memory is short")
+    return numba.carray(
+        _pointer_to(products.address[0]), (products.rows[tile], products.outputs[kind]), products.together.dtype
+    )

@@ -1,0 +1,345 @@
+"""Attention over units on a GPU, as Triton kernels.
+
+One program reads one unit with the heads of one key head: scores, softmax and values tile by tile (Dao et al. 2022,
+"FlashAttention", alg. 1), keys and values gathered from their slots. What it finds of a split, the largest score, the
+sum of weights and the weighted values, waits in float32 for a second kernel, which adds up the splits of each row in
+order of position (split along keys as in Dao et al. 2023, "Flash-Decoding").
+
+Products take numbers as they are stored, with sums in float32; all else is float32. The tiles that a row does not see
+leave no trace in its sums: with the layout's fixed splits a row's bits are its own (`tiles.py`). What is no number is
+dealt with when it is stored (`device_loops.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.engine.gpu.kernels import store
+from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
+from specdec.engine.gpu.staging import SplitKvTensors
+
+TILES = (64, 32, 16)
+"""Numbers of keys that are read at once: the first of which keys and values take no more than STAGE_BYTES, but the
+first not for float32, whose products want many registers."""
+
+STAGE_BYTES = 1 << 15
+"""With it, heads of up to 128 numbers fit into the 99 KiB of shared memory that a block may have on the smallest of
+processors that have tensor cores for bfloat16. Heads of 256 fit there too, but in float32 want one that has 164 KiB."""
+
+PRECISION = tl.constexpr("tf32x3")
+"""Of products of float32: three of a tensor core, nearly as exact as float32 itself. (Exact ones, "ieee", are computed
+without tensor cores, with more numbers under way than there are registers for.)"""
+
+SPLITS_AT_ONCE = 16
+"""That the second kernel reads."""
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Triton's interpreter, with which the tests run where there is no GPU, has no products of bfloat16: there they are
+products of the same numbers in float32."""
+
+
+class Tiling(NamedTuple):
+    """How the first kernel goes about heads of one shape."""
+
+    block: int  # of a key's numbers: a power of two
+    value_block: int
+    tile: int  # keys that are read at once
+    warps: int
+    stages: int  # tiles that are under way
+
+    @classmethod
+    def of(cls, width: int, value_width: int, item_bytes: int) -> Tiling:
+        """For keys and values of these widths, in numbers of so many bytes."""
+        block, value_block = (triton.next_power_of_2(max(16, each)) for each in (width, value_width))
+        key_bytes = (block + value_block) * item_bytes
+        wide = item_bytes > 2
+        tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
+        room = (1 if wide else 2) * STAGE_BYTES  # as compiled, products of float32 take room of their own
+        stages = 1 if tile == TILES[-1] else min(3, room // (tile * key_bytes))
+        return cls(block, value_block, tile, warps=4 if tile == TILES[0] else 8, stages=stages)
+
+
+@dataclass
+class SplitKvMemory:
+    """Keys and values of all layers, [slots, kv_heads, width] each, and room for what programs find of splits."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    partials: int = field(init=False, default=0)  # that there is room for
+    _width: int = field(init=False, default=0)
+    _found: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._found = torch.empty(0, dtype=torch.float32, device=self.keys[0].device)
+
+    def reserve(self, partials: int, heads: int) -> bool:
+        """Make room for so many partials (`SplitKvBatch.partials`) of `heads` query heads; whether the room is a new
+        one: then CUDA graphs that were captured before write to memory that is no longer theirs. Where there is no
+        memory for it (torch's error), there is no room at all until it is asked for again."""
+        width = heads * (2 + max(values.shape[2] for values in self.values))
+        if partials <= self.partials and width <= self._width:
+            return False
+        partials, width = max(partials, self.partials), max(width, self._width)
+        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # who gets none does not keep the old
+        self._found = self._found.new_empty(partials * width)
+        self.partials, self._width = partials, width
+        return True
+
+    def found(self, heads: int, value_width: int) -> tuple[Tensor, Tensor]:
+        """Room for largest scores and sums of weights [2, partials, heads], and weighted values [partials, heads,
+        value_width]."""
+        if heads * (2 + value_width) > self._width:
+            raise ValueError(f"no room is reserved for {heads} heads of width {value_width}")
+        count = self.partials * heads
+        extents = self._found[: 2 * count].view(2, self.partials, heads)
+        return extents, self._found[2 * count : count * (2 + value_width)].view(self.partials, heads, value_width)
+
+
+class SplitKvAttention:
+    """What the model's layers ask in one forward pass; ValueError if the memory has no room for the batch's
+    partials."""
+
+    def __init__(self, memory: SplitKvMemory, batch: SplitKvTensors) -> None:
+        if batch.partials > memory.partials:
+            raise ValueError(f"room is reserved for {memory.partials} partials, the batch has {batch.partials}")
+        self.batch = batch
+        self._memory = memory
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        key = key if key.stride(2) == 1 else key.contiguous()
+        value = value if value.stride(2) == 1 else value.contiguous()
+        store(key, value, self.batch.slots, *self.memory_of(layer))
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        self.read(layer, query, out, scale=scale, softcap=softcap, window=window)
+        return out
+
+    def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [slots, kv_heads, width]."""
+        return self._memory.keys[layer], self._memory.values[layer]
+
+    def read(
+        self, layer: int, query: Tensor, out: Tensor, *, scale: float, softcap: float | None, window: int | None
+    ) -> None:
+        """Write to `out` [t, heads, value_width], contiguous, what the rows of `query` [t, heads, width] see; the
+        batch's own keys and values are in place."""
+        keys, values = self.memory_of(layer)
+        batch = self.batch
+        query = query if query.stride(2) == 1 else query.contiguous()
+        rows, heads, width = query.shape
+        kv_heads, value_width = keys.shape[1], values.shape[2]
+        shared = heads // kv_heads
+        tiles, tile_rows = batch.tile_row_counts.shape
+        extents, sums = self._memory.found(heads, value_width)
+        tiling = Tiling.of(width, value_width, keys.element_size())
+        _read[(tiles, kv_heads)](
+            query,
+            keys,
+            values,
+            batch.tile_counts,
+            batch.tile_splits,
+            batch.tile_row_counts,
+            batch.tile_keys,
+            batch.positions,
+            batch.first_partials,
+            extents[0],
+            extents[1],
+            sums,
+            query.stride(0),
+            query.stride(1),
+            scale,
+            softcap or 0.0,
+            KV_HEADS=kv_heads,
+            SHARED=shared,
+            PLACES=tile_rows,
+            WIDTH=width,
+            VALUE_WIDTH=value_width,
+            ROWS=triton.next_power_of_2(max(TILE_ROWS, tile_rows * shared)),
+            BLOCK=tiling.block,
+            VALUE_BLOCK=tiling.value_block,
+            SPLIT=SPLIT,
+            TILE=tiling.tile,
+            CAPPED=softcap is not None,
+            WINDOW=window or 0,
+            WIDENED=INTERPRETED and keys.dtype == torch.bfloat16,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )
+        _add_up[(rows, heads)](
+            extents[0],
+            extents[1],
+            sums,
+            batch.positions,
+            batch.first_partials,
+            out,
+            HEADS=heads,
+            VALUE_WIDTH=value_width,
+            VALUE_BLOCK=tiling.value_block,
+            SPLIT=SPLIT,
+            AT_ONCE=SPLITS_AT_ONCE,
+            WINDOW=window or 0,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read(
+    query: tl.tensor,  # [t, heads, width]
+    keys: tl.tensor,  # [slots, kv_heads, width]
+    values: tl.tensor,  # [slots, kv_heads, value_width]
+    tile_counts: tl.tensor,
+    tile_splits: tl.tensor,
+    tile_row_counts: tl.tensor,
+    tile_keys: tl.tensor,
+    positions: tl.tensor,
+    first_partials: tl.tensor,
+    largest: tl.tensor,  # [partials, heads], written
+    totals: tl.tensor,  # [partials, heads], written
+    sums: tl.tensor,  # [partials, heads, value_width], written
+    query_row: tl.tensor,
+    query_head: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDENED: tl.constexpr,
+) -> None:
+    """A program for each unit and key head."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    count = tl.load(tile_counts + tile)
+    if count == 0:
+        return
+    split = tl.load(tile_splits + tile)
+    start = split * SPLIT
+    line = tl.arange(0, ROWS)  # of the product: a place's heads one after the other
+    place = line // SHARED
+    head = kv_head * SHARED + line % SHARED
+    inside = place < count
+    row = tl.load(tile_row_counts + tile * PLACES + place, mask=inside, other=0).to(tl.int64)
+    position = tl.load(positions + row, mask=inside, other=-1).to(tl.int32)  # -1 sees nothing
+    d = tl.arange(0, BLOCK)
+    dv = tl.arange(0, VALUE_BLOCK)
+    q = tl.load(
+        query + row[:, None] * query_row + head[:, None] * query_head + d[None, :],
+        mask=inside[:, None] & (d < WIDTH)[None, :],
+        other=0.0,
+    ).to(keys.dtype.element_ty)
+    if WIDENED:
+        q = q.to(tl.float32)
+
+    first_tile = 0
+    if WINDOW:
+        lowest = tl.min(tl.where(inside, position, 2147483647), 0) - (WINDOW - 1) - start
+        first_tile = tl.maximum(lowest, 0) // TILE
+    last_tile = tl.cdiv(tl.minimum(tl.max(position, 0) + 1 - start, SPLIT), TILE)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sum_ = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    for tile in range(first_tile, last_tile):
+        n = tile * TILE + tl.arange(0, TILE)
+        slot = tl.load(tile_keys + tile * SPLIT + n).to(tl.int64) * KV_HEADS + kv_head
+        k = tl.load(keys + slot[None, :] * WIDTH + d[:, None], mask=(d < WIDTH)[:, None], other=0.0)
+        v = tl.load(values + slot[:, None] * VALUE_WIDTH + dv[None, :], mask=(dv < VALUE_WIDTH)[None, :], other=0.0)
+        if WIDENED:
+            k = k.to(tl.float32)
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if CAPPED:
+            scores = (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0) * softcap  # tanh
+        seen = start + n[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= start + n[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(best, tl.max(scores, 1))
+        level = tl.where(new == float("-inf"), 0.0, new)  # who has seen nothing yet has weights of zero
+        weights = tl.exp(scores - level[:, None])
+        kept = tl.exp(best - level)
+        total = total * kept + tl.sum(weights, 1)
+        stored = weights.to(values.dtype.element_ty)
+        if WIDENED:
+            stored = stored.to(tl.float32)
+            v = v.to(tl.float32)
+        sum_ = tl.dot(stored, v, sum_ * kept[:, None], input_precision=PRECISION)
+        best = new
+
+    partial = tl.load(first_partials + row, mask=inside, other=0).to(tl.int64) + split
+    there = partial * (KV_HEADS * SHARED) + head
+    tl.store(largest + there, best, mask=inside)
+    tl.store(totals + there, total, mask=inside)
+    tl.store(
+        sums + there[:, None] * VALUE_WIDTH + dv[None, :],
+        sum_,
+        mask=inside[:, None] & (dv < VALUE_WIDTH)[None, :],
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(
+    largest: tl.tensor,  # [partials, heads]
+    totals: tl.tensor,
+    sums: tl.tensor,  # [partials, heads, value_width]
+    positions: tl.tensor,
+    first_partials: tl.tensor,
+    out: tl.tensor,  # [t, heads, value_width], written
+    HEADS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> None:
+    """A program for each head of a row. Which splits are added up, and in what order, its position says."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    position = tl.load(positions + row).to(tl.int32)
+    first = tl.load(first_partials + row).to(tl.int64)
+    dv = tl.arange(0, VALUE_BLOCK)
+    inside = dv < VALUE_WIDTH
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(position - (WINDOW - 1), 0) // SPLIT
+    end = position // SPLIT + 1
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    sum_ = tl.zeros([VALUE_BLOCK], tl.float32)
+    for block in range(begin, end, AT_ONCE):
+        split = block + tl.arange(0, AT_ONCE)
+        there = (first + split) * HEADS + head
+        mine = split < end
+        peaks = tl.load(largest + there, mask=mine, other=float("-inf"))
+        found = tl.load(totals + there, mask=mine, other=0.0)
+        weighted = tl.load(
+            sums + there[:, None] * VALUE_WIDTH + dv[None, :], mask=mine[:, None] & inside[None, :], other=0.0
+        )
+        new = tl.maximum(best, tl.max(peaks, 0))
+        shares = tl.exp(peaks - new)
+        kept = tl.exp(best - new)
+        total = total * kept + tl.sum(found * shares, 0)
+        sum_ = sum_ * kept + tl.sum(weighted * shares[:, None], 0)
+        best = new
+    result = sum_ / total
+    tl.store(out + (row * HEADS + head) * VALUE_WIDTH + dv, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,104 @@
+"""A decoder of the Llama kind in few kernels, as GPUs run it: `decoder.py`'s twin.
+
+A layer is four matrix products and six Triton kernels. The weights stay the model's, joined where products share their
+input (`decoder.join_products`). A pass never waits for the device and no shape depends on what is in a tensor, so that
+it can be captured as a CUDA graph; under Triton's interpreter the same code runs on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.engine.gpu.attention import SplitKvAttention
+from specdec.engine.gpu.kernels import add_and_normalise, gate, rotate
+from specdec.engine.hf.pretrained import LayerAttention
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attends: LayerAttention
+    attention_norm: Tensor  # [hidden]
+    project: Any  # [t, hidden] -> [t, (heads + 2 * kv_heads) * width]
+    head_norms: Tensor | None  # [2, width]
+    project_back: Any
+    mlp_norm: Tensor
+    gate_and_up: Any  # [t, hidden] -> [t, 2 * inner]
+    down: Any
+
+
+class GpuDecoder:
+    """Runs a model's joined layers, for texts of up to `context` tokens. `decoder.fits` says which models can be
+    run. Made anew when the layers have been replaced."""
+
+    def __init__(self, model: PreTrainedModel, attends: list[LayerAttention], context: int) -> None:
+        config = model.config
+        inside: Any = model.model
+        self._heads = config.num_attention_heads
+        self._inner = config.intermediate_size
+        self._epsilon = float(config.rms_norm_eps)
+        self._embed = inside.embed_tokens
+        self._norm = inside.norm.weight.detach()
+        self._head = model.get_output_embeddings()
+        self._layers = [_layer(*pair) for pair in zip(inside.layers, attends, strict=True)]
+        self._cos, self._sin = _angles(inside.rotary_emb, context, model.device)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: SplitKvAttention) -> Tensor:
+        """Logits [n, vocabulary], float32, of the wanted rows. `positions` are those of the attention's batch."""
+        update = self._embed(tokens)
+        rows, width = len(tokens), self._layers[0].attends.width
+        residual = torch.zeros_like(update)
+        normal = torch.empty_like(update)
+        # All layers have the same shapes, and one after the other the same memory.
+        query = update.new_empty(rows, self._heads, width)
+        attended = torch.empty_like(query)
+        gated = update.new_empty(rows, self._inner)
+        for index, layer in enumerate(self._layers):
+            add_and_normalise(residual, update, layer.attention_norm, self._epsilon, normal)
+            rotate(
+                layer.project(normal),
+                layer.head_norms,
+                self._epsilon,
+                self._cos,
+                self._sin,
+                positions,
+                attention.batch.slots,
+                query,
+                *attention.memory_of(index),
+            )
+            attention.read(index, query, attended, scale=layer.attends.scale, softcap=None, window=layer.attends.window)
+            update = layer.project_back(attended.view(rows, -1))
+            add_and_normalise(residual, update, layer.mlp_norm, self._epsilon, normal)
+            gate(layer.gate_and_up(normal), gated)
+            update = layer.down(gated)
+        add_and_normalise(residual, update, self._norm, self._epsilon, normal)
+        logits: Tensor = self._head(normal.index_select(0, wanted))
+        return logits
+
+
+def _layer(layer: Any, attends: LayerAttention) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [attention.q_norm.weight.detach(), attention.k_norm.weight.detach()] if hasattr(attention, "q_norm") else []
+    return _Layer(
+        attends=attends,
+        attention_norm=layer.input_layernorm.weight.detach(),
+        project=attention.q_proj.joined.linear,
+        head_norms=torch.stack(norms) if norms else None,
+        project_back=attention.o_proj,
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_and_up=mlp.gate_proj.joined.linear,
+        down=mlp.down_proj,
+    )
+
+
+def _angles(rotary: Any, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, float32 [context, width / 2]."""
+    positions = torch.arange(context, device=device)[None]
+    with torch.inference_mode():
+        cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), positions)
+    half = cos.shape[-1] // 2  # the other half is the same
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -1,0 +1,178 @@
+"""The engine for GPUs: attention over units, layers in few kernels, steps as CUDA graphs, choices on the device.
+
+Layers of the Llama kind are run by `device_decoder.py`, and their steps are graphs; any other model runs its own
+layers, kernel by kernel, around the same attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.decoding.choice import SamplingQuery
+from specdec.engine.batch import PackedBatch
+from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
+from specdec.engine.gpu.decoder import GpuDecoder
+from specdec.engine.gpu.graphs import MOST_ROWS, Graphs
+from specdec.engine.gpu.head import GpuHead
+from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.sampler import GpuLogits
+from specdec.engine.gpu.staging import SplitKvTensors
+from specdec.engine.gpu.upload import upload
+from specdec.engine.hf import llama_like
+from specdec.engine.hf.batch_invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
+from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.linear import lay_out
+from specdec.engine.hf.pretrained import DTYPES, attention_of, is_quantised, load, window_of
+from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.kv.slots import Slots
+from specdec.engine.memory import slots_for
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
+
+LEAST_PARTIALS = 1 << 12
+"""What rows find in their splits: room for so many at first. A new room is twice as large, and graphs are recorded
+anew."""
+
+
+class GpuEngine:
+    """A model and its key/value memory on one GPU. `capacity` is in slots; None takes what memory there is room for.
+    `exact` asks for rows that do not depend on their batch; the attribute says whether the check at start found it to
+    be so. On "cpu" it runs under Triton's interpreter, for tests."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        *,
+        capacity: int | None,
+        dtype: str = "bfloat16",
+        device: str = "cuda",
+        exact: bool = True,
+    ) -> None:
+        self.threads: tuple[int, ...] = (torch.get_num_threads(),)  # they compute nothing
+        self.model = load(directory, DTYPES[dtype], device)
+        own = ReferenceCheck.of(self.model, directory.vocabulary)
+        self.model.set_output_embeddings(GpuHead(self.model.get_output_embeddings()))
+        self._joined = llama_like.fits(self.model)
+        if self._joined:
+            llama_like.join_products(self.model)
+        lay_out(self.model, packed=False)
+        self.vocabulary = directory.vocabulary
+        self.window = window_of(self.model)
+        self._context = directory.context
+        self._device = torch.device(device)
+        self._layers = layers = attention_of(self.model)
+        self._heads = int(self.model.config.get_text_config().num_attention_heads)
+        self._tile_rows = tile_rows_for(max(self._heads // each.kv_heads for each in layers))
+        slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
+        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
+        place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
+        keys = [torch.zeros(capacity, each.kv_heads, each.width, **place) for each in layers]
+        values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
+        self._memory = SplitKvMemory(keys, values)
+        self._memory.reserve(LEAST_PARTIALS, self._heads)
+        self._rows = InvariantRowCounts(CANDIDATES)  # numbers of them that batches have
+        self._classes: ShapeRowCounts | None = None
+        self._assemble()
+        own.check(self)
+        self.exact = exact and self._make_exact()
+        self.numerics = "/".join(
+            (
+                f"torch-{torch.__version__}",
+                f"transformers-{transformers.__version__}",
+                device_kind(device),
+                dtype,
+                "joined" if self._joined else "layers",
+                f"units-triton-{triton.__version__}",
+                f"exact-{self._classes or self._rows}" if self.exact else "fast",
+            )
+        )
+
+    def packer(self) -> SplitKvPacker:
+        return SplitKvPacker(rows=self._rows, tile_rows=self._tile_rows)
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        with self._computing():
+            return np.asarray(self._logits(batch).cpu().numpy())
+
+    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> GpuLogits:
+        with self._computing():
+            rows = GpuLogits(self._logits(batch), asked)
+            if not asked and self._device.type == "cuda":
+                torch.cuda.synchronize()  # who fetches nothing has not waited: a step ends when it is over
+        return rows
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        with self._computing():
+            source_rows, target_rows = (upload(slots, self._device) for slots in (source, target))
+            for pool in (*self._memory.keys, *self._memory.values):
+                pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
+
+    def use_threads(self, count: int) -> None:
+        """There is one number of them."""
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Triton and the recording of graphs go by the thread's current device, not by where tensors lie."""
+        with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
+            yield
+
+    def _logits(self, batch: PackedBatch) -> Tensor:
+        """Of the wanted rows, [n, vocabulary]."""
+        assert isinstance(batch, SplitKvBatch)  # from our own packer
+        batch.check(self.capacity, self._context)
+        if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
+            self._assemble()
+        wanted, rows = len(batch.wanted), len(batch.tokens)
+        if self._graphs is None or not wanted <= rows <= MOST_ROWS:
+            return self._pass(SplitKvTensors.of(batch, self._device))
+        # A graph has one number of wanted rows for each number of rows: the head reads its weights once anyway.
+        every = np.concatenate([batch.wanted, np.repeat(batch.wanted[:1], rows - wanted)])
+        return self._graphs.forward(replace(batch, wanted=every))[:wanted]
+
+    def _assemble(self) -> None:
+        """The pass, of the layers and the memory as they are now."""
+        self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
+        graphed = self._decoder is not None and self._device.type == "cuda"
+        self._graphs = Graphs(self._pass, self._device) if graphed else None
+
+    def _pass(self, batch: SplitKvTensors) -> Tensor:
+        attention = SplitKvAttention(self._memory, batch)
+        if self._decoder is not None:
+            return self._decoder(batch.tokens, batch.positions, batch.wanted, attention)
+        logits: Tensor = self.model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            logits_to_keep=batch.wanted,
+            use_cache=False,
+            packed=attention,
+        ).logits
+        return logits[0]
+
+    def _make_exact(self) -> bool:
+        """Run at the members of row classes only, if then rows do not depend on their batch indeed."""
+        if is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
+            return rows_are_independent(self)
+        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
+        classes = find(linears, str(self._device), self.threads)
+        if classes is None:
+            return False
+        usual, self._rows = self._rows, classes.batch
+        tile(self.model, classes)
+        self._assemble()
+        if rows_are_independent(self):
+            self._classes = classes
+            return True
+        self._rows = usual
+        untile(self.model)
+        self._assemble()
+        return False

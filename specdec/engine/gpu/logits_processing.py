@@ -1,0 +1,93 @@
+"""`specdec.decoding.processing` in torch, for logits that live on a device: the same float32 operations in the same
+order, so the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.decoding.choice import SamplingQuery
+from specdec.decoding.processing import LIMIT, PenaltyState
+from specdec.engine.gpu.upload import upload
+
+
+def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
+    """Penalties, bias and bans of float32 logits [n, V]; the caller's rows are left alone."""
+    if not any(query.sampler.adjusts or query.position < query.sampler.first_end_position for query in queries):
+        return logits
+    z = logits.clone()
+    _penalise(z, queries)
+    biases = [query.sampler.bias for query in queries]
+    if any(len(ids) for ids, _ in biases):
+        rows, ids = _tile_rows(z, [ids for ids, _ in biases])
+        z[rows, ids] = z[rows, ids] + _on(z, np.concatenate([bias for _, bias in biases]))
+    ruled_out = [
+        np.concatenate([query.sampler.banned, query.sampler.ends])
+        if query.position < query.sampler.first_end_position
+        else query.sampler.banned
+        for query in queries
+    ]
+    if any(len(ids) for ids in ruled_out):
+        z[_tile_rows(z, ruled_out)] = -torch.inf
+    return z
+
+
+def tempered(z: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
+    """Divided by each row's temperature, in float32."""
+    temperatures = np.array([min(query.sampler.sampling.temperature, LIMIT) for query in queries], dtype=np.float32)
+    return z / _on(z, temperatures)[:, None]
+
+
+def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
+    """In place. Each token that a row's text holds is penalised once, tokens of the row's path counted as output."""
+    held = [
+        _held(query.penalty_state, query.path) if query.sampler.sampling.penalises else _NOTHING for query in queries
+    ]
+    lengths = [len(ids) for ids, _ in held]
+    if not any(lengths):
+        return
+    samplings = [query.sampler.sampling for query in queries]
+
+    def of_each(values: list[float]) -> Tensor:
+        return _on(z, np.repeat(np.array(values, dtype=np.float32), lengths))
+
+    rows, ids = _tile_rows(z, [ids for ids, _ in held])
+    counts = _on(z, np.concatenate([counts for _, counts in held]).astype(np.float32))
+    penalty = of_each([s.repetition_penalty for s in samplings])
+    values = z[rows, ids]
+    values = torch.where(values > 0, values / penalty, values * penalty)
+    values = values - of_each([s.frequency_penalty for s in samplings]) * counts
+    z[rows, ids] = values - of_each([s.presence_penalty for s in samplings]) * (counts > 0).float()
+
+
+Ids = NDArray[np.int64]
+_NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+
+def _held(penalty_state: PenaltyState | None, path: Sequence[int]) -> tuple[Ids, NDArray[Any]]:
+    """Tokens of a text and how often each was put out."""
+    if penalty_state is None:
+        raise ValueError("penalties need the history of the text")
+    ids = np.flatnonzero(penalty_state.seen)
+    if not path:
+        return ids, penalty_state.output_counts[ids]
+    more, times = np.unique(np.asarray(path, dtype=np.int64), return_counts=True)
+    ids = np.union1d(ids, more)
+    counts = penalty_state.output_counts[ids].astype(np.int64)
+    counts[np.searchsorted(ids, more)] += times
+    return ids, counts
+
+
+def _tile_rows(z: Tensor, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the ids of each row."""
+    rows = np.repeat(np.arange(len(ids)), [len(of_row) for of_row in ids])
+    return _on(z, rows), _on(z, np.concatenate(ids))
+
+
+def _on(z: Tensor, array: NDArray[Any]) -> Tensor:
+    return upload(array, z.device)

@@ -1,0 +1,77 @@
+"""Choices from logits that live on a device.
+
+Rows of a whole vocabulary are too much to bring over for every token, and logarithms differ from library to library in
+their last bits. So the device narrows and the host decides: of each row the few ids that can be the choice come over,
+those of a step in one piece, and among them the choice is made by the same arithmetic as everywhere: a step waits for
+the device once. What cannot be narrowed comes over in whole: rows that are broken, very flat ones, and those of other
+rules than COUPLED.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.decoding.choice import SamplingQuery, Tokens, choose
+from specdec.decoding.logprobs import Logprobs, logprobs
+from specdec.decoding.processing import Logits
+from specdec.engine.gpu.shortlist import UNDECIDED, Narrowing, narrowing
+from specdec.engine.gpu.upload import upload
+
+
+class GpuLogits:
+    """Of float32 logits [n, V]. What will be `asked` of rows, by their index, is worked out at once."""
+
+    def __init__(self, logits: Tensor, asked: Mapping[int, SamplingQuery]) -> None:
+        self._logits = logits
+        self._known: dict[int, tuple[int, bool]] = {}
+        self._decide(asked)
+
+    def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
+        self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
+        tokens, sound = zip(*(self._known[row] for row in rows), strict=True)
+        return np.array(tokens, dtype=np.int64), np.array(sound, dtype=bool)
+
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
+        return logprobs(self._whole(rows), tokens, tops)
+
+    def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:
+        groups: dict[type[Narrowing] | None, list[int]] = defaultdict(list)
+        for row, query in asked.items():
+            groups[narrowing(query)].append(row)
+        whole = groups.pop(None, [])
+        narrowed = [(rows, kind(self._of(rows), [asked[row] for row in rows])) for kind, rows in groups.items() if kind]
+        fetched = iter(_fetched([part for _, each in narrowed for part in each.parts]))
+        for rows, each in narrowed:
+            tokens = each.decided([next(fetched) for _ in each.parts]).tolist()
+            for row, token in zip(rows, tokens, strict=True):
+                if token == UNDECIDED:
+                    whole.append(row)
+                else:
+                    self._known[row] = token, True
+        if whole:
+            logits = self._whole(whole)
+            tokens = choose(logits, [asked[row] for row in whole]).tolist()
+            sound = np.isfinite(logits[np.arange(len(whole)), tokens]).tolist()
+            self._known.update(zip(whole, zip(tokens, sound, strict=True), strict=True))
+
+    def _of(self, rows: Sequence[int]) -> Tensor:
+        return self._logits.index_select(0, upload(np.asarray(rows), self._logits.device))
+
+    def _whole(self, rows: Sequence[int]) -> Logits:
+        return np.asarray(self._of(rows).cpu().numpy())
+
+
+def _fetched(parts: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Tensors of one device, in one piece."""
+    if not parts:
+        return []
+    flat = [part.contiguous().flatten().view(torch.uint8) for part in parts]
+    pieces = torch.split(torch.cat(flat).cpu(), [len(part) for part in flat])
+    return [piece.clone().view(part.dtype).view(part.shape).numpy() for piece, part in zip(pieces, parts, strict=True)]

@@ -1,0 +1,86 @@
+"""A unit batch on its device: one piece of memory at one address, filled by one transfer.
+
+So a CUDA graph that was captured with these tensors runs with whatever is in them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from specdec.engine.gpu.layout import SPLIT, SplitKvBatch
+
+ALIGNMENT = 32
+"""Numbers; each tensor begins at a multiple, so that kernels may read it in wide pieces."""
+
+
+class SplitKvTensors:
+    """Tensors for batches of exactly so many rows, wanted rows and units; int32 all of them."""
+
+    def __init__(self, rows: int, wanted: int, tiles: int, tile_rows: int, device: torch.device | str) -> None:
+        shapes = {
+            "tokens": (rows,),
+            "positions": (rows,),
+            "slots": (rows,),
+            "first_partials": (rows,),
+            "wanted": (wanted,),
+            "unit_counts": (tiles,),
+            "unit_splits": (tiles,),
+            "unit_rows": (tiles, tile_rows),
+            "unit_keys": (tiles, SPLIT),
+        }
+        self._shapes = shapes
+        size = sum(_aligned(math.prod(shape)) for shape in shapes.values())
+        self._there = torch.zeros(size, dtype=torch.int32, device=device)
+        on_gpu = self._there.device.type == "cuda"
+        self._here = torch.zeros(size, dtype=torch.int32, pin_memory=True) if on_gpu else self._there
+        self._sent = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        views = self._views(self._there)
+        self.tokens = views["tokens"]  # [t]
+        self.positions = views["positions"]  # [t]
+        self.slots = views["slots"]  # [t]
+        self.first_partials = views["first_partials"]  # [t]
+        self.wanted = views["wanted"]  # [n]
+        self.tile_counts = views["unit_counts"]  # [u]
+        self.tile_splits = views["unit_splits"]  # [u]
+        self.tile_row_counts = views["unit_rows"]  # [u, places]
+        self.tile_keys = views["unit_keys"]  # [u, SPLIT]
+        self.partials = 0  # of the batch
+        self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
+
+    @classmethod
+    def of(cls, batch: SplitKvBatch, device: torch.device | str) -> SplitKvTensors:
+        """Tensors of the batch's sizes, filled."""
+        tiles, tile_rows = batch.tile_row_counts.shape
+        tensors = cls(len(batch.tokens), len(batch.wanted), tiles, tile_rows, device)
+        tensors.fill(batch)
+        return tensors
+
+    def fill(self, batch: SplitKvBatch) -> None:
+        """Put a batch in place of the one before, when the device has come so far; ValueError if it has other sizes."""
+        for name, array in self._arrays.items():
+            shape = getattr(batch, name).shape
+            if shape != array.shape:
+                raise ValueError(f"{name} has shape {shape}, the tensors are for {array.shape}")
+        if self._sent is not None:
+            self._sent.synchronize()  # the batch before may not have left this memory yet
+        for name, array in self._arrays.items():
+            array[...] = getattr(batch, name)
+        self.partials = batch.partials
+        if self._sent is not None:
+            self._there.copy_(self._here, non_blocking=True)
+            self._sent.record()
+
+    def _views(self, memory: Tensor) -> dict[str, Tensor]:
+        views, start = {}, 0
+        for name, shape in self._shapes.items():
+            size = math.prod(shape)
+            views[name] = memory[start : start + size].view(shape)
+            start += _aligned(size)
+        return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

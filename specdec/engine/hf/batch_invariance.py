@@ -1,0 +1,169 @@
+"""Making a model's rows independent of their batch, and checking that they are."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.batch import Packer
+from specdec.engine.engine import Engine
+from specdec.engine.gpu.head import GpuHead
+from specdec.engine.hf.linear import PackedLinear
+from specdec.engine.kv.slots import PADDING_SLOT
+from specdec.engine.row_counts import InvariantRowCounts, Shape, ShapeRowCounts
+
+CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
+PROBED_ROWS = 128
+"""Rows compared at each number; a difference in one element of 10,000 shows in the smallest of layers."""
+
+CROWDS = (41, 200, 487, 680)
+"""Strangers beside a text in the check of a whole engine: below, up to and beyond the largest candidate."""
+
+Linear = torch.nn.Linear | PackedLinear | GpuHead
+
+
+class TiledLinear(torch.nn.Module):
+    """A linear layer that runs at the members of its class only. Its input has the rows of a batch that is padded."""
+
+    def __init__(self, linear: Linear, classes: ShapeRowCounts) -> None:
+        super().__init__()
+        self.linear = linear
+        self._tiles = functools.cache(functools.partial(classes.tiles, _shape(linear)))
+
+    def tiles(self, rows: int) -> list[int]:
+        """Of a batch of so many."""
+        return self._tiles(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiles = self._tiles(x.shape[-2])
+        if len(tiles) <= 1:
+            return self.linear.forward(x)
+        return torch.cat([self.linear.forward(tile) for tile in torch.split(x, tiles, dim=-2)], dim=-2)
+
+
+def _shape(layer: Linear) -> Shape:
+    return layer.in_features, layer.out_features
+
+
+@torch.inference_mode()
+def find(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> ShapeRowCounts | None:
+    """The largest class of each shape of layer, of which one is run with a bias and one without, whichever of these
+    numbers of threads compute; None if no number of rows has tiles in all. Leaves torch with the first of them."""
+    shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
+    for layer in layers:
+        shapes[_shape(layer)][layer.bias is None] = layer
+    products = {shape: _largest_class(alike.values(), device, threads) for shape, alike in shapes.items()}
+    batch = [count for count in CANDIDATES if all(rows.exact_tiles(count) for rows in products.values())]
+    return ShapeRowCounts(InvariantRowCounts(tuple(batch)), products) if batch else None
+
+
+def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> InvariantRowCounts:
+    """That all these layers have in common. A number of rows at which threads differ is by itself."""
+    bits: dict[int, list[bytes]] = defaultdict(list)
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers:
+        dtype = layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+        x = torch.randn(2 * CANDIDATES[-1], layer.in_features, generator=generator).to(device, dtype)
+        for number in reversed(threads):
+            torch.set_num_threads(number)
+            for count in CANDIDATES:
+                outputs = [layer(x[None, start : start + count]) for start in range(0, PROBED_ROWS, count)]
+                rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS].cpu().contiguous()
+                bits[count].append(hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).digest())
+    classes: dict[object, list[int]] = defaultdict(list)
+    for count, found in bits.items():
+        of_layers = [found[first : first + len(threads)] for first in range(0, len(found), len(threads))]
+        agree = all(len(set(each)) == 1 for each in of_layers)
+        classes[tuple(each[0] for each in of_layers) if agree else count].append(count)
+    return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # of equals the first
+
+
+def tile(model: torch.nn.Module, classes: ShapeRowCounts, *, packed_only: bool = False) -> None:
+    """Let every linear layer of a model, or those that are packed, run at the members of its class only."""
+    for module in list(model.modules()):
+        if isinstance(module, TiledLinear):
+            continue
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear) and (isinstance(child, PackedLinear) or not packed_only):
+                setattr(module, name, TiledLinear(child, classes))
+
+
+def untile(model: torch.nn.Module) -> None:
+    """Take `tile` back."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, TiledLinear):
+                setattr(module, name, child.linear)
+
+
+def rows_are_independent(engine: Engine) -> bool:
+    """Whether a text gives the same logits, bit for bit, as one prompt, token by token among strangers, and as
+    candidates in another place, and in crowds, with every number of threads; attention and all layers included.
+    Uses the first slots of the memory."""
+    found = set()
+    for threads in reversed(engine.threads):
+        engine.use_threads(threads)
+        logits = _logits_in_any_batch(engine)
+        if logits is None:
+            return False
+        found.add(logits.tobytes())
+    return len(found) == 1
+
+
+def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
+    """Of a text, if they are the same in all batches that are tried."""
+    generator = np.random.default_rng(1)
+    length, at_once = 24, 5
+    text = generator.integers(0, engine.vocabulary, length).tolist()
+    strangers = generator.integers(0, engine.vocabulary, 3 * length).tolist()
+    own, theirs, elsewhere = np.split(np.arange(1, 1 + 4 * length + at_once), (length, 4 * length))
+
+    def logits(packer: Packer, wanted: int) -> NDArray[np.float32]:
+        return engine.forward(packer.pack())[:wanted].copy()
+
+    packer = engine.packer()
+    rows = packer.add_rows(text, 0, own)
+    packer.add_path(own, rows)
+    for row in rows:
+        packer.want(row)
+    whole = logits(packer, length)
+
+    for position, token in enumerate(text[:-at_once]):
+        packer = engine.packer()
+        others = position % 4
+        if others:
+            rows = packer.add_rows(strangers[: 5 * others], 0, theirs[: 5 * others])
+            packer.add_path(theirs[: 5 * others], rows)
+        row = packer.add_row(token, position, int(own[position]))
+        packer.add_path(own[: position + 1], [row])
+        packer.want(row)
+        if not np.array_equal(logits(packer, 1)[0], whole[position]):
+            return None
+
+    packer = engine.packer()
+    start = length - at_once
+    rows = packer.add_rows(text[start:], start, elsewhere)
+    packer.add_path(np.concatenate([own[:start], elsewhere]), rows)
+    for row in rows:
+        packer.want(row)
+    if not np.array_equal(logits(packer, at_once), whole[start:]):
+        return None
+
+    for others in CROWDS:  # so many that torch shares the work on a tensor among threads, wherever it cuts
+        packer = engine.packer()
+        for _ in range(others):
+            packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(strangers[0], 0, PADDING_SLOT)])
+        rows = packer.add_rows(text, 0, own)
+        packer.add_path(own, rows)
+        for row in rows:
+            packer.want(row)
+        if not np.array_equal(logits(packer, length), whole):
+            return None
+    return whole

@@ -1,0 +1,228 @@
+"""A causal language model of transformers, loaded with our attention and looked through: what it asks of its
+attention, and whether it can run in a packed batch at all."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from specdec.engine.distributed.ranks import Ranks
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.hf import attention_hook
+from specdec.engine.hf.linear import is_plain
+from specdec.engine.hf.random_weights import RandomWeights
+from specdec.engine.hf.shards import check_plan
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import in_one_line
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROBE = "specdec-probe"
+
+
+class LayerAttention(NamedTuple):
+    """What one layer keeps, and asks of its attention."""
+
+    kv_heads: int
+    width: int  # of a key
+    value_width: int
+    scale: float
+    window: int | None  # how many tokens back it sees, itself included
+
+
+def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
+    """The model with our attention, or an error that says why not; with `ranks`, cut into parts by transformers. A
+    quantised one keeps its own linear layers."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # what matters of its reports is an error here, in one line
+    if ranks is None:
+        _check_configuration(directory)
+        return _whole(directory, dtype, device)
+    ranks.together(lambda: check_plan(directory.name, _check_configuration(directory).get_text_config(), ranks.degree))
+    fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise ModelDirectoryError(f"{directory.path}: rank {rank} has another model there")
+    return ranks.together(lambda: _read(directory, dtype, distributed_config=_cut_into(ranks.degree)))
+
+
+def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    if isinstance(directory, RandomWeights):
+        return _drawn(directory, dtype, device)
+    if quantised_by(directory.config) is None or device == "cpu":
+        model = _read(directory, dtype).to(device)
+    else:
+        model = _read(directory, dtype, device_map={"": device})  # not all kinds of quantised weights can be moved
+    head = model.get_output_embeddings()
+    if is_quantised(model) and not is_plain(head):
+        raise UnsupportedModelError(f"{directory.name}: its output head is quantised ({type(head).__name__})")
+    return model
+
+
+def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    directory.weights()  # what cannot be read is told by its name, and a named pipe is not waited for
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory.path,
+            dtype=dtype,
+            attn_implementation=attention_hook.NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below: transformers' error does not name them
+            **options,
+        )
+    except Exception as error:  # transformers raises whatever it meets
+        quantised = f" (quantised by {method})" if (method := quantised_by(directory.config)) else ""
+        raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {in_one_line(error)}") from error
+    if report["missing_keys"]:  # transformers would go on with random numbers
+        missing = sorted(report["missing_keys"])
+        raise ModelDirectoryError(f"{directory.path}: {len(missing)} tensors are missing, {missing[0]} for one")
+    if report["mismatched_keys"]:
+        name, stored, expected = min(report["mismatched_keys"])
+        raise ModelDirectoryError(
+            f"{directory.path}: {name} has the sizes {list(stored)}, by config.json they are {list(expected)}"
+        )
+    return model.eval()
+
+
+def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The model with random weights, made where they will be; the same ones for a configuration on a device."""
+    config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+    on_device = [] if device == "cpu" else [torch.device(device)]
+    with torch.random.fork_rng(devices=on_device), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_hook.NAME)
+    return model.eval()
+
+
+def quantised_by(config: dict[str, Any]) -> str | None:
+    """The method by which a model's weights are quantised, if they are."""
+    quantisation = config.get("quantization_config")
+    return None if quantisation is None else str(quantisation.get("quant_method"))
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def _cut_into(parts: int) -> Any:
+    if importlib.util.find_spec("accelerate") is None:
+        raise UnsupportedModelError("transformers cuts a model with accelerate: pip install 'specdec[parallel]'")
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(tp_size=parts, tp_plan="auto")
+
+
+def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
+    """Refuse by name what the weights need not be loaded for."""
+    for rope_type in _rope_types(directory.config):
+        if rope_type in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, "
+                "so that a session's tokens would depend on its neighbours"
+            )
+    if directory.config.get("attention_chunk_size"):
+        raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
+    method = quantised_by(directory.config)
+    if method not in (None, "bitsandbytes", *AUTO_QUANTIZER_MAPPING):
+        raise UnsupportedModelError(f"{directory.name}: quantised by {method}, which this transformers does not know")
+    quantisation = directory.config.get("quantization_config") or {}
+    if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
+        raise UnsupportedModelError(
+            f"{directory.name}: bitsandbytes' 8 bits look for outliers in the whole batch, so that a session's "
+            "tokens would depend on its neighbours (llm_int8_threshold 0 looks for none)"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    except Exception as error:  # transformers raises whatever it meets
+        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if layers is not None and layers < 1:
+        raise ModelDirectoryError(f"{directory.path}: config.json asks for {layers} layers, must be at least 1")
+    if kind is None:
+        raise UnsupportedModelError(f"{directory.name}: {type(config).__name__} belongs to no causal language model")
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{directory.name}: {kind.__name__} does not take its attention from transformers' attention "
+            "interface, so that it cannot run in a packed batch"
+        )
+    return config
+
+
+def _rope_types(config: dict[str, Any]) -> list[str]:
+    """Of all layers; newer configurations nest the parameters by kind of layer."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return [str(p.get("rope_type", p.get("type", "default"))) for p in nested or [parameters]]
+
+
+def window_of(model: PreTrainedModel) -> int | None:
+    """The sliding window in tokens, if any layer has one."""
+    config = model.config.get_text_config()
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return int(window) if window else None
+
+
+def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
+    """Of every layer.
+
+    Found by running one token with an attention that only looks: it also sees what a layer asks of its
+    attention, and refuses what the packed one would leave out.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    found: dict[int, LayerAttention] = {}
+
+    def look(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+    ) -> tuple[Tensor, None]:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        scale = asked.get("scaling") or query.shape[3] ** -0.5
+        window = asked.get("sliding_window") or None
+        found[layer] = LayerAttention(key.shape[1], key.shape[3], value.shape[3], scale, window)
+        terms = [term for term, value in asked.items() if isinstance(value, Tensor) and term != "position_ids"]
+        if terms:
+            raise UnsupportedModelError(f"{name}: its attention has a term the packed one does not know, {terms[0]}")
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(PROBE, look)
+    AttentionMaskInterface.register(PROBE, attention_hook.no_mask)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        model.set_attn_implementation(PROBE)
+        with torch.inference_mode():
+            model(input_ids=zero, position_ids=zero, use_cache=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever a foreign architecture does with a packed batch
+        raise UnsupportedModelError(
+            f"{name} cannot run in a packed batch: {type(error).__name__}: {in_one_line(error)}"
+        ) from error
+    finally:
+        model.set_attn_implementation(attention_hook.NAME)
+    layers = config.num_hidden_layers
+    if sorted(found) != list(range(layers)):
+        raise UnsupportedModelError(
+            f"{name}: {layers} layers, but attention ran in {len(found)} of them; "
+            "models with state-space or other layers that keep a state of their own are not supported"
+        )
+    kinds = (
+        getattr(config, "layer_types", None) or ["sliding_attention" if window_of(model) else "full_attention"] * layers
+    )
+    for layer, kind in enumerate(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"{name}: layer {layer} is of kind {kind}, which is not supported")
+        if kind == "sliding_attention" and window_of(model) and not found[layer].window:
+            raise UnsupportedModelError(f"{name}: layer {layer} has a sliding window, but does not tell its attention")
+    return [found[layer] for layer in range(layers)]

@@ -1,0 +1,84 @@
+"""Whether an engine computes what its model does: compared once, at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.hf import attention_hook
+from specdec.engine.hf.pretrained import is_quantised
+
+DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest relative difference from the model's own forward that the check at start lets pass."""
+
+QUANTISED_DISAGREEMENT = 0.05
+"""At least, where activations are quantised too: what rounding moves over the edge of a step moves by a whole one."""
+
+
+@dataclass(frozen=True)
+class ReferenceCheck:
+    """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced.
+    They are finite."""
+
+    name: str  # of the model's class
+    allowed: float  # difference, relative to the largest logit
+    text: list[int]
+    branch: list[int]  # in place of the last tokens
+    logits: Tensor  # [2, vocabulary] of the last token of either
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PreTrainedModel, vocabulary: int) -> ReferenceCheck:
+        """UnsupportedModelError if the model does not run, or not in its dtype."""
+        config = model.config.get_text_config()
+        length = min(24, int(getattr(config, "max_position_embeddings", 24)))
+        text = np.random.default_rng(0).integers(1, vocabulary, length).tolist()
+        branch = [(text[-2] + 1) % vocabulary, (text[-1] + 2) % vocabulary]
+        texts = torch.tensor([text, text[:-2] + branch], device=model.device)
+        name, dtype = type(model).__name__, model.dtype
+        try:
+            model.set_attn_implementation("eager")
+            logits = model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu()
+            allowed = max(DISAGREEMENT[dtype], QUANTISED_DISAGREEMENT if is_quantised(model) else 0.0)
+        except Exception as error:  # of kernels that know not every shape, for one
+            raise UnsupportedModelError(f"{name} cannot run here: {_reason(error)}") from error
+        finally:
+            model.set_attn_implementation(attention_hook.NAME)
+        if not logits.isfinite().all():
+            narrow = ", which ends at 65504: take float32 or bfloat16" if dtype == torch.float16 else ""
+            raise UnsupportedModelError(f"{name}: its own logits are no numbers in {str(dtype)[6:]}{narrow}")
+        return cls(name, allowed, text, branch, logits)
+
+    def check(self, engine: Engine) -> None:
+        """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it, or
+        nothing: that finds an architecture that asks for more than the packed attention, or the joined layers, know,
+        and kernels that do not run here."""
+        length = len(self.text)
+        slots = np.arange(1, length + 3)
+        packer = engine.packer()
+        rows = packer.add_rows(self.text, 0, slots[:length])
+        packer.add_path(slots[:length], list(rows))
+        side = packer.add_rows(self.branch, length - 2, slots[length:])
+        packer.add_path(np.concatenate([slots[: length - 2], slots[length:]]), list(side))
+        packer.want(rows[-1])
+        packer.want(side[-1])
+        try:
+            got = torch.from_numpy(engine.forward(packer.pack()))
+        except Exception as error:  # of kernels: no compiler for them, too little memory of the processor's own
+            raise UnsupportedModelError(f"{self.name} cannot run here in a packed batch: {_reason(error)}") from error
+        difference = float((got - self.logits).abs().max() / self.logits.abs().max())
+        if not difference <= self.allowed:
+            raise UnsupportedModelError(
+                f"{self.name}: packed logits differ from the model's own by {difference:.2g} of "
+                "their scale; it does something that the packed attention, or the joined layers, do not know"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

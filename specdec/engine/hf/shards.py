@@ -1,0 +1,138 @@
+"""A model's layers in parts, one on each rank, as transformers' plan cuts them (Shoeybi et al. 2019, section 3).
+
+A plan cuts the first of two products by its outputs and the second by its inputs: between them a rank has its own heads
+of attention, or its own part of a gate, and what the second gives is summed over the ranks. transformers cuts the
+weights and wraps each layer in what its training needs. Here the parts become linear layers like any other, which can
+be joined, packed and tiled as those of a whole model; only the sum is added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from specdec.engine.distributed.ranks import Ranks
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.hf.linear import Float32Head
+
+BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
+STYLES = {BY_OUTPUTS, BY_INPUTS, "replicated_with_grad_allreduce"}
+"""What a plan may ask for within a layer; the last is a norm of one head, of which every rank has a copy."""
+
+
+def check_plan(name: str, config: Any, degree: int) -> None:
+    """UnsupportedModelError if a model of this configuration cannot be cut into so many parts."""
+    plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise UnsupportedModelError(f"{name}: transformers has no tensor parallel plan for {config.model_type}")
+    foreign = sorted(set(plan.values()) - STYLES)
+    if foreign:
+        raise UnsupportedModelError(
+            f"{name}: the tensor parallel plan for {config.model_type} asks for {', '.join(foreign)}, "
+            "which is not supported"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"{name}: quantised weights are not cut into parts")
+    heads = config.num_attention_heads
+    for kind, count in (("attention", heads), ("key/value", getattr(config, "num_key_value_heads", None) or heads)):
+        if count % degree:
+            raise UnsupportedModelError(f"{name}: {count} {kind} heads cannot be shared evenly by {degree} processes")
+
+
+class Summed(torch.nn.Module):
+    """A linear layer of which each rank has the part for its own inputs.
+
+    `in_order` adds the ranks' parts one after the other, in float32: then the bits of a sum depend on what is summed
+    and on nothing else. A collective may add them in an order that depends on where in the tensor a number stands.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, ranks: Ranks) -> None:
+        super().__init__()
+        self.linear = _own_part(linear, with_bias=False)
+        self.bias = None if linear.bias is None else _local(linear.bias)
+        self.in_order = False
+        self._degree = ranks.degree
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = self.linear(x)
+        if self.in_order:
+            parts = [torch.empty_like(part) for _ in range(self._degree)]
+            dist.all_gather(parts, part)
+            total = parts[0].float()
+            for other in parts[1:]:
+                total = total + other
+            part = total.to(part.dtype)
+        else:
+            dist.all_reduce(part)
+        return part if self.bias is None else part + self.bias
+
+
+class Gathered(torch.nn.Module):
+    """An output head of which each rank has the part for its own ids. Rank 0 gets the logits; the others none."""
+
+    def __init__(self, head: torch.nn.Module, vocabulary: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.head = head
+        self._vocabulary = vocabulary
+        self._rank, self._degree = ranks.rank, ranks.degree
+        self._most = -(-vocabulary // ranks.degree)  # ids of a rank; the last ones may have fewer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        if missing := self._most - logits.shape[-1]:
+            logits = F.pad(logits, (0, missing))
+        logits = logits.contiguous()
+        if self._rank:
+            dist.gather(logits, dst=0)
+            return logits[..., :0]
+        parts = [torch.empty_like(logits) for _ in range(self._degree)]
+        dist.gather(logits, parts, dst=0)
+        return torch.cat(parts, dim=-1)[..., : self._vocabulary]
+
+
+def settle(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Make linear layers of the parts that transformers has cut a model into, and a float32 head of its head.
+
+    Token embeddings stay as transformers has them: one sum a step, of which all terms but one are zero.
+    """
+    head = model.get_output_embeddings()
+    whole = head.out_features
+    cut = isinstance(head.weight, DTensor)
+    own_head = Float32Head(_own_part(head) if cut else head)
+    model.set_output_embeddings(Gathered(own_head, whole, ranks) if cut else own_head)
+    plan = model.tp_plan
+    for path, module in list(model.named_modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear) and isinstance(child.weight, DTensor):
+                style = plan[re.sub(r"\.\d+\.", ".*.", f"{path}.{name}")]
+                setattr(module, name, Summed(child, ranks) if style == BY_INPUTS else _own_part(child))
+
+
+def sum_in_order(model: torch.nn.Module, in_order: bool) -> None:
+    """Of all sums of a model."""
+    for module in model.modules():
+        if isinstance(module, Summed):
+            module.in_order = in_order
+
+
+def _own_part(linear: torch.nn.Linear, *, with_bias: bool = True) -> torch.nn.Linear:
+    """This rank's part as a layer of its own."""
+    weight = _local(linear.weight)
+    own = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    own.weight = weight
+    if with_bias and linear.bias is not None:
+        own.bias = _local(linear.bias)
+    return own
+
+
+def _local(parameter: Tensor) -> torch.nn.Parameter:
+    tensor = parameter.detach()
+    return torch.nn.Parameter(tensor.to_local() if isinstance(tensor, DTensor) else tensor, requires_grad=False)

@@ -1,0 +1,310 @@
+"""Key/value memory in blocks: tables of who uses which, and prompt prefixes that several sessions share.
+
+Pure bookkeeping, for one thread, one model. The tensors belong to the engine; block b is their rows
+b * BLOCK .. b * BLOCK + BLOCK - 1.
+
+A filled block is *published*: it becomes a node of a tree whose way from the root spells the text from its
+start, compared token by token, one tree a tenant. A block is free, held by tables, or *cached*: published
+and held by nobody. Who holds a node holds all its ancestors, and lets go of them last; so the least
+recently used cached node never has children, and evicting it forgets no longer prefix.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.engine.kv.slots import PoolFullError, Slots
+
+BLOCK = 64
+"""Tokens in a block."""
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A published block, or a tenant's root (no parent, block 0)."""
+
+    parent: _Node | None
+    key: bytes  # its own BLOCK tokens; a root's: the tenant
+    block: int
+    holders: int  # tables that have this block
+    suspect: bool = False  # may hold NaN: out of the tree, and never cached again
+    children: dict[bytes, _Node] = field(default_factory=dict)
+    order: list[bytes] = field(default_factory=list)  # the children's keys, sorted
+
+    def nearest(self, key: bytes) -> tuple[_Node | None, int]:
+        """A child that begins like `key` for as long as any does, and for how many tokens."""
+        # In sorted order the keys with the longest common beginning stand right next to `key`.
+        place = bisect_left(self.order, key)
+        best, longest = None, 0
+        for other in self.order[max(0, place - 1) : place + 1]:
+            same = np.frombuffer(key, np.uint32) == np.frombuffer(other[: len(key)], np.uint32)
+            common = len(same) if same.all() else int(same.argmin())
+            if common > longest:
+                best, longest = self.children[other], common
+        return best, longest
+
+
+class BlockPool:
+    """Blocks 1..blocks-1; block 0 has the slot NOWHERE and is nobody's."""
+
+    def __init__(self, blocks: int) -> None:
+        self.usable = blocks - 1
+        self.free = blocks - 1
+        self._map = bytearray(b"\0" + b"\1" * (blocks - 1))  # 1: free; searching bytes is fast
+        self._roots: dict[bytes, _Node] = {}  # only tenants that have something published
+        self._cached: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
+
+    @property
+    def cached(self) -> int:
+        """Blocks with a known prefix that no table holds: the next to be evicted."""
+        return len(self._cached)
+
+    @property
+    def held(self) -> int:
+        return self.usable - self.free - self.cached
+
+    @property
+    def available(self) -> int:
+        """What tables can still get."""
+        return self.free + self.cached
+
+    def open(self, tokens: Sequence[int], tenant: str = "") -> tuple[BlockTable, Slots, Slots]:
+        """A table that starts with the longest known prefix of `tokens` but the last, which must be computed.
+
+        Where the prefix ends inside a block and memory allows, the table has a block of its own for it, and
+        the caller must copy rows (source, target) before the pool is used again.
+        """
+        table = BlockTable(self, tenant.encode())
+        start, limit = 0, len(tokens) - 1
+        node, key = self._roots.get(table.tenant), b""
+        while node is not None:
+            key = _key(tokens[start : min(start + BLOCK, limit)])
+            child = node.children.get(key)
+            if child is None:
+                break
+            self._hold(child)
+            table._chain.append(child)
+            table._blocks.append(child.block)
+            node, start = child, start + BLOCK
+        table.shared = start
+        source, common = (None, 0) if node is None else node.nearest(key)
+        if source is not None:
+            self._hold(source)  # making room must not evict it; and it was used just now
+            if self.available:
+                table._origin = source
+                table.shared += common
+                table._grow(1)
+            self._release(source)
+        table._lay()
+        if table._origin is None:
+            return table, np.arange(0), np.arange(0)
+        rows = np.arange(common)
+        return table, table._origin.block * BLOCK + rows, table._blocks[-1] * BLOCK + rows
+
+    def forget_prefixes(self) -> None:
+        """Free what nobody holds, since it may not be what was computed."""
+        while self._cached:
+            self._evict()
+
+    # --- for tables ---------------------------------------------------------------------------------
+
+    def _evict(self) -> None:
+        """Free the least recently used cached block."""
+        node, _ = self._cached.popitem(last=False)
+        self._unlink(node)
+        self._give([node.block])
+
+    def _take(self, count: int, after: int) -> list[int]:
+        """`count` blocks: right after block `after` as far as they are free, then the first long enough
+        run, else pieces."""
+        if count > self.available:
+            raise PoolFullError(count * BLOCK, self.available * BLOCK)
+        while self.free < count:
+            self._evict()
+        taken: list[int] = []
+        scattered = False
+        while len(taken) < count:
+            after += 1
+            if after >= len(self._map) or not self._map[after]:
+                run = -1 if scattered else self._map.find(b"\1" * (count - len(taken)))
+                scattered = run < 0
+                after = self._map.find(1) if scattered else run
+            self._map[after] = 0
+            taken.append(after)
+        self.free -= count
+        return taken
+
+    def _give(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._map[block] = 1
+        self.free += len(blocks)
+
+    def _hold(self, node: _Node) -> None:
+        if not node.holders:
+            del self._cached[node]
+        node.holders += 1
+
+    def _release(self, node: _Node) -> list[int]:
+        """One holder less; the block, if nobody may find it again."""
+        node.holders -= 1
+        if node.holders:
+            return []
+        if node.suspect:
+            return [node.block]
+        self._cached[node] = None
+        return []
+
+    def _root(self, tenant: bytes) -> _Node:
+        return self._roots.setdefault(tenant, _Node(None, tenant, 0, 0))
+
+    def _publish(self, parent: _Node, key: bytes, block: int) -> _Node:
+        node = _Node(parent, key, block, holders=1)
+        parent.children[key] = node
+        insort(parent.order, key)
+        return node
+
+    def _unlink(self, node: _Node) -> None:
+        parent = node.parent
+        if parent is None:
+            return
+        del parent.children[node.key]
+        del parent.order[bisect_left(parent.order, node.key)]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.key]
+
+    def _condemn(self, node: _Node) -> list[int]:
+        """Forget a prefix and all that was computed on top of it; the blocks of it that nobody holds."""
+        if node.suspect:
+            return []
+        self._unlink(node)
+        unheld: list[int] = []
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            node.suspect = True
+            stack += node.children.values()
+            node.children.clear()
+            if not node.holders:
+                del self._cached[node]
+                unheld.append(node.block)
+        return unheld
+
+
+class BlockTable:
+    """One session's blocks, in order of position: published ones it holds, then its own.
+
+    The found ones are only read: positions from `shared` on are written, and they lie in own blocks.
+    """
+
+    def __init__(self, pool: BlockPool, tenant: bytes) -> None:
+        self.tenant = tenant
+        self.shared = 0  # leading tokens found at open, with the copied ones
+        self.slots: Slots = np.arange(0)  # slots[p] is where token p lives
+        self._pool = pool
+        self._blocks: list[int] = []
+        self._chain: list[_Node] = []  # of the first blocks, those in the tree
+        self._late: list[bytes] = []  # keys of filled blocks after these, to be published at close
+        self._origin: _Node | None = None  # where rows were copied from
+        self._closed = False
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens; PoolFullError, and nothing taken, if there is none.
+
+        The slots' new array begins like the old one.
+        """
+        if self._closed:
+            raise RuntimeError("the table is closed")
+        missing = -(-length // BLOCK) - len(self._blocks)
+        if missing > 0:
+            self._grow(missing)
+            self._lay()
+
+    def publish(self, tokens: Sequence[int], computed: int) -> None:
+        """The keys and values of tokens[:computed] are in place: others may share the filled blocks."""
+        filled = computed // BLOCK
+        known = len(self._chain) + len(self._late)
+        if filled <= known:
+            return
+        if filled > len(self._blocks) or computed > len(tokens):
+            raise ValueError(f"{computed} tokens computed, of {len(tokens)}, in {len(self.slots)} slots")
+        for index in range(known, filled):
+            key = _key(tokens[index * BLOCK : (index + 1) * BLOCK])
+            if self._late or self._suspect or key in (parent := self._parent()).children:
+                # Another table published the same. To continue its prefix would mean to hold its block
+                # besides our own, or to change our slots under way; close() sorts it out.
+                self._late.append(key)
+            else:
+                self._chain.append(self._pool._publish(parent, key, self._blocks[index]))
+
+    def trim(self, length: int) -> None:
+        """Give back blocks past `length` tokens, unless they are filled or were found."""
+        filled = len(self._chain) + len(self._late)
+        keep = max(filled, -(-max(length, self.shared) // BLOCK))
+        if keep < len(self._blocks):
+            self._pool._give(self._blocks[keep:])
+            del self._blocks[keep:]
+            self._lay()
+
+    def close(self, *, wipe: bool = False) -> Slots:
+        """Give everything back; filled blocks stay cached. Closing again does nothing.
+
+        With `wipe` the memory may hold NaN, and so may what it was computed from and what was computed from
+        it: the whole prefix is forgotten, with all its continuations, whoever holds them; no new table finds
+        them, and their other holders' close() wipes too. Returns slots to overwrite before the pool is used
+        again, since a NaN spreads to whoever gets it next, masked or not; none unless wiping.
+        """
+        pool, chain, own = self._pool, self._chain, self._blocks[len(self._chain) :]
+        wipe = wipe or self._suspect
+        spare = own
+        if wipe:
+            spare = own + (pool._condemn(chain[0]) if chain else [])
+        elif self._late:
+            spare = own[len(self._late) :]
+            for key, block in zip(self._late, own, strict=False):
+                parent = self._parent()
+                twin = parent.children.get(key)
+                if twin is None:
+                    twin = pool._publish(parent, key, block)
+                else:  # nobody looks at our slots any more: the other copy will do
+                    pool._hold(twin)
+                    spare.append(block)
+                chain.append(twin)
+        for node in reversed(chain):  # a prefix is older than its continuation, but outlives it
+            spare += pool._release(node)
+        pool._give(spare)
+        self._closed = True
+        self._blocks, self._chain, self._late, self._origin = [], [], [], None
+        self._lay()
+        return _slots(spare) if wipe else np.arange(0)
+
+    @property
+    def _suspect(self) -> bool:
+        """Something we read turned out to be possibly NaN. A node is condemned with all its descendants."""
+        found = self._chain[-1:] + ([self._origin] if self._origin else [])
+        return any(node.suspect for node in found)
+
+    def _parent(self) -> _Node:
+        return self._chain[-1] if self._chain else self._pool._root(self.tenant)
+
+    def _grow(self, count: int) -> None:
+        # 0 comes before block 1, but an empty table is to look for a run that is long enough.
+        self._blocks += self._pool._take(count, self._blocks[-1] if self._blocks else -1)
+
+    def _lay(self) -> None:
+        self.slots = _slots(self._blocks)
+
+
+def _key(tokens: Sequence[int]) -> bytes:
+    """Fixed width, so that a common beginning of bytes is one of tokens."""
+    return array("I", tokens).tobytes()
+
+
+def _slots(blocks: list[int]) -> Slots:
+    starts = np.asarray(blocks, dtype=np.int64) * BLOCK
+    return np.add.outer(starts, np.arange(BLOCK)).reshape(-1)

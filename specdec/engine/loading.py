@@ -1,0 +1,163 @@
+"""From a model directory to a running engine, whichever kind is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import structlog
+
+from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.onnx.providers import place_of, providers
+
+if TYPE_CHECKING:  # it brings torch
+    from specdec.engine.distributed.ranks import Ranks
+
+log = structlog.get_logger()
+
+Kind = Literal["torch", "eager", "onnx"]
+"""On a GPU `torch` is the engine that is made for it. `eager`, the model's own layers and attention by tensor
+operations, is slower anywhere: what others can be compared with, on any device."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+MOST_THREADS = 1024
+"""Of a forward pass. Where the system does not give so many as are asked for, OpenMP ends the process."""
+
+
+def load_engine(
+    kind: Kind,
+    directory: ModelDirectory,
+    *,
+    capacity: int | None,
+    threads: Sequence[int],
+    dtype: Dtype | None = None,
+    device: str = "cpu",
+    exact: bool = False,
+    compiled: bool = False,
+    ranks: Ranks | None = None,
+) -> Engine:
+    """ModelDirectoryError or UnsupportedModelError say in one line what is in the way. Without a `dtype` an exported
+    model computes in its own, any other in float32. With `ranks`, the engine of this one: for rank 0 one like any
+    other, for the rest a `FollowingEngine`."""
+    if ranks is not None:
+        ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
+    if compiled and (kind != "torch" or device != "cpu" or ranks is not None):
+        raise UnsupportedModelError(
+            "only the torch engine, on the CPU and in one process, can compile a model: leave out --compile"
+        )
+    if kind == "onnx":
+        if ranks is not None:
+            raise UnsupportedModelError("the ONNX engine computes in one process: torchrun is for the torch engine")
+        return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
+    options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
+    if ranks is not None:
+        return _part(ranks, directory, device, threads=threads, padded=kind == "eager", **options)
+    check_torch(device)
+    if device == "cpu" and dtype == "bfloat16" and not has_bfloat16():
+        log.warning("slow_arithmetic", dtype="bfloat16", why="this processor has none of it: float32 is much faster")
+    return _torch(kind, directory, device, threads=threads, compiled=compiled, **options)
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor computes in bfloat16. Where it is not known how to tell, it is taken to."""
+    import torch
+
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def check_torch(device: str) -> None:
+    """UnsupportedModelError unless torch has this device."""
+    import torch
+
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UnsupportedModelError(f"device {device}: torch knows no such device") from error
+    if place.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"device {device}: cpu, cuda and cuda:N are supported")
+    if place.type == "cuda" and (place.index or 0) >= (devices := torch.cuda.device_count()):
+        raise UnsupportedModelError(f"device {device}: torch sees {devices or 'no'} CUDA device{'s' * (devices > 1)}")
+
+
+def _torch(
+    kind: Kind, directory: ModelDirectory, device: str, *, threads: Sequence[int], compiled: bool, **options: Any
+) -> Engine:
+    """The whole of a torch engine, on a device that torch has."""
+    import torch
+
+    from specdec.engine.torch_engine import TorchEngine
+
+    try:
+        if kind == "torch" and device != "cpu":
+            return _gpu(directory, device, **options)
+        padded = kind == "eager"
+        return TorchEngine(directory, device=device, threads=threads, compiled=compiled, padded=padded, **options)
+    except torch.OutOfMemoryError as error:  # a GPU's
+        reason = str(error).partition(". ")[0]  # what comes behind it is statistics
+        raise UnsupportedModelError(
+            f"device {device}: {reason}; a smaller model may fit, or fewer --kv-tokens"
+        ) from error
+
+
+def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
+    """The engine for GPUs."""
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedModelError(
+            f"device {device}: the kernels want triton, which is not installed (specdec[cuda] brings it); "
+            "--engine eager goes without"
+        )
+    from specdec.engine.gpu.engine import GpuEngine
+
+    return GpuEngine(directory, device=device, **options)
+
+
+def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capacity: int | None, threads: int) -> Engine:
+    """ONNX Runtime's, of a graph that is exported if it is not yet."""
+    if dtype == "bfloat16":
+        raise UnsupportedModelError("the ONNX engine computes in float32 or float16, not bfloat16")
+    import onnxruntime
+
+    from specdec.engine.onnx.engine import OnnxEngine
+
+    providers(place_of(device), onnxruntime.get_available_providers())  # before a model is exported in vain
+    if not (directory.path / GRAPH).is_file():
+        if importlib.util.find_spec("torch") is None:
+            raise ModelDirectoryError(
+                f"{directory.path}: not exported (no {GRAPH}), and without torch it cannot be exported here: "
+                "run `specdec export` where torch is installed"
+            )
+        from specdec.engine.onnx.export import exported
+
+        directory = ModelDirectory(exported(directory, dtype or "float32"))
+    return OnnxEngine(directory, capacity=capacity, threads=threads, dtype=dtype, device=device)
+
+
+def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) -> Engine:
+    """This rank's part of an engine."""
+    from specdec.engine.parallel_engine import FollowingEngine, LeadingEngine
+
+    own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
+    kind = LeadingEngine if ranks.rank == 0 else FollowingEngine
+    return kind(directory, ranks=ranks, device=own, **options)
+
+
+def _own_device(device: str, local_rank: int) -> str:
+    """Of a rank."""
+    import torch
+
+    if device not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"device {device}: under torchrun say cuda, of which every process takes its own")
+    if device == "cpu" and torch.accelerator.is_available():
+        raise UnsupportedModelError(
+            "transformers puts the parts of a model on the accelerator where there is one: hide it, as with "
+            "CUDA_VISIBLE_DEVICES=, or say --device cuda"
+        )
+    own = f"cuda:{local_rank}" if device == "cuda" else device
+    check_torch(own)
+    return own

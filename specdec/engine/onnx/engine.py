@@ -1,0 +1,167 @@
+"""The ONNX Runtime engine: an exported model over packed batches, without torch.
+
+On a GPU keys and values live there: tokens, positions and masks go up with each step, the wanted logits come down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.kv.slots import Slots
+from specdec.engine.memory import slots_for
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import in_one_line, opened, read_fields
+from specdec.engine.onnx.providers import CPU, check_started, place_of, providers
+from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
+
+
+class OnnxEngine:
+    """An exported model and its key/value memory, on `device` (cpu, cuda, cuda:1, ...).
+
+    The pools are bound as inputs and as outputs of every run, to the same memory: the graph updates
+    them in place. What an export computes in is fixed: another `dtype` is refused.
+    """
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        *,
+        capacity: int | None,
+        threads: int,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        file = directory.path / DESCRIPTION
+        description = read_fields(file)
+        if description is None:
+            raise ModelDirectoryError(
+                f"{directory.path}: not an exported model (no {DESCRIPTION}); `specdec export` makes one"
+            )
+        try:
+            shapes = [(int(heads), int(key), int(value)) for heads, key, value in description.content["pools"]]
+            window = description.content["window"]
+            self.window: int | None = None if window is None else int(window)
+            of_pools = np.dtype({"float32": np.float32, "float16": np.float16}[description.content["dtype"]])
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {in_one_line(error)}"
+            raise ModelDirectoryError(
+                f"{file}: damaged, or of an earlier version; `specdec export` makes a new one ({reason})"
+            ) from error
+        if dtype not in (None, of_pools.name):
+            raise ModelDirectoryError(
+                f"{directory.path}: exported in {of_pools.name}, not {dtype}; `specdec export --dtype {dtype}` makes "
+                "another one"
+            )
+        self._place = place_of(device)
+        chosen = providers(self._place, ort.get_available_providers())
+        if self._place.kind == "cuda":
+            with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
+                ort.preload_dlls()
+        half = of_pools == np.float16
+        self._copies = _session(directory.path / COPY_GRAPH, threads, chosen, half=half)
+        check_started(self._place, self._copies.get_providers())  # with a small graph first
+        self._session = _session(directory.path / GRAPH, threads, chosen, half=half)
+        check_started(self._place, self._session.get_providers())
+        _check_sizes(directory, self._session, shapes)
+        self.threads: tuple[int, ...] = (threads,)
+        self.exact = False  # all lanes of a batch are padded to one shape
+        self.vocabulary = directory.vocabulary
+        provider = self._session.get_providers()[0]
+        self.numerics = (
+            f"onnxruntime-{ort.__version__}/{provider}/{platform.machine()}/{of_pools.name}/threads-{threads}"
+        )
+        slot_bytes = of_pools.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
+        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
+        self._pools: dict[str, ort.OrtValue] = {}
+        for layer, (heads, key_width, value_width) in enumerate(shapes):
+            for kind, width in (("key", key_width), ("value", value_width)):
+                zeros = np.zeros((capacity, heads, width), of_pools)
+                self._pools[f"{kind}_{layer}"] = ort.OrtValue.ortvalue_from_numpy(zeros, *self._place)
+        self._binding = self._session.io_binding()
+        taken = {node.name for node in self._session.get_inputs()}
+        self._takes_window = "windowed" in taken
+        for name, pool in self._pools.items():
+            self._binding.bind_ortvalue_input(name, pool)
+
+    def packer(self) -> PaddedPacker:
+        return PaddedPacker(window=self.window, one_group=True)
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        assert isinstance(batch, PaddedBatch)  # from our own packer
+        (group,) = batch.groups
+        arrays = {
+            "tokens": batch.tokens,
+            "positions": batch.positions,
+            "slots": batch.slots,
+            "keys": group.keys,
+            "rows": group.rows,
+            "visible": group.visible,
+            "place": batch.place,
+            "wanted": batch.wanted,
+        }
+        if self._takes_window:
+            arrays["windowed"] = group.visible if group.windowed is None else group.windowed
+        binding = self._binding
+        for name, array in arrays.items():
+            binding.bind_cpu_input(name, array)  # copied to the device, if that is another
+        binding.clear_binding_outputs()
+        binding.bind_output("logits", "cpu")
+        for name, pool in self._pools.items():
+            binding.bind_ortvalue_output(f"new_{name}", pool)
+        self._session.run_with_iobinding(binding)
+        return np.asarray(binding.get_outputs()[0].numpy())
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        binding = self._copies.io_binding()
+        binding.bind_cpu_input("source", source)
+        binding.bind_cpu_input("target", target)
+        for pool in self._pools.values():
+            binding.bind_ortvalue_input("pool", pool)
+            binding.bind_ortvalue_output("new_pool", pool)
+            self._copies.run_with_iobinding(binding)
+
+    def use_threads(self, count: int) -> None:
+        """A session of onnxruntime has the threads that it was made with."""
+
+
+def _session(
+    graph: Path, threads: int, chosen: list[tuple[str, dict[str, Any]]], *, half: bool
+) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    # Spinning threads would starve the other services of a shared machine.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    if half and chosen[0][0] == CPU:
+        # The next level, which is about convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    with opened(graph):  # or onnxruntime would wait for a named pipe
+        pass
+    try:
+        return ort.InferenceSession(str(graph), options, providers=chosen)
+    except Exception as error:  # onnxruntime's errors have no common base
+        raise ModelDirectoryError(f"{graph}: cannot be loaded: {in_one_line(error)}") from error
+
+
+def _check_sizes(directory: ModelDirectory, graph: ort.InferenceSession, pools: list[tuple[int, int, int]]) -> None:
+    """Compare what the graph takes and gives with what the files beside it say: the first step would fail."""
+    told = {f"key_{layer}": (DESCRIPTION, [heads, key]) for layer, (heads, key, _) in enumerate(pools)}
+    told |= {f"value_{layer}": (DESCRIPTION, [heads, value]) for layer, (heads, _, value) in enumerate(pools)}
+    told["logits"] = ("config.json", [directory.vocabulary])
+    sizes = {node.name: node.shape[1:] for node in (*graph.get_inputs(), *graph.get_outputs())}
+    for name, (file, expected) in told.items():
+        if sizes.get(name) != expected:
+            raise ModelDirectoryError(
+                f"{directory.path / GRAPH}: {name} has the sizes {sizes.get(name)}, by {file} they are {expected}"
+            )

@@ -1,0 +1,215 @@
+"""Export a Hugging Face causal language model as one ONNX graph over packed batches.
+
+The graph is the torch engine's forward pass, traced: the same attention, the pools as inputs that come
+back as outputs (bound to the same memory by the ONNX engine). The folder it writes needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import onnx
+import torch
+from torch import Tensor
+
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.hf.linear import Float32Head
+from specdec.engine.hf.pretrained import DTYPES, attention_of, load, window_of
+from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.padded.attention import Group, PaddedAttention
+
+Dtype = Literal["float32", "float16"]
+"""What a graph computes in: NumPy has no bfloat16, which the pools would be made with."""
+
+OPSET = 23
+INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
+"""The arrays of a one-group PackedBatch, in the graph's order; the pools follow."""
+
+
+@dataclass
+class TracedPools:
+    """Memory that is written by making new tensors, as a graph must."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    written: list[int] = field(default_factory=list)
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys[layer] = self.keys[layer].index_put((slots,), keys)
+        self.values[layer] = self.values[layer].index_put((slots,), values)
+        return self.keys[layer], self.values[layer]
+
+
+class _Graph(torch.nn.Module):
+    """The forward pass as a function of arrays alone."""
+
+    def __init__(self, model: torch.nn.Module, layers: int) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+        windowed: Tensor,
+        place: Tensor,
+        wanted: Tensor,
+        pools: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        memory = TracedPools(pools[: self.layers], pools[self.layers :])
+        group = Group(keys, rows, visible, windowed)
+        packed = PaddedAttention(memory, slots, [group], place, fused=False)
+        logits = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            logits_to_keep=wanted,
+            use_cache=False,
+            packed=packed,
+        ).logits
+        return logits[0], [*memory.keys, *memory.values]
+
+
+def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") -> None:
+    """Write graphs, configuration and tokenizer into `target`, complete or not at all.
+
+    Weights, keys and values are in `dtype`; what comes out of the graph are float32 logits all the same. An earlier
+    export there is replaced; anything else is left alone, with a ModelDirectoryError.
+    """
+    if target.exists() and not (target / DESCRIPTION).is_file() and any(target.iterdir()):
+        raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
+    model = load(directory, DTYPES[dtype], "cpu")
+    ReferenceCheck.of(model, directory.vocabulary)  # or it is told why not
+    model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
+    attends = attention_of(model)
+    layers = len(attends)
+    dim = torch.export.Dim
+    t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
+    # Every dimension at least 2, and all different: a 1 or an equality would be taken for a constant.
+    example = (
+        torch.zeros(6, dtype=torch.int64),
+        torch.arange(6),
+        torch.arange(1, 7),
+        torch.ones(3, 64, dtype=torch.int64),
+        torch.zeros(3, 4, dtype=torch.int64),
+        torch.ones(3, 4, 64, dtype=torch.bool),
+        torch.ones(3, 4, 64, dtype=torch.bool),
+        torch.zeros(6, dtype=torch.int64),
+        torch.arange(2),
+        [torch.zeros(128, each.kv_heads, each.width, dtype=model.dtype) for each in attends]
+        + [torch.zeros(128, each.kv_heads, each.value_width, dtype=model.dtype) for each in attends],
+    )
+    shapes_of_inputs = (
+        {0: t},
+        {0: t},
+        {0: t},
+        {0: g, 1: k},
+        {0: g, 1: r},
+        {0: g, 1: r, 2: k},
+        {0: g, 1: r, 2: k},
+        {0: t},
+        {0: n},
+        [{0: s}] * (2 * layers),
+    )
+    pool_names = [f"{kind}_{layer}" for kind in ("key", "value") for layer in range(layers)]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    try:
+        with _quiet(directory.name):
+            torch.onnx.export(
+                _Graph(model, layers).eval(),
+                example,
+                partial / GRAPH,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[*INPUTS, *pool_names],
+                output_names=["logits", *(f"new_{name}" for name in pool_names)],
+                dynamic_shapes=shapes_of_inputs,
+                external_data=True,
+            )
+        onnx.save(copy_graph(dtype), partial / COPY_GRAPH)
+        description = {
+            "dtype": dtype,
+            "pools": [[each.kv_heads, each.width, each.value_width] for each in attends],
+            "window": window_of(model),
+            "model": directory.name,
+            "model_fingerprint": directory.model_fingerprint,
+        }
+        (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (directory.path / name).is_file():
+                shutil.copy(directory.path / name, partial / name)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_graph(dtype: Dtype) -> onnx.ModelProto:
+    """Rows of a pool copied within it, all read before any is written."""
+    kind = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}[dtype]
+    pool = ["slots", "heads", "width"]
+    slots = onnx.TensorProto.INT64
+    return onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [
+                onnx.helper.make_node("Gather", ["pool", "source"], ["rows"], axis=0),
+                onnx.helper.make_node("Unsqueeze", ["target", "last"], ["places"]),
+                onnx.helper.make_node("ScatterND", ["pool", "places", "rows"], ["new_pool"]),
+            ],
+            "copy",
+            [
+                onnx.helper.make_tensor_value_info("pool", kind, pool),
+                onnx.helper.make_tensor_value_info("source", slots, ["n"]),
+                onnx.helper.make_tensor_value_info("target", slots, ["n"]),
+            ],
+            [onnx.helper.make_tensor_value_info("new_pool", kind, pool)],
+            [onnx.helper.make_tensor("last", slots, [1], [1])],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=10,  # of the oldest onnxruntime that is supported
+    )
+
+
+def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
+    """The exported form of a directory: itself, or one in the user's cache, made now if need be."""
+    if (directory.path / GRAPH).is_file():
+        return directory.path
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # The form of the graph is part of the key: a newer exporter does not meet an older one's file.
+    target = cache / "specdec" / "onnx-2" / dtype / directory.model_fingerprint[:24] / directory.name
+    if not (target / DESCRIPTION).is_file():
+        export(directory, target, dtype)
+    return target
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence the exporter, which reports on stdout and in warnings; say its error in one line."""
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # the exporter's errors have no common base
+        first_line = str(error).strip().partition("\n")[0]
+        raise UnsupportedModelError(f"{name} cannot be exported: {type(error).__name__}: {first_line}") from error
+    finally:
+        logging.getLogger("torch.onnx").setLevel(level)

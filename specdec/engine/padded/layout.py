@@ -1,0 +1,145 @@
+"""The lane layout: rectangles of key slots and query rows, for attention by tensor operations.
+
+A *lane* is a list of key slots and the query rows that read them. A chain of text is one lane; a tree
+is one lane for each of its paths, whose keys lie in order of absolute position (the tail is gathered,
+never addressed with gaps); or, where bits do not matter, one lane with a mask.
+
+Exactness rests on two rules kept here: a position-ordered lane is padded to a length that depends on the
+position of its rows alone, and (unless an engine wants all lanes in one group) it has at least four rows.
+Then a row's attention does not depend on whether it came in a prompt, a tree or a plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.batch import Mask, PackedBatch, Packer
+from specdec.engine.kv.slots import PADDING_SLOT, Slots
+
+KEY_BUCKET = 64
+"""Key lists are padded to a multiple of this."""
+
+LEAST_ROWS = 4
+"""Query rows of a lane are padded to at least this."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Query rows that share a list of keys."""
+
+    keys: Slots  # [n] slots
+    key_positions: NDArray[np.int64]  # [n] absolute positions of the keys
+    rows: NDArray[np.int64]  # [r] indices into the batch's tokens
+    row_positions: NDArray[np.int64]  # [r]
+    visible: Mask | None  # [r, n]; None: a row sees the keys up to its own position
+    padded_keys: int
+
+
+@dataclass(frozen=True)
+class PaddedGroup:
+    """Lanes of one shape, stacked. Padding keys are NOWHERE and masked; padding rows repeat row 0."""
+
+    keys: Slots  # [g, l]
+    rows: NDArray[np.int64]  # [g, r]
+    visible: Mask  # [g, r, l]
+    windowed: Mask | None  # [g, r, l]: `visible` within the sliding window, if the model has one
+    contiguous: bool  # one lane whose keys are consecutive slots: a view will do
+
+
+@dataclass(frozen=True)
+class PaddedBatch(PackedBatch):
+    """Lanes stacked in groups."""
+
+    groups: list[PaddedGroup]
+    place: NDArray[np.int64]  # [t] each token's row among the flattened rows of all groups
+
+
+@dataclass
+class PaddedPacker(Packer):
+    """`window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape,
+    for engines that take a single group. `least_rows` below LEAST_ROWS trades exactness for speed.
+    """
+
+    window: int | None = None
+    one_group: bool = False
+    least_rows: int = LEAST_ROWS
+    lanes: list[Lane] = field(default_factory=list)
+
+    def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
+        by_length = groupby(rows, lambda row: _bucket(self.positions[row] + 1))
+        for padded, members in by_length:
+            chunk = np.fromiter(members, dtype=np.int64)
+            positions = np.asarray([self.positions[row] for row in chunk])
+            count = min(padded, len(keys))
+            self.lanes.append(Lane(keys[:count], np.arange(count), chunk, positions, None, padded))
+
+    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
+        positions = np.asarray([self.positions[row] for row in rows])
+        indices = np.asarray(rows, dtype=np.int64)
+        self.lanes.append(Lane(keys, key_positions, indices, positions, visible, _bucket(len(keys))))
+
+    def pack(self) -> PaddedBatch:
+        self._pad()
+        shapes: dict[tuple[int, int], list[Lane]] = {}
+        if self.one_group:
+            longest = max(lane.padded_keys for lane in self.lanes)
+            widest = max(len(lane.rows) for lane in self.lanes)
+            shapes[(longest, widest)] = self.lanes
+        else:
+            for lane in self.lanes:
+                shapes.setdefault((lane.padded_keys, self._row_class(len(lane.rows))), []).append(lane)
+        place = np.zeros(len(self.tokens), dtype=np.int64)
+        groups: list[PaddedGroup] = []
+        offset = 0
+        for (length, width), lanes in shapes.items():
+            groups.append(self._stack(lanes, length, width))
+            for lane in lanes:
+                place[lane.rows] = offset + np.arange(len(lane.rows))
+                offset += width
+        return PaddedBatch(
+            tokens=np.asarray(self.tokens, dtype=np.int64),
+            positions=np.asarray(self.positions, dtype=np.int64),
+            slots=np.asarray(self.slots, dtype=np.int64),
+            wanted=np.asarray(self.wanted, dtype=np.int64),
+            groups=groups,
+            place=place,
+        )
+
+    def _row_class(self, rows: int) -> int:
+        """Powers of two, so that lanes of similar width stack."""
+        return max(self.least_rows, 1 << (rows - 1).bit_length())
+
+    def _stack(self, lanes: list[Lane], length: int, width: int) -> PaddedGroup:
+        keys = np.full((len(lanes), length), PADDING_SLOT, dtype=np.int64)
+        rows = np.zeros((len(lanes), width), dtype=np.int64)
+        visible = np.zeros((len(lanes), width, length), dtype=bool)
+        windowed = None if self.window is None else np.zeros_like(visible)
+        for g, lane in enumerate(lanes):
+            n, r = len(lane.keys), len(lane.rows)
+            keys[g, :n] = lane.keys
+            rows[g, :r] = lane.rows
+            rows[g, r:] = lane.rows[0]
+            seen = lane.visible
+            if seen is None:
+                seen = lane.key_positions <= lane.row_positions[:, None]
+            visible[g, :r, :n] = seen
+            visible[g, r:, 0] = True  # a padding row must see something to stay finite
+            if windowed is not None and self.window is not None:
+                near = lane.key_positions > lane.row_positions[:, None] - self.window
+                windowed[g, :r, :n] = seen & near
+                windowed[g, r:, 0] = True
+        contiguous = len(lanes) == 1 and _consecutive(lanes[0].keys)
+        return PaddedGroup(keys, rows, visible, windowed, contiguous)
+
+
+def _bucket(length: int) -> int:
+    return -(-length // KEY_BUCKET) * KEY_BUCKET
+
+
+def _consecutive(slots: Slots) -> bool:
+    return bool(slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all())

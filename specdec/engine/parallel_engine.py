@@ -1,0 +1,92 @@
+"""One engine out of several processes, each with its part of every layer and its own heads' keys and values.
+
+Rank 0 has every call told to the others before it runs its own part of it, and decides alone: what numbers of rows to
+compute with, whether rows are exact, and everything above the engine. (Which tiles of a class are the quickest is each
+one's own finding, and changes no bit.) The others run the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import structlog
+from torch import Tensor
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.distributed.ranks import Ranks
+from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.hf.shards import sum_in_order
+from specdec.engine.kv.slots import Slots
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.row_counts import ShapeRowCounts
+from specdec.engine.torch_engine import TorchEngine
+
+log = structlog.get_logger()
+
+
+class PartEngine(TorchEngine):
+    """Any rank's. A call that fails ends the process: the other ranks have run it, or wait in it."""
+
+    def __init__(self, directory: ModelDirectory, *, ranks: Ranks, **options: Any) -> None:
+        self._ranks = ranks
+        super().__init__(directory, ranks=ranks, **options)
+
+    def tile(self, classes: ShapeRowCounts | None) -> None:
+        super().tile(classes)
+        sum_in_order(self.model, classes is not None)
+
+
+class LeadingEngine(PartEngine):
+    """Rank 0's: to its user an engine like any other."""
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        found: Tensor = self._with_all("logits", batch)
+        return found
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self._with_all("copy", source, target)
+
+    def use_threads(self, count: int) -> None:
+        self._with_all("use_threads", count)
+
+    def tile(self, classes: ShapeRowCounts | None) -> None:
+        self._with_all("tile", classes)
+
+    def _with_all(self, name: str, *arguments: Any) -> Any:
+        self._ranks.tell(name, *arguments)
+        try:
+            return getattr(super(), name)(*arguments)
+        except Exception as error:
+            self._ranks.fail(error)
+
+
+class FollowingEngine(PartEngine):
+    """Any other rank's."""
+
+    def _settle(self, own: ReferenceCheck, *, exact: bool, compiled: bool) -> None:
+        """Rank 0 checks and decides."""
+
+    def follow(self) -> NoReturn:
+        """Do as rank 0 tells, until the process ends with it."""
+        for name, *arguments in self._ranks.commands():
+            try:
+                getattr(self, name)(*arguments)
+            except Exception as error:
+                self._ranks.fail(error)
+        raise AssertionError("commands never end")
+
+
+def follow(ranks: Ranks, load: Callable[[], Engine]) -> NoReturn:
+    """Load a part of a model, and do as rank 0 tells until the process ends with it. What the model is refused for is
+    rank 0's to say."""
+    try:
+        engine = load()
+    except (UnsupportedModelError, ModelDirectoryError):
+        ranks.await_end()
+    except Exception as error:
+        ranks.fail(error)
+    assert isinstance(engine, FollowingEngine)
+    log.info("following", rank=ranks.rank, of=ranks.degree)
+    engine.follow()

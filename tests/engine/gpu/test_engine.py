@@ -1,0 +1,124 @@
+"""The engine for GPUs computes what the model does and chooses what is chosen in memory. Without a GPU it runs under
+Triton's interpreter, without graphs; that rows do not depend on their batch is checked kernel by kernel there
+(`test_unit_attention.py`), since the check of a whole engine would take the interpreter minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.decoding.choice import RequestSampler, SamplingQuery
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.step_logits import HostLogits
+from specdec.engine.batch import Packer
+from specdec.engine.engine import GpuSampling
+from specdec.engine.gpu import engine as gpu_engine
+from specdec.engine.gpu.engine import GpuEngine
+from specdec.engine.model_directory import ModelDirectory
+from tests.models import VOCABULARY, make
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+NO_GPU = "there is no GPU: graphs and the check of exactness are CUDA's"
+
+
+class Subject:
+    def __init__(self, name: str, directory: Path, **options: Any) -> None:
+        path = make(name, directory / name)
+        usual: dict[str, Any] = {"capacity": 700, "dtype": "float32", "device": DEVICE, "exact": ON_GPU}
+        self.engine = GpuEngine(ModelDirectory(path), **usual | options)
+        own: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self._own = own.eval()
+
+    @torch.inference_mode()
+    def own_logits(self, text: list[int]) -> np.ndarray[Any, Any]:
+        return np.asarray(self._own(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].numpy())
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """One kind whose layers are kernels, and one that runs its own, with windows and caps."""
+    return Subject(request.param, tmp_path_factory.mktemp("models"))
+
+
+def branched(engine: GpuEngine, text: list[int], branch: list[int]) -> tuple[Packer, list[list[int]]]:
+    """A step of a text as a prompt, and of a branch beside its last token; the texts whose logits it brings."""
+    length = len(text)
+    slots = np.arange(1, length + len(branch) + 1)
+    packer = engine.packer()
+    rows = packer.add_rows(text, 0, slots[:length])
+    packer.add_path(slots[:length], list(rows))
+    side = packer.add_rows(branch, length - 1, slots[length:])
+    packer.add_path(np.concatenate([slots[: length - 1], slots[length:]]), list(side))
+    for row in (rows[-2], rows[-1], *side):
+        packer.want(row)
+    return packer, [text[:-1], text, *(text[:-1] + branch[: n + 1] for n in range(len(branch)))]
+
+
+def test_logits_are_the_model_s_own(subject: Subject) -> None:
+    text = np.random.default_rng(0).integers(3, VOCABULARY, 12).tolist()
+    packer, texts = branched(subject.engine, text, [7, 9])
+    logits = subject.engine.forward(packer.pack())
+    for row, spelt in zip(logits, texts, strict=False):
+        want = subject.own_logits(spelt)
+        assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_what_was_computed_is_read_again_where_it_was_copied(subject: Subject) -> None:
+    text = np.random.default_rng(1).integers(3, VOCABULARY, 9).tolist()
+    packer, _ = branched(subject.engine, text, [5])
+    subject.engine.forward(packer.pack())
+    new = np.arange(300, 300 + len(text))
+    subject.engine.copy(np.arange(1, 1 + len(text)), new)
+    packer = subject.engine.packer()
+    row = packer.add_row(11, len(text), 400)
+    packer.add_path(np.append(new, 400), [row])
+    packer.want(row)
+    want = subject.own_logits([*text, 11])
+    assert np.abs(subject.engine.forward(packer.pack())[0] - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
+    engine = subject.engine
+    assert isinstance(engine, GpuSampling)
+    text = np.random.default_rng(2).integers(3, VOCABULARY, 6).tolist()
+    samplings = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_p=0.8, seed=4)]
+    queries = [SamplingQuery(RequestSampler(samplings[row % 3]), len(text) + row // 2) for row in range(4)]
+    packer, _ = branched(engine, text, [6, 8])
+    want, _ = HostLogits(engine.forward(packer.pack())).choose(range(4), queries)
+    packer, _ = branched(engine, text, [6, 8])
+    got, sound = engine.step(packer.pack(), dict(enumerate(queries))).choose(range(4), queries)
+    assert got.tolist() == want.tolist()
+    assert sound.all()
+
+
+@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
+def test_rows_do_not_depend_on_their_batch(subject: Subject) -> None:
+    assert subject.engine.exact
+
+
+def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of several sizes in turns, each of which is a graph where there is a GPU; larger ones need more room for
+    what is found in splits than there is before them, as the check at start does."""
+    monkeypatch.setattr(gpu_engine, "LEAST_PARTIALS", 4)
+    subject = Subject("llama", tmp_path)
+    text = np.random.default_rng(3).integers(3, VOCABULARY, 250).tolist()
+    for length in (3, 40, 3, 250, 40, 3) if ON_GPU else (3,):
+        packer, texts = branched(subject.engine, text[:length], [6, 8])
+        for row, spelt in zip(subject.engine.forward(packer.pack()), texts, strict=False):
+            want = subject.own_logits(spelt)
+            assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
+def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
+    """In a thread whose current device is the first, as threads begin."""
+    subject = Subject("llama", tmp_path, device="cuda:1")
+    packer, texts = branched(subject.engine, [5, 6, 7], [8])
+    want = subject.own_logits(texts[1])
+    assert np.abs(subject.engine.forward(packer.pack())[1] - want).max() < 1e-4 * np.abs(want).max()

@@ -1,0 +1,271 @@
+"""Every row of a unit batch reads the slots of its own text, each split once; what texts share is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.engine.gpu.layout import LEAST_UNITS, SPLIT, TILE_ROWS, SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.staging import SplitKvTensors
+from specdec.engine.kv.slots import PADDING_SLOT, Slots
+from specdec.engine.row_counts import InvariantRowCounts
+
+
+def splits_of(batch: SplitKvBatch) -> list[dict[int, list[int]]]:
+    """For every row the slots of each split that it is given; none is given twice."""
+    found: list[dict[int, list[int]]] = [{} for _ in batch.tokens]
+    for tile, count in enumerate(batch.tile_counts):
+        split = int(batch.tile_splits[tile])
+        for row in batch.tile_row_counts[tile, :count]:
+            assert split not in found[row]
+            found[row][split] = batch.tile_keys[tile].tolist()
+    return found
+
+
+def seen(batch: SplitKvBatch) -> list[list[int]]:
+    """The slots that each row reads."""
+    result = []
+    for splits, position in zip(splits_of(batch), batch.positions.tolist(), strict=True):
+        assert sorted(splits) == list(range(position // SPLIT + 1))
+        result.append([slot for split in sorted(splits) for slot in splits[split]][: position + 1])
+    return result
+
+
+def tiles(batch: SplitKvBatch) -> int:
+    return int((batch.tile_counts > 0).sum())
+
+
+def check_form(batch: SplitKvBatch) -> None:
+    padded, used = len(batch.tile_counts), tiles(batch)
+    assert padded >= LEAST_UNITS
+    assert padded & (padded - 1) == 0
+    assert padded == LEAST_UNITS or used > padded // 2
+    assert (batch.tile_counts[:used] > 0).all()
+    assert (batch.tile_counts <= batch.tile_row_counts.shape[1]).all()
+    for array in (batch.tile_counts, batch.tile_splits, batch.tile_row_counts, batch.tile_keys, batch.first_partials):
+        assert array.dtype == np.int32
+    partials = [
+        first + split
+        for first, position in zip(batch.first_partials.tolist(), batch.positions.tolist(), strict=True)
+        for split in range(position // SPLIT + 1)
+    ]
+    assert partials == list(range(batch.partials))
+
+
+def add_text(packer: SplitKvPacker, slots: Slots, new: int) -> range:
+    """The last `new` tokens of a text."""
+    start = len(slots) - new
+    rows = packer.add_rows([0] * new, start, slots[start:])
+    packer.add_path(slots, rows)
+    return rows
+
+
+def add_tree(packer: SplitKvPacker, prefix: Slots, parents: Sequence[int | None], first_slot: int) -> list[list[int]]:
+    """The tip of a text and a tree below it, as the verifier adds them: a path for each leaf, and rows on the first
+    path they lie on. What each row is to read, in order of rows."""
+    tip = packer.add_row(0, len(prefix) - 1, int(prefix[-1]))
+    texts: list[Slots] = []
+    rows, want = [], [prefix.tolist()]
+    for index, parent in enumerate(parents):
+        before = prefix if parent is None else texts[parent]
+        texts.append(np.append(before, first_slot + index))
+        rows.append(packer.add_row(0, len(before), first_slot + index))
+        want.append(texts[-1].tolist())
+    waiting = [tip]
+    placed: set[int] = set()
+    for leaf in range(len(parents)):
+        if leaf in parents:
+            continue
+        path: list[int] = []
+        node: int | None = leaf
+        while node is not None:
+            path.insert(0, node)
+            node = parents[node]
+        packer.add_path(texts[leaf], waiting + [rows[node] for node in path if node not in placed])
+        placed.update(path)
+        waiting = []
+    if waiting:
+        packer.add_path(prefix, waiting)
+    return want
+
+
+def test_rows_of_one_path_share_units() -> None:
+    packer = SplitKvPacker(tile_rows=4)
+    keys = np.arange(1000, 1000 + SPLIT + 3)[::-1].copy()
+    add_text(packer, keys, 6)
+    batch = packer.pack()
+    assert seen(batch) == [keys[: p + 1].tolist() for p in range(SPLIT - 3, SPLIT + 3)]
+    assert [batch.tile_row_counts[u, :n].tolist() for u, n in enumerate(batch.tile_counts) if n] == [
+        [0, 1, 2, 3],
+        [4, 5],
+        [3, 4, 5],
+    ]
+    assert batch.tile_splits[:3].tolist() == [0, 0, 1]
+    assert batch.tile_keys[2, 3:].tolist() == [PADDING_SLOT] * (SPLIT - 3)
+    assert batch.first_partials.tolist() == [0, 1, 2, 3, 5, 7]
+
+
+def test_leaves_read_what_they_share_once() -> None:
+    """The split in which they differ, each for itself."""
+    packer = SplitKvPacker(tile_rows=16)
+    prefix = np.arange(1, 1 + 3 * SPLIT + 100)
+    want = add_tree(packer, prefix, [None, 0, 0, None, 3], 5000)
+    batch = packer.pack()
+    assert seen(batch) == want
+    assert tiles(batch) == 3 + 3
+    assert batch.tile_counts[batch.tile_splits == 3].tolist().count(0) == 0
+    assert sorted(batch.tile_counts[:6].tolist()) == [1, 2, 3, 6, 6, 6]
+
+
+def test_sessions_read_a_shared_prefix_once() -> None:
+    """Wherever in the batch they are."""
+    packer = SplitKvPacker(tile_rows=16)
+    common = np.arange(1, 1 + 2 * SPLIT)
+    for first in (2000, 4000, 6000):
+        add_text(packer, np.arange(10000 + first, 10000 + first + 300), 1)
+        add_text(packer, np.concatenate([common, np.arange(first, first + 10)]), 1)
+    batch = packer.pack()
+    assert tiles(batch) == 3 * 2 + 2 + 3
+    of_common = batch.tile_keys[:, 0] == 1
+    assert batch.tile_counts[of_common].tolist() == [3]
+    check_form(batch)
+
+
+def test_texts_that_part_within_a_split_share_only_those_before() -> None:
+    packer = SplitKvPacker()
+    ones = np.arange(1, 1 + 2 * SPLIT)
+    others = np.append(ones[:-1], 9999)
+    add_text(packer, ones, 1)
+    add_text(packer, others, 1)
+    batch = packer.pack()
+    assert seen(batch) == [ones.tolist(), others.tolist()]
+    assert tiles(batch) == 3
+
+
+def test_padding_reads_and_writes_nowhere() -> None:
+    packer = SplitKvPacker(rows=InvariantRowCounts((4, 8)), tile_rows=2)
+    keys = np.arange(10, 15)
+    rows = add_text(packer, keys, 5)
+    packer.want(rows[4])
+    batch = packer.pack()
+    assert batch.slots.tolist() == [10, 11, 12, 13, 14, *[PADDING_SLOT] * 3]
+    assert seen(batch)[5:] == [[PADDING_SLOT]] * 3
+    assert batch.wanted.tolist() == [4] * 4
+    check_form(batch)
+
+
+def test_a_masked_tree_is_read_in_order_of_position() -> None:
+    packer = SplitKvPacker()
+    rows = [packer.add_row(7, 2, 6), packer.add_row(8, 3, 20), packer.add_row(9, 3, 21)]
+    keys, positions = np.array([21, 4, 6, 5, 20]), np.array([3, 0, 2, 1, 3])
+    visible = np.array([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=bool)
+    packer.add_tree(keys, positions, rows, visible)
+    assert seen(packer.pack()) == [[4, 5, 6], [4, 5, 6, 20], [4, 5, 6, 21]]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[int | None]:
+    """Each node's parent, among those before it."""
+    count = draw(st.integers(0, 8))
+    return [draw(st.one_of(st.none(), st.integers(0, i - 1))) if i else None for i in range(count)]
+
+
+LENGTHS = st.one_of(st.integers(1, 20), st.integers(SPLIT - 4, SPLIT + 4), st.integers(1, 3 * SPLIT))
+
+
+@given(
+    st.lists(st.tuples(LENGTHS, st.one_of(trees(), st.integers(1, 300)), st.integers(0, 2 * SPLIT)), max_size=5),
+    st.integers(1, 20),
+    st.sampled_from([None, InvariantRowCounts((1, 2, 3)), InvariantRowCounts((6, 16))]),
+)
+def test_any_mixture_reads_what_was_put_in(
+    texts: list[tuple[int, list[int | None] | int, int]], tile_rows: int, rows: InvariantRowCounts | None
+) -> None:
+    """Prompts and trees, some behind the beginning of the text before."""
+    packer = SplitKvPacker(rows=rows, tile_rows=tile_rows)
+    before, slot, want = np.arange(0), 1, []
+    for length, what, shared in [(5, 2, 0), *texts]:
+        own = np.arange(slot, slot + length)[::-1]
+        slot += length
+        prefix = np.concatenate([before[:shared], own])
+        if isinstance(what, int):
+            new = min(what, length)
+            add_text(packer, prefix, new)
+            want += [prefix[: end + 1].tolist() for end in range(len(prefix) - new, len(prefix))]
+        else:
+            want += add_tree(packer, prefix, what, slot)
+            slot += len(what)
+        before = prefix
+    batch = packer.pack()
+    assert seen(batch)[: len(want)] == want
+    assert rows is None or rows.padded(len(batch.tokens)) == len(batch.tokens)
+    check_form(batch)
+    batch.check(slot, int(batch.positions.max()) + 1)
+
+
+@pytest.mark.parametrize(("shared", "places"), [(1, 64), (4, 16), (7, 9), (64, 1), (71, 1)])
+def test_a_unit_has_room_for_what_fills_a_tile(shared: int, tile_rows: int) -> None:
+    assert tile_rows_for(shared) == tile_rows
+    assert tile_rows * shared <= max(TILE_ROWS, shared)
+
+
+def test_a_row_beyond_its_path_is_refused() -> None:
+    packer = SplitKvPacker()
+    with pytest.raises(ValueError, match="a row at position 3 has only 3 keys"):
+        packer.add_path(np.arange(1, 4), packer.add_rows([1, 2], 2, [3, 4]))
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_row_on_no_path_or_two_is_refused(times: int) -> None:
+    packer = SplitKvPacker()
+    add_text(packer, np.arange(1, 3), 2)
+    row = packer.add_row(3, 2, 3)
+    for _ in range(times):
+        packer.add_path(np.arange(1, 4), [row])
+    with pytest.raises(ValueError, match=f"row 2 is on {times} paths"):
+        packer.pack()
+
+
+@pytest.mark.parametrize(
+    ("keys", "slot", "wrong"), [([1, 9], 2, 9), ([1, 2], 9, 9), ([-1, 2], 2, -1), ([1, 2], -1, -1)]
+)
+def test_slots_that_do_not_exist_are_refused(keys: list[int], slot: int, wrong: int) -> None:
+    packer = SplitKvPacker()
+    packer.add_path(np.array(keys), [packer.add_row(1, 1, slot)])
+    batch = packer.pack()
+    with pytest.raises(ValueError, match=rf"slots must lie in 0\.\.8, one is {wrong}"):
+        batch.check(9, 2)
+    if wrong > 0:
+        batch.check(10, 2)
+
+
+def test_positions_that_do_not_exist_are_refused() -> None:
+    packer = SplitKvPacker()
+    add_text(packer, np.arange(1, 6), 2)
+    batch = packer.pack()
+    with pytest.raises(ValueError, match=r"positions must lie in 0\.\.3, one is 4"):
+        batch.check(6, 4)
+    batch.check(6, 5)
+
+
+def test_tensors_hold_one_batch_after_another_at_one_place() -> None:
+    def batch(first: int, length: int) -> SplitKvBatch:
+        packer = SplitKvPacker(tile_rows=3)
+        packer.want(add_text(packer, np.arange(first, first + length), 4)[-1])
+        return packer.pack()
+
+    one, other, longer = batch(5, 300), batch(700, 500), batch(5, 2500)
+    tensors = SplitKvTensors.of(one, "cpu")
+    for each in (one, other):
+        tensors.fill(each)
+        for name in ("tokens", "positions", "slots", "wanted", "first_partials", "unit_counts", "unit_splits",
+                     "unit_rows", "unit_keys"):  # fmt: skip
+            assert getattr(tensors, name).tolist() == getattr(each, name).tolist()
+    with pytest.raises(ValueError, match=r"unit_counts has shape \(32,\), the tensors are for \(8,\)"):
+        tensors.fill(longer)
+    assert tensors.tokens.tolist() == other.tokens.tolist()
+    assert tensors.tile_keys.tolist() == other.tile_keys.tolist()

@@ -1,0 +1,139 @@
+"""Choices from logits on a device are those from the same logits in memory. The device is the CPU where there is no
+other: the code is the same."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.decoding.choice import RequestSampler, SamplingQuery
+from specdec.decoding.processing import PenaltyState
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.step_logits import HostLogits
+from specdec.engine.gpu import shortlist
+from specdec.engine.gpu.sampler import GpuLogits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@st.composite
+def samplings(draw: st.DrawFn, vocabulary: int) -> Sampling:
+    def some(usual: Any, other: st.SearchStrategy[Any]) -> Any:
+        return draw(st.one_of(st.just(usual), other))
+
+    tokens = st.integers(0, vocabulary - 1)
+    return Sampling(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 3.0])),
+        top_k=some(0, st.integers(1, 2 * vocabulary)),
+        top_p=some(1.0, st.floats(0.05, 0.99)),
+        min_p=some(0.0, st.floats(0.001, 0.9)),
+        repetition_penalty=some(1.0, st.floats(0.5, 2.0)),
+        frequency_penalty=some(0.0, st.floats(-2.0, 2.0)),
+        presence_penalty=some(0.0, st.floats(-2.0, 2.0)),
+        logit_bias=draw(st.dictionaries(tokens, st.floats(-5, 5, width=32), max_size=3)),
+        banned_tokens=draw(st.frozensets(tokens, max_size=vocabulary // 4)),
+        seed=draw(st.integers(0, 2**64 - 1)),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[SamplingQuery]]:
+    """Rows of logits, some of them rounded until many are equal or broken, and what is asked of them."""
+    vocabulary = draw(st.sampled_from([5, 60, 400]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    queries: list[SamplingQuery] = []
+    rows: list[np.ndarray[Any, Any]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        sampling = draw(samplings(vocabulary))
+        sampler = RequestSampler(sampling, end_tokens=frozenset({0}), first_end_position=draw(st.integers(0, 12)))
+        penalty_state = PenaltyState(vocabulary, *random.integers(0, vocabulary, (2, 4)).tolist())
+        for _ in range(draw(st.integers(1, 3))):
+            path = random.integers(0, vocabulary, draw(st.integers(0, 3))).tolist()
+            queries.append(SamplingQuery(sampler, 7 + len(path), penalty_state, path))
+            row = random.normal(size=vocabulary).astype(np.float32) * draw(st.sampled_from([0.01, 1.0, 20.0]))
+            if draw(st.booleans()):
+                row = np.round(row)
+            for broken in draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf, 1e35]), max_size=1)):
+                row[random.integers(vocabulary)] = broken
+            rows.append(row)
+    return np.stack(rows), queries
+
+
+@settings(max_examples=150, deadline=None)
+@given(step=steps(), ranked=st.sampled_from([4, 1024]), known=st.booleans())
+def test_device_rows_choose_as_rows_in_memory(step: Any, ranked: int, known: bool) -> None:
+    logits, queries = step
+    every = list(range(len(queries)))
+    want, sound = HostLogits(logits).choose(every, queries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shortlist, "RANKED", ranked)  # so that it does not suffice for every row
+        on_device = GpuLogits(torch.from_numpy(logits).to(DEVICE), dict(enumerate(queries)) if known else {})
+        got, got_sound = on_device.choose(every, queries)
+    assert got.tolist() == want.tolist()
+    assert got_sound.tolist() == sound.tolist()
+
+
+def test_other_rules_are_decided_by_whole_rows() -> None:
+    logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    sampler = RequestSampler(Sampling(temperature=0.8, seed=3), rule=Rule.REJECTION)
+    queries = [SamplingQuery(sampler, position, None, [], None) for position in range(3)]
+    want, _ = HostLogits(logits).choose([0, 1, 2], queries)
+    got, _ = GpuLogits(torch.from_numpy(logits).to(DEVICE), dict(enumerate(queries))).choose([0, 1, 2], queries)
+    assert got.tolist() == want.tolist()
+
+
+def test_log_probabilities_are_of_the_same_rows() -> None:
+    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
+    tokens = np.asarray([7, 8])
+    want = HostLogits(logits).logprobs([2, 0], tokens, [3, 0])
+    assert GpuLogits(torch.from_numpy(logits).to(DEVICE), {}).logprobs([2, 0], tokens, [3, 0]) == want
+
+
+def of_all_kinds() -> tuple[torch.Tensor, list[SamplingQuery]]:
+    """Logits, and what is asked of the rows: one row each of what is narrowed in a way of its own, with penalties."""
+    logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
+    kinds = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=2)]
+    penalty_state = PenaltyState(5000, [1, 2], [3])
+    more: dict[str, Any] = {"repetition_penalty": 1.1, "banned_tokens": frozenset({7})}
+    queries = [SamplingQuery(RequestSampler(replace(sampling, **more)), 5, penalty_state, []) for sampling in kinds]
+    return torch.from_numpy(logits).to(DEVICE), queries
+
+
+def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of all kinds that are known in advance."""
+    fetched: list[int] = []
+    cpu = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        fetched.append(tensor.numel())
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    logits, queries = of_all_kinds()
+    rows = GpuLogits(logits, dict(enumerate(queries)))
+    rows.choose([0, 1], queries[:2])
+    rows.choose([2], queries[2:])
+    assert len(fetched) == 1
+    assert fetched[0] < 3 * 5000 * 4
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to wait for")
+def test_a_step_waits_once() -> None:
+    """Whatever else is asked of the device is asked while it still computes the logits."""
+    logits, queries = of_all_kinds()
+    GpuLogits(logits, dict(enumerate(queries)))  # loads what is loaded on first use
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            GpuLogits(logits, dict(enumerate(queries)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1

@@ -1,0 +1,60 @@
+"""What an engine computes at start is compared with what it is to compute, and it may not be able to compute at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.gpu.layout import SplitKvPacker
+from specdec.engine.hf.reference_check import ReferenceCheck
+
+OWN = ReferenceCheck("Odd", 1e-3, [5, 6, 7, 8], [9, 4], torch.tensor([[1.0, 2.0, -8.0], [3.0, 0.5, 2.0]]))
+
+
+class Engine:
+    """Of logits that are given, or of an error."""
+
+    def __init__(self, logits: NDArray[np.float32] | Exception) -> None:
+        self._logits = logits
+        self.batch: PackedBatch | None = None
+
+    def packer(self) -> SplitKvPacker:
+        return SplitKvPacker()
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        self.batch = batch
+        if isinstance(self._logits, Exception):
+            raise self._logits
+        return self._logits
+
+
+def check(logits: Any) -> Engine:
+    engine = Engine(logits)
+    OWN.check(engine)  # type: ignore[arg-type]
+    return engine
+
+
+def test_it_runs_a_prompt_with_a_branch_in_it() -> None:
+    batch = check(OWN.logits.numpy()).batch
+    assert batch is not None
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 4]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 2, 3]
+    assert batch.wanted.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("moved", [0.1, np.nan])
+def test_other_logits_are_refused(moved: float) -> None:
+    check(OWN.logits.numpy() + np.float32(1e-3))
+    with pytest.raises(UnsupportedModelError, match=r"^Odd: packed logits differ"):
+        check(OWN.logits.numpy() + np.float32(moved))
+
+
+def test_kernels_that_do_not_run_are_refused_in_one_line() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^Odd cannot run .*: RuntimeError: there is no C compiler here$"):
+        check(RuntimeError("there is no\n  C compiler here"))

@@ -1,0 +1,230 @@
+"""Proves that the ONNX engine computes where and in what it was asked to, or says at start why not: never elsewhere.
+
+In float16 what comes out is held to the model's own forward in float32, within float16's rounding.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.kv.slots import KVPool
+from specdec.engine.loading import load_engine
+from specdec.engine.memory import free_by_driver, free_bytes
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.onnx.engine import OnnxEngine
+from specdec.engine.onnx.export import export
+from specdec.engine.onnx.providers import CPU, CUDA, Place, check_started, place_of, providers
+from tests.models import VOCABULARY, make, save
+
+HALF_TOLERANCE = 0.03
+"""Of the largest logit; float16 has 11 bits, and 0.005 was seen."""
+
+
+def has_driver() -> bool:
+    try:
+        return free_bytes("cuda") > 0
+    except UnsupportedModelError:
+        return False
+
+
+HAS_PROVIDER = CUDA in onnxruntime.get_available_providers()
+without_cuda = pytest.mark.skipif(HAS_PROVIDER, reason="this onnxruntime has a CUDA provider")
+with_cuda = pytest.mark.skipif(
+    not (HAS_PROVIDER and has_driver()), reason="needs onnxruntime-gpu and a GPU: no CUDA provider here"
+)
+
+TEXT = [int(token) for token in np.random.default_rng(1).integers(3, 320, 60)]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def half(llama: Path) -> Path:
+    """Exported in float16."""
+    target = llama.with_name("half")
+    export(ModelDirectory(llama), target, "float16")
+    return target
+
+
+class TestProviders:
+    def test_devices(self) -> None:
+        assert place_of("cpu") == ("cpu", 0)
+        assert place_of("cuda") == ("cuda", 0)
+        assert place_of("cuda:3") == ("cuda", 3)
+
+    @pytest.mark.parametrize("device", ["", "cuda:", "cuda:x", "cpu:1", "mps", "cuda:1:2"])
+    def test_no_devices(self, device: str) -> None:
+        with pytest.raises(UnsupportedModelError, match="the ONNX engine knows cpu, cuda"):
+            place_of(device)
+
+    def test_the_cpu_alone_even_beside_a_gpu(self) -> None:
+        assert providers(Place("cpu", 0), [CUDA, CPU]) == [(CPU, {})]
+
+    def test_cuda_before_the_cpu(self) -> None:
+        (first, options), second = providers(Place("cuda", 2), ["Other", CPU, CUDA])
+        assert (first, options["device_id"], second) == (CUDA, "2", (CPU, {}))
+
+    def test_cuda_is_not_built_in(self) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"no CUDAExecutionProvider: put onnxruntime-gpu in place of"):
+            providers(Place("cuda", 0), [CPU])
+
+    def test_cuda_did_not_start(self) -> None:
+        """onnxruntime goes on with the CPU, and only logs that."""
+        check_started(Place("cuda", 0), [CUDA, CPU])
+        check_started(Place("cpu", 0), [CPU])
+        with pytest.raises(UnsupportedModelError, match="cuda:1: onnxruntime could not start"):
+            check_started(Place("cuda", 1), [CPU])
+
+
+class TestWithoutCuda:
+    @without_cuda
+    def test_it_is_refused_before_anything_is_exported(
+        self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        with pytest.raises(UnsupportedModelError, match=r"specdec\[draft-gpu\]"):
+            load_engine("onnx", ModelDirectory(llama), capacity=64, threads=(1,), device="cuda")
+        assert not list(tmp_path.iterdir())
+
+    @without_cuda
+    def test_a_draft_service_says_so_in_one_line(self, llama: Path) -> None:
+        ended = subprocess.run(
+            [sys.executable, "-m", "draft_service", "--model", llama, "--device", "cuda:1", "--log-level", "error"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+        assert ended.returncode == 1
+        assert "ready" not in ended.stdout
+        (line,) = ended.stderr.strip().splitlines()
+        assert "CUDAExecutionProvider" in line
+
+
+class TestFloat16:
+    def test_logits_after_chunks_and_a_copy(self, llama: Path, half: Path) -> None:
+        """On the CPU, which onnxruntime has compute most of it in float32, between rounded inputs and outputs."""
+        engine = load_engine("onnx", ModelDirectory(half), capacity=256, threads=(1,))
+        check_text(engine, llama)
+        assert "/CPUExecutionProvider/" in engine.numerics
+        assert "/float16/" in engine.numerics
+
+    def test_another_dtype_than_the_exports_is_refused(self, half: Path) -> None:
+        with pytest.raises(ModelDirectoryError, match=r"exported in float16, not float32; `specdec export --dtype"):
+            load_engine("onnx", ModelDirectory(half), capacity=64, threads=(1,), dtype="float32")
+
+    def test_no_bfloat16(self, half: Path) -> None:
+        with pytest.raises(UnsupportedModelError, match="float32 or float16, not bfloat16"):
+            load_engine("onnx", ModelDirectory(half), capacity=64, threads=(1,), dtype="bfloat16")
+
+    def test_a_model_that_overflows_is_refused(self, llama: Path, tmp_path: Path) -> None:
+        """As models do that were trained in bfloat16, which has float32's range."""
+        model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight *= 1e6
+        large = save(model, tmp_path / "large")
+        with pytest.raises(UnsupportedModelError, match="no numbers in float16, which ends at 65504"):
+            export(ModelDirectory(large), tmp_path / "exported", "float16")
+        assert not (tmp_path / "exported").exists()
+        ReferenceCheck.of(model, VOCABULARY)  # in float32 they are numbers
+
+
+class TestCuda:
+    @with_cuda
+    def test_logits_after_chunks_and_a_copy(self, llama: Path, half: Path) -> None:
+        engine = OnnxEngine(ModelDirectory(half), capacity=256, threads=1, device="cuda")
+        check_text(engine, llama)
+        assert "/CUDAExecutionProvider/" in engine.numerics
+
+    @with_cuda
+    def test_memory_is_sized_by_the_device(self, half: Path) -> None:
+        assert OnnxEngine(ModelDirectory(half), capacity=None, threads=1, device="cuda:0").capacity >= 512
+
+
+def check_text(engine: Any, directory: Path) -> None:
+    """A prompt in two chunks, moved by one slot, then one token more: each against the model's own forward."""
+    pool = KVPool(256)
+    slots = pool.take(len(TEXT) + 1)
+    for start, end in ((0, 31), (31, 59)):
+        got = forward(engine, start, TEXT[start:end], slots[:end])
+        assert difference(got, own_logits(directory, TEXT[:end])) < HALF_TOLERANCE
+    engine.copy(slots[:59], slots[1:60])
+    got = forward(engine, 59, TEXT[59:], slots[1:61])
+    assert difference(got, own_logits(directory, TEXT)) < HALF_TOLERANCE
+
+
+def forward(engine: Any, start: int, tokens: list[int], slots: NDArray[np.int64]) -> NDArray[np.float32]:
+    packer = engine.packer()
+    rows = packer.add_rows(tokens, start, slots[start:])
+    packer.add_path(slots, rows)
+    packer.want(rows[-1])
+    (got,) = engine.forward(packer.pack())
+    assert got.dtype == np.float32
+    return np.asarray(got)
+
+
+def own_logits(directory: Path, text: list[int]) -> NDArray[np.float32]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return np.asarray(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].numpy())
+
+
+def difference(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+class Driver:
+    """A CUDA driver as far as it is asked for free memory, on a machine with two devices."""
+
+    FREE = (3 << 30, 5 << 30)
+
+    def __init__(self) -> None:
+        self.current: list[int] = []
+
+    def cuInit(self, _flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = index + 10
+        return 0 if index < len(self.FREE) else 101  # CUDA_ERROR_INVALID_DEVICE
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        context._obj.value = device.value + 100
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:
+        self.current.append(context.value)
+        return 0
+
+    def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:
+        free._obj.value = self.FREE[self.current[-1] - 110]
+        total._obj.value = 80 << 30
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        context._obj.value = self.current.pop()
+        return 0
+
+
+def test_free_memory_of_a_device_without_torch() -> None:
+    driver = Driver()
+    assert free_by_driver(driver, 1) == 5 << 30
+    assert not driver.current
+    with pytest.raises(UnsupportedModelError, match="cuda:7: the CUDA driver's cuDeviceGet failed with status 101"):
+        free_by_driver(driver, 7)

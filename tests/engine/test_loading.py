@@ -1,0 +1,53 @@
+"""What is in the way of an engine is said in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.loading import Kind, has_bfloat16, load_engine
+from specdec.engine.model_directory import ModelDirectory
+from tests.models import make
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("abacus", "torch knows no such device"),
+        ("meta", "cpu, cuda and cuda:N are supported"),
+        ("cuda:99", "torch sees .* CUDA device"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["torch", "eager"])
+def test_a_device_that_is_not_there(llama: Path, kind: Kind, device: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"^device {device}: {reason}"):
+        load_engine(kind, ModelDirectory(llama), capacity=None, threads=(1,), device=device)
+
+
+class TooLarge(ModelDirectory):
+    """For the GPU."""
+
+    def weights(self) -> list[Path]:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little. Of the rest ..."
+        )
+
+
+def test_a_model_for_which_there_is_no_memory(llama: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^device cpu: CUDA out of memory; .*--kv-tokens") as refused:
+        load_engine("torch", TooLarge(llama), capacity=256, threads=(1,))
+    assert "Of the rest" not in str(refused.value)
+
+
+def test_whether_the_processor_computes_in_bfloat16() -> None:
+    flags = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert has_bfloat16() is (flags is None or bool({"avx512_bf16", "amx_tile"} & set(flags[1].split())))
