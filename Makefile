@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
-PROTOS := $(wildcard proto/specdec/v1/*.proto)
+PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
 .PHONY: setup demo test verify check proto bench bench-peers bench-llama clean format
 
@@ -73,7 +73,7 @@ check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.
 	cd proto && ../$(BUF) lint && ../$(BUF) format --diff --exit-code
 	cd proto && ../$(BUF) breaking --against landed.binpb
 	$(MAKE) --no-print-directory proto OUT=build/stubs
-	diff -r --exclude __pycache__ --exclude __init__.py build/stubs/specdec/v1 specdec/v1
+	diff -r --exclude __pycache__ --exclude __init__.py build/stubs/specdec/v2 specdec/v2
 
 format: setup
 	$(BIN)/ruff format .
@@ -81,7 +81,7 @@ format: setup
 
 # Stubs are made with the lowest supported grpcio-tools: generated code refuses an older runtime.
 OUT ?= .
-proto: build/proto/.done  ## Regenerate specdec/v1 from proto/.
+proto: build/proto/.done  ## Regenerate specdec/v2 from proto/.
 	mkdir -p $(OUT)
 	build/proto/bin/python -m grpc_tools.protoc -Iproto \
 	    --plugin=build/proto/bin/protoc-gen-mypy --plugin=build/proto/bin/protoc-gen-mypy_grpc \

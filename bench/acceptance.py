@@ -29,6 +29,7 @@ from draft_service.session import SessionRequest as DraftRequest
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import Drafter
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.kv.blocks import BlockPool
 from specdec.engine.loading import load_engine
@@ -38,6 +39,8 @@ from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.verification.result import CORRECTION
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
+
+REMOTE = frozenset({Drafter.REMOTE})
 
 CAPACITY = 4096
 SCRATCH = 256
@@ -91,8 +94,8 @@ class Pair:
         growing = DraftRequest(prompt, [], sampler, frozenset(), tokens, self.context)
         policy = ExpansionPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
         draft = DraftSession(growing, policy, self.draft.vocabulary, calibration)
-        wanted = SessionRequest(prompt, [], sampler, frozenset(), tokens, 0, self.context)
-        verifier = Session(wanted, Policy(True, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
+        wanted = SessionRequest(prompt, [], sampler, frozenset(), tokens, None, self.context)
+        verifier = Session(wanted, Policy(REMOTE, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
         pushed: list[Extension] = []
 
         def fail(error: Exception) -> None:

@@ -103,7 +103,7 @@ def main() -> None:
                 )
                 if number:  # the first prompt warms up
                     rates[name].append(args.tokens / (time.perf_counter() - begin))
-                    drafted[name] += result.completions[0].finish.speculation.sources.get("draft", 0)
+                    drafted[name] += result.completions[0].finish.speculation.sources.get("remote_draft", 0)
                 said[name] = result.completions[0].tokens
             for name in clients:
                 different[name] += said[name] != said["plain"]

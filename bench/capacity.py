@@ -27,9 +27,9 @@ import grpc
 from bench.echo import before
 from bench.processes import children_of, started
 from bench.processor import Watch
-from specdec.v1 import generation_pb2
+from specdec.v2 import generation_pb2
 
-GENERATE = "/specdec.v1.GenerationService/Generate"
+GENERATE = "/specdec.v2.GenerationService/Generate"
 CONNECTIONS = 16
 SETTLE_SECONDS = 1.5
 """Until all sessions are open and at it."""

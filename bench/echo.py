@@ -20,8 +20,8 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.server import ServerSettings, run
-from specdec.serving.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, scores_message
-from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.serving.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, logprobs_message
+from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 
 @cache
@@ -47,7 +47,7 @@ class EchoDraft(draft_pb2_grpc.DraftServiceServicer):
             elif request.committed.tokens:
                 base = request.committed.base + len(request.committed.tokens)
                 extend = model_pb2.Extend(
-                    base=base, tokens=[5] * 4, parents=[0, 1, 2, 3], score_bytes=scores_message([-0.1] * 4)
+                    base=base, tokens=[5] * 4, parents=[0, 1, 2, 3], logprob_bytes=logprobs_message([-0.1] * 4)
                 )
                 await context.write(draft_pb2.DraftResponse(extend=extend))
 
@@ -77,7 +77,7 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             said = checksum.extended(said, [5, 5], finish)
             commit = verifier_pb2.Commit(
                 committed=model_pb2.Committed(base=base, tokens=[5, 5]),
-                sources=[model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS],
+                sources=[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS],
                 finish_reason=finish,
                 checksum=said,
                 offered=4,
@@ -88,14 +88,14 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             sent = time.perf_counter()
             await context.write(verifier_pb2.VerifyResponse(commit=commit))
 
-    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:
-        return verifier_pb2.GetLoadResponse()
+    async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
+        return verifier_pb2.GetStatsResponse()
 
 
 class Echo:
     """Both behind one address."""
 
-    name = "specdec.v1.VerifierService"
+    name = "specdec.v2.VerifierService"
 
     max_request_bytes = MAX_MESSAGE_BYTES
     works = True

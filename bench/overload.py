@@ -21,9 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.prompts import held_out
 from specdec.client.errors import from_rpc
 from specdec.local import DEMO, Stack
-from specdec.v1 import generation_pb2
+from specdec.v2 import generation_pb2
 
-COMPLETE = "/specdec.v1.GenerationService/Complete"
+COMPLETE = "/specdec.v2.GenerationService/Complete"
 TOKENS = 256
 MEMORY = 4096
 WAITING = 8

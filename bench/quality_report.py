@@ -43,7 +43,7 @@ class Mean:
 
 def measured(prompt: int, completion: Completion) -> Text:
     values = {name: measure(completion.tokens) for name, measure in MEASURES.items()}
-    drafted = sum(source == "draft" for source in completion.sources)
+    drafted = sum(source == "remote_draft" for source in completion.sources)
     return Text(prompt, len(completion.tokens), drafted, values)
 
 

@@ -53,7 +53,7 @@ from specdec.client import SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError
 
-GUESSED = "draft", "own_draft", "ngram", "lookahead"
+GUESSED = "remote_draft", "local_model", "ngram", "lookahead"
 """Where accepted candidates come from."""
 
 Starter = Callable[[], AbstractContextManager[Subject]]

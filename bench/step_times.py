@@ -84,7 +84,11 @@ def _seconds(times: Times, threads: int, rows: float) -> float:
 
 def of_answer(tokens: int, steps: int, candidates: int, sources: Mapping[str, int]) -> dict[str, float]:
     """Per step, as `ideal` wants it."""
-    return {"tokens": tokens / steps, "candidates": candidates / steps, "drafted": sources.get("draft", 0) / steps}
+    return {
+        "tokens": tokens / steps,
+        "candidates": candidates / steps,
+        "drafted": sources.get("remote_draft", 0) / steps,
+    }
 
 
 def _rows(engine: Engine, rows: int, text: int) -> PackedBatch:

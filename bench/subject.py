@@ -143,7 +143,7 @@ class Ours:
         sources: Counter[str] = Counter()
         for finish in finishes:
             sources.update(finish.sources)
-        steps, candidates = sum(f.steps for f in finishes), sum(f.drafted for f in finishes)
+        steps, candidates = sum(f.steps for f in finishes), sum(f.offered for f in finishes)
         return complete(self.name, load, Answer(seconds, record.arrivals, steps, candidates, sources, texts))
 
     def sessions(self) -> Mapping[str, int]:

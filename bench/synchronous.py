@@ -20,7 +20,7 @@ import verifier_service.session
 from draft_service.session import ExpansionPolicy, Extension
 from specdec.decoding.tree import Node, Paths
 from specdec.serving.response_queue import ResponseQueue
-from specdec.v1 import draft_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.running_session import RunningSession, StepTimes
 from verifier_service.servicer import response
 from verifier_service.session import Policy
@@ -45,7 +45,7 @@ class DraftSession(draft_service.session.Session):
         self._frontier.clear()
         self._held_back.clear()
 
-    def best_reach(self) -> float:
+    def best_logprob(self) -> float:
         """Nothing once it has answered, nor once the K best are known: what is unread leads to none that is better."""
         best = -math.inf if self._answered == self.tree.base else super().best_logprob()
         return best if best > self._held_back.logprob_of(self.policy.max_nodes) else -math.inf
@@ -54,7 +54,7 @@ class DraftSession(draft_service.session.Session):
         """Not before all that might be better is known."""
         return False
 
-    def due(self, step: float) -> float:
+    def send_at(self, step: float) -> float:
         """When there is nothing left to grow; no candidate at all is an answer too."""
         return -math.inf if self._answered != self.tree.base and self.best_logprob() == -math.inf else math.inf
 
@@ -99,7 +99,7 @@ class VerifierSession(verifier_service.session.Session):
     @property
     def computable(self) -> int:
         """Committed tokens that a step can take: all but, while its draft is silent, the tip."""
-        return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.speculate)
+        return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.remote)
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
         super().extend(base, paths, arrived, held)
@@ -122,9 +122,10 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
         """An answer is all there will be: there is nothing to put a step off for. Nor is it a matter for the
         controller."""
-        return replace(super()._policy(message), patience=0.0, always=True)
+        return replace(super()._policy(message), patience=0.0, forced=True)
 
 
 def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """A draft that is told of a high price would rest, and this verifier wait for it for ever."""
-    return response(result, replace(times, price=0.0))
+    """Tell a draft that its candidates are wanted whatever they cost: it would pause, and this verifier wait for it for
+    ever."""
+    return response(result, replace(times, drafting_wanted=True, min_candidate_probability=0.0))

@@ -20,6 +20,7 @@ from typing import Any
 from bench.mailbox import Mailbox
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from verifier_service.running_session import RunningSession
@@ -51,9 +52,11 @@ class _Stream:
 
     def __init__(self, loop: StepLoop, prompt: Sequence[int], length: int, vocabulary: int, width: int) -> None:
         request = SessionRequest(
-            list(prompt), [], RequestSampler(Sampling(), frozenset()), frozenset(), length, 0, loop.context
+            list(prompt), [], RequestSampler(Sampling(), frozenset()), frozenset(), length, None, loop.context
         )
-        policy = Policy(speculate=width > 0, max_candidates=width, patience=0.0, always=True)
+        policy = Policy(
+            frozenset({Drafter.REMOTE}) if width else NO_DRAFTERS, max_candidates=width, patience=0.0, forced=True
+        )
         self.session = Session(request, policy, MAX_OWN_NODES, vocabulary)
         self.mail = Mailbox()
         self.tokens: list[int] = []
@@ -140,14 +143,14 @@ def measure(
     prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
     cost = StepLatency.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops go on correcting it
     texts = decode(engine, prompts, length, cost=cost).texts
-    outcomes: dict[int, list[Outcome]] = {}
+    drafted_steps: dict[int, list[Outcome]] = {}
     for number in range(rounds):
         for width in (0, *widths):
             injected: dict[str, Any] = {"acceptance": acceptance, "width": width, "texts": texts, "seed": number}
-            outcomes.setdefault(width, []).append(decode(engine, prompts, length, cost=cost, **injected))
-    plain = statistics.median(outcome.rate for outcome in outcomes[0])
+            drafted_steps.setdefault(width, []).append(decode(engine, prompts, length, cost=cost, **injected))
+    plain = statistics.median(outcome.rate for outcome in drafted_steps[0])
     rows = []
-    for width, runs in outcomes.items():
+    for width, runs in drafted_steps.items():
         rate = statistics.median(outcome.rate for outcome in runs)
         rows.append(
             {

@@ -22,7 +22,7 @@ from bench.delay_proxy import DelayProcess
 from bench.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
-from specdec.v1 import verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 Rule = Literal["coupled", "rejection", "contrastive"]
 SETTINGS: list[tuple[Rule, float]] = [
@@ -45,8 +45,8 @@ class Count:
     from_draft: int
     tokens: int
     steps: int
-    outcomes: int
-    foreseen: int
+    drafted_steps: int
+    draft_ready_steps: int
 
     def since(self, before: Count) -> Count:
         return Count(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
@@ -83,7 +83,7 @@ class Counted:
     def count(self) -> Count:
         verifier = self._proxy.traffic(self.stack.addresses["verifier"])
         draft = self._proxy.traffic(self.stack.addresses["draft"])
-        load = self._load.GetLoad(verifier_pb2.GetLoadRequest())
+        load = self._load.GetStats(verifier_pb2.GetStatsRequest())
         return Count(
             verifier.to_server,
             verifier.from_server,
@@ -91,8 +91,8 @@ class Counted:
             draft.from_server,
             load.committed_tokens,
             load.steps,
-            load.outcomes,
-            load.foreseen_outcomes,
+            load.drafted_steps,
+            load.draft_ready_steps,
         )
 
 
@@ -122,9 +122,9 @@ def main() -> None:
             n = counted.count().since(before)
             ways = [n.to_verifier, n.from_verifier, n.to_draft, n.from_draft]
             cells = " | ".join(f"{way / n.tokens:.0f}" for way in [*ways, sum(ways)])
-            foreseen = n.foreseen / n.outcomes
+            draft_ready_steps = n.draft_ready_steps / n.drafted_steps
             print(
-                f"| {rule.upper()} | {temperature:g} | {cells} | {n.tokens / n.steps:.2f} | {foreseen:.2f} |",
+                f"| {rule.upper()} | {temperature:g} | {cells} | {n.tokens / n.steps:.2f} | {draft_ready_steps:.2f} |",
                 flush=True,
             )
 

@@ -22,7 +22,7 @@ from specdec.serving.wire import (
     sampling_violations,
     text_violations,
 )
-from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2
+from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DraftServicer(
     SessionServicer[Session, draft_pb2.DraftRequest, draft_pb2.DraftResponse],
     draft_pb2_grpc.DraftServiceServicer,
 ):
-    name = "specdec.v1.DraftService"
+    name = "specdec.v2.DraftService"
 
     def __init__(self, loop: DraftLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
         super().__init__(loop, limits.max_sessions)
@@ -62,7 +62,7 @@ class DraftServicer(
     def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse]) -> None:
         def emit(extension: Extension) -> None:
             extend = paths_message(extension.base, extension.paths)
-            extend.held_us = int(1e6 * extension.held)
+            extend.base_age_us = int(1e6 * extension.held)
             responses.send(draft_pb2.DraftResponse(extend=extend))
 
         self._loop.attach(RunningSession(session, emit, responses.send, lambda: not responses.full))
@@ -76,6 +76,8 @@ class DraftServicer(
                 session.committed_at(arrived)
                 session.commit(request.committed.base, list(request.committed.tokens))
             case "policy":
+                if wrong := _policy_violations(request.policy):
+                    raise ValueError("; ".join(" ".join(each) for each in wrong))
                 session.set_policy(self._policy(request.policy, len(session.slots) - session.end))
             case "resend":
                 session.resend()
@@ -83,8 +85,8 @@ class DraftServicer(
     def opened(self, session: Session) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=self._identity))
 
-    def progress(self) -> draft_pb2.DraftResponse:
-        return draft_pb2.DraftResponse(progress=model_pb2.Progress(steps=self._loop.steps, load=self.load()))
+    def heartbeat(self) -> draft_pb2.DraftResponse:
+        return draft_pb2.DraftResponse(heartbeat=model_pb2.Heartbeat(steps=self._loop.steps, capacity=self.capacity()))
 
     def is_last(self, response: draft_pb2.DraftResponse) -> bool:
         return False  # the caller ends a draft session
@@ -96,7 +98,8 @@ class DraftServicer(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
             max_branches=min(message.max_branches or defaults.max_branches, limits.max_branches),
-            min_path_probability=max(message.min_reach, defaults.min_path_probability),
+            min_path_probability=max(message.min_path_probability, defaults.min_path_probability),
+            paused=message.paused,
             extend_interval=message.extend_interval_us * 1e-6,
             round_trip=message.round_trip_us * 1e-6,
         )
@@ -114,6 +117,7 @@ class DraftServicer(
         violations = sampling_violations(sampling, vocabulary, frozenset())
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
+        violations += _policy_violations(message.policy)
         if violations:
             raise InvalidRequestError(violations)
         end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never guessed
@@ -127,3 +131,10 @@ class DraftServicer(
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler))
+
+
+def _policy_violations(policy: draft_pb2.DraftPolicy) -> list[tuple[str, str]]:
+    """What is wrong with a policy; nothing is proposed by `paused`, not by a probability that no node has."""
+    if 0 <= policy.min_path_probability < 1:
+        return []
+    return [("policy.min_path_probability", f"is {policy.min_path_probability:g}, must be in [0, 1)")]

@@ -54,18 +54,16 @@ class ExpansionPolicy:
     max_nodes: int = 256  # so many offered to the verifier at most, and so many read
     max_depth: int = 64
     max_branches: int = 5
-    min_path_probability: float = MIN_PROBABILITY  # probability; at 1 it rests
+    min_path_probability: float = MIN_PROBABILITY
     extend_interval: float = 0.0  # seconds
     round_trip: float = 0.0  # seconds; 0: unknown
-
-    @property
-    def paused(self) -> bool:
-        """Whether there is nothing to do but to keep up, more or less."""
-        return self.min_path_probability >= 1
+    paused: bool = False  # nothing is to be done but to keep up, more or less
 
     @property
     def min_logprob(self) -> float:
         """`min_path_probability` as a log-probability."""
+        if self.paused:
+            return 0.0
         return math.log(self.min_path_probability) if self.min_path_probability > 0 else -math.inf
 
     @property

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import PodCapacity
 from specdec.serving.errors import OverloadedError
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 
 AT_ONCE = 64
 """Sessions being opened, at most."""
@@ -51,7 +51,7 @@ class Admission:
             try:
                 yield
             except OverloadedError as refusal:
-                full = model_pb2.Load(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
+                full = model_pb2.PodCapacity(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
                 load.report(full, MOMENT)
                 raise
             finally:

@@ -7,7 +7,7 @@ goes on for ever would keep the verifier from its steps and the orchestrator fro
 from __future__ import annotations
 
 from specdec.serving.wire import MAX_NODES_A_MESSAGE
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 
 MESSAGES_A_COMMIT = 16
 """Four times what a draft is asked for; and one more for every four candidates that it may have, since whole

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from specdec.v1 import generation_pb2
+from specdec.v2 import generation_pb2
 
 COALESCE_SECONDS = 0.02
 """Seconds between two messages of a sample, at least. Less than an undrafted commit of a verifier comes after another,
@@ -44,10 +44,10 @@ def _merge(
     first: generation_pb2.GenerateResponse, then: generation_pb2.GenerateResponse
 ) -> generation_pb2.GenerateResponse:
     """One response for two. Times are the later one's, but that waits add up."""
-    text, steps, drafted = first.text + then.text, first.steps + then.steps, first.drafted + then.drafted
+    text, steps, offered = first.text + then.text, first.steps + then.steps, first.offered + then.offered
     queued = first.timings.queued_us + then.timings.queued_us
     first.MergeFrom(then)
-    first.text, first.steps, first.drafted = text, steps, drafted
+    first.text, first.steps, first.offered = text, steps, offered
     first.timings.CopyFrom(then.timings)
     first.timings.queued_us = queued
     return first

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from orchestrator.request import Model, Sample
 from specdec.client.sources import ACCEPTED
-from specdec.v1 import model_pb2, verifier_pb2
+from specdec.v2 import model_pb2, verifier_pb2
 
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
 
@@ -85,10 +85,10 @@ class CommitCheck:
 
     def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
         """Check that there is an entry for each token, if any were asked for, with as many of the best as asked for."""
-        asked, vocabulary = self._sample.logprobs, self._model.vocabulary
-        if len(commit.logprobs) != (len(commit.committed.tokens) if asked else 0):
+        wanted, vocabulary = self._sample.top_logprobs, self._model.vocabulary
+        if len(commit.logprobs) != (0 if wanted is None else len(commit.committed.tokens)):
             return f"it has log-probabilities of {len(commit.logprobs)} tokens"
-        best = min(asked - 1, vocabulary)
+        best = min(wanted or 0, vocabulary)
         for each in commit.logprobs:
             if len(each.top_tokens) != best or len(each.top_logprobs) != best:
                 return f"it has log-probabilities of {len(each.top_tokens)} best tokens, asked for were {best}"
@@ -99,10 +99,10 @@ class CommitCheck:
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
         """Check that the figures of the pod are in their ranges."""
-        if not 0.0 <= commit.price <= 1.0:
-            return f"its price is {commit.price}"
+        if not 0.0 <= commit.min_candidate_probability <= 1.0:
+            return f"its minimal probability of a candidate is {commit.min_candidate_probability}"
         if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:
             return f"it tells of {commit.preemptions} preemptions and {commit.queued_us} us in a queue"
-        if commit.found_tokens > self._end:
-            return f"it tells of {commit.found_tokens} tokens in memory"
+        if commit.cached_tokens > self._end:
+            return f"it tells of {commit.cached_tokens} tokens in memory"
         return ""

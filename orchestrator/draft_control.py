@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 PRICE_SHARE = 0.03
 """What will be worth verifying a step later lies below what is verified now: it is grown from this part of the price
@@ -42,7 +42,7 @@ class DraftControl:
     @property
     def paused(self) -> bool:
         """Whether nothing is worth guessing now."""
-        return self._policy.min_reach >= 1
+        return self._policy.paused
 
     def messages(self, commit: verifier_pb2.Commit) -> Iterator[draft_pb2.DraftRequest]:
         """What the target decided, and what is worth guessing; while nothing is, tokens are kept."""
@@ -50,7 +50,8 @@ class DraftControl:
             self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         told, policy = self._policy, self._fitting(commit)
         if (
-            _differ(policy.min_reach, told.min_reach)
+            policy.paused is not told.paused
+            or _differ(policy.min_path_probability, told.min_path_probability)
             or _differ(policy.extend_interval_us, told.extend_interval_us)
             or abs(policy.round_trip_us - told.round_trip_us) > ROUND_TRIP_TOLERANCE * self._step_us
         ):
@@ -79,20 +80,23 @@ class DraftControl:
         policy.extend_interval_us = int(min(self._step_us, pause))
         policy.round_trip_us = commit.round_trip_us
         if not self._needed:
-            policy.min_reach = min_probability(commit.price)
+            policy.paused = not commit.drafting_wanted
+            if not policy.paused:
+                policy.min_path_probability = min_probability(commit.min_candidate_probability)
         return policy
 
 
-def first_min_probability(price: float) -> float:
-    """From which reach on a draft grows candidates of this price before anything is decided; at 1 it rests."""
-    return max(FIRST_MIN_PROBABILITY, min_probability(price))
+def first_min_probability(worth: float) -> float:
+    """Return from which path probability on a draft expands nodes before anything is decided, where a candidate pays
+    from a probability of `worth` on."""
+    return max(FIRST_MIN_PROBABILITY, min_probability(worth))
 
 
-def min_probability(price: float) -> float:
-    """From which reach on a draft grows candidates of this price; at 1 it rests."""
-    return PRICE_SHARE * price if price < 1 else 1.0
+def min_probability(worth: float) -> float:
+    """Return from which path probability on a draft expands nodes, where a candidate pays from `worth` on."""
+    return PRICE_SHARE * worth
 
 
 def _differ(new: float, told: float) -> bool:
-    """Enough to be worth a message; to 1, and from there, always."""
-    return abs(new - told) > 0.3 * max(new, told) or (new >= 1) is not (told >= 1)
+    """Whether two values differ enough to be worth a message."""
+    return abs(new - told) > 0.3 * max(new, told)

@@ -24,8 +24,10 @@ from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.transcript import Transcript
 from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import Drafter
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError
-from specdec.v1 import draft_pb2, verifier_pb2
+from specdec.serving.wire import lookahead_message
+from specdec.v2 import draft_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
@@ -65,7 +67,7 @@ class Drafting:
     ) -> None:
         self._sample = sample
         self._model = model
-        self._pods = peers.drafts if sample.speculation.enabled else None
+        self._pods = peers.drafts if sample.speculation.remote else None
         self._silence = peers.silence_seconds
         self._transcript = transcript
         self._events = events
@@ -73,8 +75,9 @@ class Drafting:
         self._required = sample.rule is Rule.CONTRASTIVE
         self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
         self._working: asyncio.Task[None] | None = None
-        self._forced = self._required or sample.speculation.always  # on, whatever its candidates cost
-        self._price = 1.0  # of a candidate, as last heard from the verifier
+        self._forced = self._required or sample.speculation.forced  # on, whatever its candidates cost
+        self._drafting_wanted = False  # as last heard from the verifier
+        self._min_candidate_probability = 1.0  # likewise
         self._wanted = asyncio.Event()  # once its candidates may pay
         self._verifier: VerifierStream | None = None  # who candidates go to
         self._draft: DraftStream | None = None  # who makes them
@@ -85,18 +88,24 @@ class Drafting:
         self._useless_until: dict[Pod, float] = {}  # for this text
         self._last_failure = "no_draft", "no pod"  # with the last one: (reason, why)
         self._given_up: ServiceError | None = None
-        self.undrafted_reason = "" if self._pods is not None else "no_draft" if sample.speculation.enabled else "off"
-        self.policy = verifier_pb2.VerifyPolicy(
-            # The verifier may wait for the first candidates only if there is hope of a draft.
-            speculate=self._pods is not None and bool(self._pods.willing),
-            max_candidates=sample.speculation.max_candidates,
-            patience_us=int(1e6 * peers.patience_seconds),
-            always=sample.speculation.always,
-            guess=sample.speculation.guess,
-            lookahead=sample.speculation.lookahead,
-        )
+        self.undrafted_reason = "" if self._pods is not None else "no_draft" if sample.speculation.remote else "off"
+        self._patience_us = int(1e6 * peers.patience_seconds)
+        # The verifier may wait for the first candidates only if there is hope of a draft.
+        self._drafted = self._pods is not None and bool(self._pods.willing)
         if self._required and self._pods is None:
             self._give_up("there is none")
+
+    @property
+    def policy(self) -> verifier_pb2.VerifyPolicy:
+        """How the verifier is to speculate now: a new message."""
+        wanted = self._sample.speculation
+        return verifier_pb2.VerifyPolicy(
+            drafters=sorted(wanted.drafters if self._drafted else wanted.drafters - {Drafter.REMOTE}),  # type: ignore[arg-type]
+            forced=wanted.forced,
+            max_candidates=wanted.max_candidates,
+            patience_us=self._patience_us,
+            lookahead=None if wanted.lookahead is None else lookahead_message(wanted.lookahead),
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,8 +122,8 @@ class Drafting:
     async def serve(self, verifier: VerifierStream) -> None:
         """Candidates go to this verifier from now on. It knows none of those that another one had."""
         self._verifier = verifier
-        self._on_price(verifier.price)
-        await verifier.speculate(self.policy)  # it may have changed since the session was opened
+        self._on_outlook(verifier.drafting_wanted, verifier.min_candidate_probability)
+        await verifier.set_policy(self.policy)  # it may have changed since the session was opened
         if self._given_up is not None:
             verifier.abort(self._given_up)
         elif self._pods is not None and self._working is None:
@@ -126,7 +135,7 @@ class Drafting:
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
         """What the target decided."""
-        self._on_price(commit.price)
+        self._on_outlook(commit.drafting_wanted, commit.min_candidate_probability)
         draft, draft_control, flow = self._draft, self._draft_control, self._flow
         if draft is None or draft_control is None or flow is None:
             return
@@ -135,20 +144,21 @@ class Drafting:
         for message in draft_control.messages(commit):
             draft.send(message)
         if draft.at_work and draft_control.paused is not rested:
-            self._events.record("draft_works" if rested else "draft_rests", draft.pod)
+            self._events.record("draft_resumed" if rested else "draft_paused", draft.pod)
         self._evaluate(draft, commit)
 
-    def _on_price(self, price: float) -> None:
-        """Of a candidate; of a session that the verifier believes to have no draft it says nothing."""
-        self._price = price
-        if price < 1 or self._forced or not self.policy.speculate:
+    def _on_outlook(self, wanted: bool, probability: float) -> None:
+        """Note whether a draft pays now, and from which probability on a candidate does. Of a session that the verifier
+        believes to have no draft that says nothing."""
+        self._drafting_wanted, self._min_candidate_probability = wanted, probability
+        if wanted or self._forced or not self._drafted:
             self._wanted.set()
 
     def _evaluate(self, draft: DraftStream, commit: verifier_pb2.Commit) -> None:
         """Whether candidates that were wanted are any good."""
         if not draft.at_work:
             return
-        if commit.accepted or commit.price >= 1 or self._required:
+        if commit.accepted or not commit.drafting_wanted or self._required:
             self._fruitless = self._offered = 0
             self._backoff.progressed()
             draft.pod.breaker.succeeded()
@@ -223,8 +233,10 @@ class Drafting:
             max_nodes=self._verifier.max_nodes,
             max_depth=self._sample.speculation.max_depth,
             max_branches=self._sample.speculation.max_branches,
-            min_reach=0.0 if self._forced else first_min_probability(self._price),
         )
+        if not self._forced:
+            policy.paused = not self._drafting_wanted
+            policy.min_path_probability = first_min_probability(self._min_candidate_probability)
         # It opens with the text as it is now: from here on, commits are queued for it.
         self._draft, self._draft_control = stream, DraftControl(policy, needed=self._required)
         self._flow = CandidateFlow(self._verifier.max_nodes)
@@ -258,9 +270,9 @@ class Drafting:
         await self._speculate(False)
 
     async def _speculate(self, on: bool) -> None:
-        self.policy.speculate = on
+        self._drafted = on
         if self._verifier is not None:
-            await self._verifier.speculate(self.policy)
+            await self._verifier.set_policy(self.policy)
 
     def _give_up(self, why: str) -> None:
         self._given_up = PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")

@@ -10,10 +10,10 @@ import structlog
 log = structlog.get_logger()
 
 FailoverReason = Literal[
-    "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_rests", "draft_works"
+    "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_paused", "draft_resumed"
 ]
 
-EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_rests", "draft_works"})
+EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "draft_resumed"})
 """Nobody need be told of at once."""
 
 

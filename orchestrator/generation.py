@@ -16,7 +16,7 @@ from orchestrator.request import Model, Sample
 from orchestrator.transcript import Transcript
 from orchestrator.verification import Verification
 from specdec.decoding.sampling import Rule
-from specdec.v1 import generation_pb2
+from specdec.v2 import generation_pb2
 
 
 class Generation:
@@ -56,4 +56,4 @@ class Generation:
         finish.reproducible = self._sample.rule is Rule.COUPLED and not verification.numerics_changed
         finish.preemptions = verification.preemptions
         finish.speculation.undrafted_reason = self._drafting.undrafted_reason
-        finish.speculation.switches.update(self._events.counts)
+        finish.speculation.failover_events.update(self._events.counts)

@@ -18,7 +18,7 @@ from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
 from specdec.serving.interceptor import request_id
 from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
-from specdec.v1 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20
 """A step that has lasted as long as so many of its size is stuck, or might as well be."""
@@ -198,9 +198,10 @@ class VerifierStream(PeerStream):
         self._longest_step = longest_step
         self.identity = model_pb2.ModelIdentity()
         self.max_nodes = 0
-        self.price = 0.0  # of a candidate, when it opened
+        self.drafting_wanted = False  # when it opened
+        self.min_candidate_probability = 0.0  # likewise
         self._checksum = 0  # of what was said and heard
-        self.speculates = False  # as it was last told
+        self._policy = verifier_pb2.VerifyPolicy()  # as it was last sent
 
     async def open(
         self,
@@ -213,7 +214,7 @@ class VerifierStream(PeerStream):
         revision: str,
     ) -> None:
         """Begin; UnfitError if it serves something else, another `revision` of the model included (empty: any)."""
-        self.speculates = policy.speculate
+        self._policy = policy
         message = verifier_pb2.VerifyOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=generated,
@@ -223,16 +224,18 @@ class VerifierStream(PeerStream):
             max_tokens=sample.max_tokens,
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
-            logprobs=sample.logprobs,
+            top_logprobs=sample.top_logprobs,
             policy=policy,
             tenant=sample.tenant,
             attempt=attempt,
-            unhurried=sample.unhurried,
+            coalesce_commits=sample.coalesce_commits,
         )
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
-        self.identity, self.max_nodes, self.price = opened.identity, max(1, opened.max_nodes), opened.price
+        self.identity, self.max_nodes = opened.identity, max(1, opened.max_nodes)
+        self.drafting_wanted = opened.drafting_wanted
+        self.min_candidate_probability = opened.min_candidate_probability
         self._check(self.identity, model)
         if self.identity.context_tokens > model.context:
             raise UnfitError(
@@ -241,8 +244,10 @@ class VerifierStream(PeerStream):
                     f"{model.context} here"
                 )
             )
-        if not self.price >= 0 or self.max_nodes > MAX_GRANTED_NODES:
-            raise LostError(f"it grants {self.max_nodes} candidates at a price of {self.price}")
+        if not 0 <= self.min_candidate_probability <= 1 or self.max_nodes > MAX_GRANTED_NODES:
+            raise LostError(
+                f"it grants {self.max_nodes} candidates from a probability of {self.min_candidate_probability} on"
+            )
         if revision and self.identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(
@@ -252,7 +257,7 @@ class VerifierStream(PeerStream):
                 )
             )
         self.pod.numerics = self.identity.numerics_fingerprint
-        self.pod.load.report(opened.load if opened.HasField("load") else NO_LOAD)
+        self.pod.load.report(opened.capacity if opened.HasField("capacity") else NO_LOAD)
         self.opened = True
 
     async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
@@ -265,9 +270,9 @@ class VerifierStream(PeerStream):
                     yield response.commit
                     if response.commit.finish_reason:
                         return
-                case "progress":
+                case "heartbeat":
                     self._count_heartbeat()
-                    self._look_at(response.progress)
+                    self._look_at(response.heartbeat)
                 case _:  # a newer verifier may say what we do not know, now and then
                     self._count_heartbeat()
 
@@ -276,12 +281,12 @@ class VerifierStream(PeerStream):
         if commit.checksum != self._checksum:
             raise LostError("what was said on this stream is not what was heard, by the checksum of a commit")
 
-    def _look_at(self, progress: model_pb2.Progress) -> None:
+    def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
         """A worker that steps is alive, one that only answers is not. Nor need it step for us: it may have to wait for
         memory, for its draft or for its reader."""
-        if progress.HasField("load"):
-            self.pod.load.report(progress.load)
-        age, expected = progress.step_age_us / 1e6, progress.step_expected_us / 1e6
+        if heartbeat.HasField("capacity"):
+            self.pod.load.report(heartbeat.capacity)
+        age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
         if age > STUCK_STEPS * expected and age > self._longest_step():
             raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s are usual", conclusive=True)
 
@@ -289,10 +294,10 @@ class VerifierStream(PeerStream):
         """Candidates."""
         await self._write(verifier_pb2.VerifyRequest(extend=extend))
 
-    async def speculate(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Go by another policy from now on."""
-        if policy.speculate is not self.speculates:
-            self.speculates = policy.speculate
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Have the session speculate by this policy from now on."""
+        if policy != self._policy:
+            self._policy = policy
             await self._write(verifier_pb2.VerifyRequest(policy=policy))
 
     async def consumed(self, tokens: int) -> None:
@@ -301,7 +306,7 @@ class VerifierStream(PeerStream):
             await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
 
 
-NO_LOAD = model_pb2.Load(room=2**16)
+NO_LOAD = model_pb2.PodCapacity(room=2**16)
 """Of a pod that does not tell: it will refuse what it cannot take."""
 
 
@@ -354,9 +359,9 @@ class DraftStream(PeerStream):
                 case "extend":
                     self.at_work = True
                     yield response.extend
-                case "progress" if response.progress.HasField("load"):
+                case "heartbeat" if response.heartbeat.HasField("capacity"):
                     self._count_heartbeat()
-                    self.pod.load.report(response.progress.load)
+                    self.pod.load.report(response.heartbeat.capacity)
                 case _:
                     self._count_heartbeat()
 

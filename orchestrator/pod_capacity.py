@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 
 STALE_SECONDS = 2.5
 """A pod with sessions tells its load every second or so, of each; what it told longer ago says nothing any more."""
@@ -20,7 +20,7 @@ class PodCapacity:
         self.ours = 0  # sessions from here
         self.coming = 0  # of those who want to open one here
         self.opening = 0  # of them, who is not kept waiting
-        self._told: model_pb2.Load | None = None
+        self._told: model_pb2.PodCapacity | None = None
         self._told_until = 0.0
         self._others = 0  # sessions that are not from here, as far as is known
 
@@ -33,13 +33,13 @@ class PodCapacity:
         finally:
             self.ours -= 1
 
-    def report(self, reported: model_pb2.Load, seconds: float = STALE_SECONDS) -> None:
+    def report(self, reported: model_pb2.PodCapacity, seconds: float = STALE_SECONDS) -> None:
         """What the pod says holds for so long, unless it says otherwise."""
         self._told, self._told_until = reported, self._clock() + seconds
         self._others = max(0, reported.sessions - self.ours - self.opening)
 
     @property
-    def reported(self) -> model_pb2.Load | None:
+    def reported(self) -> model_pb2.PodCapacity | None:
         """What still holds of what the pod last told."""
         return self._told if self._clock() < self._told_until else None
 

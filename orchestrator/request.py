@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from orchestrator.tokenizer import ChatTemplateError, Tokenizer, TooManyTokensError
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
 from specdec.serving.echo import echo
 from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
 from specdec.serving.wire import (
+    drafter_violations,
+    lookahead_from,
     lookahead_violations,
     rule_of,
     rule_violations,
@@ -19,15 +22,7 @@ from specdec.serving.wire import (
     token_violations,
     too_many,
 )
-from specdec.v1 import generation_pb2, model_pb2
-
-UNDRAFTED = (generation_pb2.SPECULATION_MODE_OFF, generation_pb2.SPECULATION_MODE_LOOKAHEAD)
-GUESSED = (
-    generation_pb2.SPECULATION_MODE_UNSPECIFIED,
-    generation_pb2.SPECULATION_MODE_AUTO,
-    generation_pb2.SPECULATION_MODE_LOOKAHEAD,
-)
-"""Modes in which the verifier's own guesses have a part."""
+from specdec.v2 import generation_pb2, model_pb2
 
 MOST_SAMPLES = 16
 MOST_STOP_STRINGS = 16
@@ -62,19 +57,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """How a request wants to speculate; 0 leaves a value to the services."""
-
-    enabled: bool  # with a draft
-    guess: bool  # with the verifier's own guesses
-    always: bool  # whether or not it pays
-    max_candidates: int
-    max_depth: int
-    max_branches: int
-    lookahead: model_pb2.Lookahead | None
-
-
-@dataclass(frozen=True)
 class Sample:
     """One of the n completions of a request."""
 
@@ -86,13 +68,13 @@ class Sample:
     min_tokens: int
     end_tokens: frozenset[int]
     stop: tuple[str, ...]
-    logprobs: int  # as in VerifyOpen.logprobs
+    top_logprobs: int | None  # log-probabilities wanted for a token besides its own; None: not even that
     speculation: Speculation
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast
     revision: str = ""  # of the model that the text was begun with; empty: any
-    unhurried: bool = False  # nobody reads along
+    coalesce_commits: bool = False  # nobody reads along
 
 
 @dataclass(frozen=True)
@@ -148,8 +130,8 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
         violations.append(("sampling.seed", "is not set, must be given with generated_tokens"))
     if generated and message.n > 1:
         violations.append(("n", f"is {message.n}, must be 1 with generated_tokens"))
-    logprobs = message.logprobs + 1 if message.HasField("logprobs") else 0
-    if logprobs > MOST_LOGPROBS + 1:
+    top_logprobs = message.logprobs if message.HasField("logprobs") else None
+    if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
     speculation = _speculation(message, violations)
@@ -165,13 +147,13 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
         min_tokens=message.min_tokens,
         end_tokens=end_tokens,
         stop=tuple(message.stop),
-        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         speculation=speculation,
         tenant=message.tenant,
         rule=rule_of(message.rule, sampling),
         contrast=message.contrast,
         revision=message.model_fingerprint,
-        unhurried=not streamed and not message.stop,
+        coalesce_commits=not streamed and not message.stop,
     )
     return Request(
         seed,
@@ -208,25 +190,30 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
 def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
     """How to speculate; what is wrong with it is added to `violations`."""
     wanted = message.speculation
-    mode = wanted.mode
-    if mode not in generation_pb2.SpeculationMode.values():
-        violations.append(("speculation.mode", f"is {mode}, which is no SpeculationMode"))
-    drafted = mode not in UNDRAFTED
-    guessed = mode in GUESSED
-    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and not drafted:
-        name = generation_pb2.SpeculationMode.Name(mode).removeprefix("SPECULATION_MODE_")
-        violations.append(("speculation.mode", f"is {name}, the CONTRASTIVE rule needs the draft"))
-    lookahead = wanted.lookahead if wanted.HasField("lookahead") else None
-    if lookahead is not None:
-        violations += lookahead_violations("speculation.lookahead", lookahead)
-        if not guessed or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
-            violations.append(
-                ("speculation.lookahead", "is set, has a place with mode AUTO or LOOKAHEAD, not with CONTRASTIVE")
-            )
+    wrong = drafter_violations("speculation.drafters", wanted.drafters)
+    if wrong:
+        violations += wrong
+        return Speculation()
+    if wanted.off:
+        for field, is_set in (("drafters", wanted.drafters), ("forced", wanted.forced)):
+            if is_set:
+                violations.append((f"speculation.{field}", "is set, and `off` as well"))
+        drafters = NO_DRAFTERS
+    else:
+        drafters = drafters_of(wanted.drafters) or ALL_DRAFTERS
+    if message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE and Drafter.REMOTE not in drafters:
+        field = "off" if wanted.off else "drafters"
+        violations.append((f"speculation.{field}", "leaves out REMOTE, which the CONTRASTIVE rule needs"))
+    lookahead = None
+    if wanted.HasField("lookahead"):
+        wrong = lookahead_violations("speculation.lookahead", wanted.lookahead)
+        if Drafter.LOOKAHEAD not in drafters or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
+            wrong.append(("speculation.lookahead", "is set, needs the drafter LOOKAHEAD, and not the CONTRASTIVE rule"))
+        violations += wrong
+        lookahead = lookahead_from(wanted.lookahead)
     return Speculation(
-        enabled=drafted,
-        guess=guessed,
-        always=mode == generation_pb2.SPECULATION_MODE_ALWAYS,
+        drafters=drafters,
+        forced=wanted.forced,
         max_candidates=wanted.max_candidates,
         max_depth=wanted.max_depth,
         max_branches=wanted.max_branches,

@@ -17,7 +17,7 @@ from orchestrator.generation import Generation
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
 from specdec.serving.wire import MAX_MESSAGE_BYTES
-from specdec.v1 import generation_pb2, generation_pb2_grpc
+from specdec.v2 import generation_pb2, generation_pb2_grpc
 
 SHORT_BYTES = 1 << 14
 """A prompt of tokens in a request of so many bytes takes less than a millisecond to check."""
@@ -36,7 +36,7 @@ MAX_WAITING_LONG = 16
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    name = "specdec.v1.GenerationService"
+    name = "specdec.v2.GenerationService"
 
     works = True  # whether there is a verifier, each request finds out
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from orchestrator.request import Model, Sample
 from orchestrator.text import TextStream
 from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
-from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
+from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 SOON_SPELT = 512
 """Tokens that are spelt in less time than other streams would notice: each takes some 20 microseconds."""
@@ -24,7 +24,7 @@ class Statistics:
     """What speculation did. Tokens past a stop string count as overrun only."""
 
     steps: int = 0
-    drafted: int = 0
+    offered: int = 0
     accepted: int = 0
     overrun: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class Statistics:
     def message(self) -> generation_pb2.SpeculationStatistics:
         return generation_pb2.SpeculationStatistics(
             steps=self.steps,
-            drafted=self.drafted,
+            offered=self.offered,
             accepted=self.accepted,
             overrun=self.overrun,
             accepted_histogram=histogram_entries(self.histogram),
@@ -106,7 +106,7 @@ class Transcript:
                 queued_us=commit.queued_us,
             ),
             steps=commit.steps,
-            drafted=commit.offered,
+            offered=commit.offered,
         )
         if reason:
             response.finish.CopyFrom(self._finish(reason, stop))
@@ -116,13 +116,13 @@ class Transcript:
         statistics = self._statistics
         histogram = accepted_histogram(commit.sources[:kept], commit.steps)
         statistics.steps += commit.steps
-        statistics.drafted += commit.offered
+        statistics.offered += commit.offered
         statistics.accepted += accepted_candidates(histogram)
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
         if self._found is None:  # what a verifier that takes it up finds is no news of the prompt
-            self._found = commit.found_tokens
+            self._found = commit.cached_tokens
 
     def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
         """As far as the text knows."""
@@ -132,7 +132,7 @@ class Transcript:
             usage=generation_pb2.Usage(
                 prompt_tokens=len(self._sample.prompt),
                 completion_tokens=len(self.generated),
-                found_tokens=self._found or 0,
+                cached_tokens=self._found or 0,
             ),
             speculation=self._statistics.message(),
         )

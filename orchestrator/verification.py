@@ -31,7 +31,7 @@ from specdec.serving.errors import (
     PeerLostError,
     ServiceError,
 )
-from specdec.v1 import model_pb2, verifier_pb2
+from specdec.v2 import model_pb2, verifier_pb2
 
 log = structlog.get_logger()
 

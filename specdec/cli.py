@@ -24,13 +24,13 @@ from specdec.client import Chunk, Client, Finish, SpecdecError
 from specdec.durations import duration
 
 if TYPE_CHECKING:
-    from specdec.v1.verifier_pb2 import GetLoadResponse
+    from specdec.v2.verifier_pb2 import GetStatsResponse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 STYLES = {
     "draft": "green",
-    "own_draft": "green",
+    "local_model": "green",
     "ngram": "yellow",
     "lookahead": "magenta",
     "correction": "red",
@@ -159,13 +159,13 @@ def load(
     import grpc
     from google.protobuf.json_format import MessageToDict
 
-    from specdec.v1 import verifier_pb2, verifier_pb2_grpc
+    from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
     with grpc.insecure_channel(address) as channel, contextlib.suppress(KeyboardInterrupt):
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         while True:
             try:
-                seen = stub.GetLoad(verifier_pb2.GetLoadRequest(), timeout=10)
+                seen = stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=10)
             except grpc.RpcError as error:
                 _fail(f"{address}: {error.code().name}: {error.details()}")
             if json_output:
@@ -180,14 +180,15 @@ def load(
             time.sleep(every)
 
 
-def _load_line(seen: GetLoadResponse) -> str:
+def _load_line(seen: GetStatsResponse) -> str:
     memory = 100 / max(1, seen.kv_tokens)
     return (
         f"{seen.running} running, {seen.waiting} waiting; "
         f"memory {memory * seen.kv_held_tokens:.0f} % held, {memory * seen.kv_cached_tokens:.0f} % cached "
         f"of {seen.kv_tokens} tokens; {100 * seen.busy_us / max(1, seen.up_us):.0f} % busy since the start; "
-        f"{seen.committed_tokens} tokens in {seen.steps} steps, {seen.accepted_tokens} of {seen.drafted_tokens} "
-        f"candidates accepted, {seen.found_tokens} of {seen.prompt_tokens} prompt tokens found, "
+        f"{seen.committed_tokens} tokens in {seen.steps} steps, "
+        f"{seen.accepted_candidates} of {seen.offered_candidates} candidates accepted, "
+        f"{seen.cached_tokens} of {seen.prompt_tokens} prompt tokens cached, "
         f"{seen.preemptions} preemptions"
     )
 
@@ -306,7 +307,7 @@ def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_ou
         err.print()
         err.print(
             f"[dim]{len(tokens)} tokens in {seconds:.2f} s ({len(tokens) / seconds:.0f}/s), "
-            f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.drafted} drafted accepted; "
+            f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
             f"{finish.reason}, seed {seed}[/dim]"
         )
 
@@ -331,7 +332,7 @@ def _report(
         "seed": seed,
         "speculation": {
             "steps": s.steps,
-            "drafted": s.drafted,
+            "offered": s.offered,
             "accepted": s.accepted,
             "mean_tokens_per_step": s.mean_tokens_per_step,
             "sources": dict(s.sources),

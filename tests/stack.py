@@ -33,7 +33,7 @@ from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.serving.wire import identity_of
-from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
+from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.servicer import Limits as VerifierLimits
@@ -42,7 +42,9 @@ from verifier_service.speculation.controller import SpeculationController
 from verifier_service.step_loop import StepLoop
 
 CAPACITY = 8192
-ALWAYS = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
+REMOTE = model_pb2.DRAFTER_REMOTE
+OWN_DRAFTERS = [model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD, model_pb2.DRAFTER_LOCAL_MODEL]
+ALWAYS = generation_pb2.Speculation(drafters=[REMOTE], forced=True)
 
 
 @dataclass
@@ -182,7 +184,7 @@ class Stack:
 def request_of(prompt: list[int], **fields: Any) -> generation_pb2.GenerateRequest:
     sampling = generation_pb2.SamplingParameters(**fields.pop("sampling", {}))
     if fields.pop("plain", False):
-        fields["speculation"] = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_OFF)
+        fields["speculation"] = generation_pb2.Speculation(off=True)
     return generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=prompt), sampling=sampling, **fields)
 
 

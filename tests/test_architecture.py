@@ -12,7 +12,7 @@ import pytest
 from draft_service.servicer import DraftServicer
 from orchestrator.servicer import GenerationServicer
 from specdec.serving import errors
-from specdec.v1 import draft_pb2, generation_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
 from verifier_service.servicer import VerifierServicer
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +60,7 @@ def test_arrows_point_one_way() -> None:
         if package == "decoding":
             assert not [n for n in imported if n.startswith("specdec.") and not n.startswith("specdec.decoding")], path
         if package == "engine":
-            assert not [n for n in imported if n.startswith(("specdec.serving", "specdec.v1"))], path
+            assert not [n for n in imported if n.startswith(("specdec.serving", "specdec.v2"))], path
 
 
 @pytest.mark.parametrize(

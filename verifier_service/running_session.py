@@ -21,7 +21,8 @@ class StepTimes:
     queued: float  # for memory, since its last commit
     cached: int = 0  # on the first commit: tokens that were in memory already
     preemptions: int = 0  # so far
-    price: float = 0.0  # of a candidate: the probability from which it pays to verify one
+    drafting_wanted: bool = False  # a draft's candidates for this session are used now
+    min_candidate_probability: float = 0.0  # from which a candidate pays
     drafted: int = 0  # sessions of the pod for which there is a draft
     round_trip: float = 0.0  # to this session's draft and back; 0: unknown
 
@@ -39,7 +40,7 @@ class RunningSession:
     queued: float = 0.0  # seconds
     pending_result: VerifyResult | None = None  # of the last steps
     last_sent_at: float = 0.0  # when a verdict was last told
-    price: float = 0.0  # as was told with it
+    drafting_wanted: bool = False  # as was said with it
     admitted_at: float = 0.0  # when it got its memory
     awaiting_draft: bool = False  # a step of it, which has a draft, has ended since it was last looked at
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
+from specdec.decoding.speculation import drafters_of
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
@@ -16,6 +17,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.wire import (
     MAX_NODES_A_MESSAGE,
+    drafter_violations,
     lookahead_from,
     lookahead_violations,
     open_size_violations,
@@ -27,7 +29,7 @@ from specdec.serving.wire import (
     text_violations,
     token_violations,
 )
-from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.running_session import RunningSession, StepTimes
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.step_loop import StepLoop
@@ -52,7 +54,7 @@ class VerifierServicer(
     SessionServicer[Session, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse],
     verifier_pb2_grpc.VerifierServiceServicer,
 ):
-    name = "specdec.v1.VerifierService"
+    name = "specdec.v2.VerifierService"
 
     def __init__(self, loop: StepLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
         super().__init__(loop, limits.max_sessions)
@@ -87,11 +89,11 @@ class VerifierServicer(
                 retry_after=self._loop.stats.expected_wait(waiting),
             )
 
-    def load(self) -> model_pb2.Load:
+    def capacity(self) -> model_pb2.PodCapacity:
         waiting = self._waiting(self._usual_blocks)
         room = max(0, min(self.room, self._limits.max_waiting - waiting))
         wait = self._loop.stats.expected_wait(max(0, waiting))
-        return model_pb2.Load(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
+        return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
     def _waiting(self, blocks: float) -> int:
         """Sessions that wait for memory; below zero, so many more would find some at once. Those on their way to the
@@ -100,13 +102,13 @@ class VerifierServicer(
         fitting = 0 if waiting else int(self._loop.pool.available / blocks)
         return waiting + self.arriving - fitting
 
-    async def GetLoad(
+    async def GetStats(
         self,
-        request: verifier_pb2.GetLoadRequest,
-        context: grpc.aio.ServicerContext[verifier_pb2.GetLoadRequest, verifier_pb2.GetLoadResponse],
-    ) -> verifier_pb2.GetLoadResponse:
+        request: verifier_pb2.GetStatsRequest,
+        context: grpc.aio.ServicerContext[verifier_pb2.GetStatsRequest, verifier_pb2.GetStatsResponse],
+    ) -> verifier_pb2.GetStatsResponse:
         load, pool = self._loop.stats, self._loop.pool
-        return verifier_pb2.GetLoadResponse(
+        return verifier_pb2.GetStatsResponse(
             running=load.running,
             waiting=load.waiting,
             kv_tokens=pool.usable * BLOCK,
@@ -115,13 +117,13 @@ class VerifierServicer(
             steps=load.steps,
             rows=load.rows,
             committed_tokens=load.committed,
-            drafted_tokens=load.drafted,
-            accepted_tokens=load.accepted,
+            offered_candidates=load.drafted,
+            accepted_candidates=load.accepted,
             refused_extends=load.refused,
-            outcomes=load.outcomes,
-            foreseen_outcomes=load.foreseen,
+            drafted_steps=load.drafted_steps,
+            draft_ready_steps=load.draft_ready_steps,
             prompt_tokens=load.prompt_tokens,
-            found_tokens=load.found_tokens,
+            cached_tokens=load.cached_tokens,
             preemptions=load.preemptions,
             busy_us=int(1e6 * load.busy),
             up_us=int(1e6 * (time.monotonic() - self._started)),
@@ -144,12 +146,10 @@ class VerifierServicer(
     def _extend(self, session: Session, extend: model_pb2.Extend, arrived: float) -> None:
         """Candidates that cannot be are dropped: they are a draft's doing, and a draft costs no token."""
         try:
-            most = max(
-                len(extend.tokens), len(extend.parents), len(extend.score_bytes), len(extend.scores), len(extend.rows)
-            )
+            most = max(len(extend.tokens), len(extend.parents), len(extend.logprob_bytes), len(extend.distributions))
             if most > MAX_NODES_A_MESSAGE:
                 raise ValueError(f"{most} nodes, at most {MAX_NODES_A_MESSAGE} a message")
-            session.extend(extend.base, paths_from(extend), arrived, extend.held_us * 1e-6)
+            session.extend(extend.base, paths_from(extend), arrived, extend.base_age_us * 1e-6)
         except ValueError as error:
             self._loop.stats.refused += 1
             session.refused_extends += 1
@@ -157,24 +157,26 @@ class VerifierServicer(
                 log.warning("candidates_refused", why=str(error))
 
     def opened(self, session: Session) -> verifier_pb2.VerifyResponse:
+        wanted, probability = self._loop.drafting_outlook(session, self._sessions)
         opened = verifier_pb2.VerifyOpened(
             identity=self.identity,
             max_nodes=self._limits.max_nodes,
-            load=self.load(),
-            price=self._loop.price_for(session, self._sessions),
+            capacity=self.capacity(),
+            drafting_wanted=wanted,
+            min_candidate_probability=probability,
         )
         return verifier_pb2.VerifyResponse(opened=opened)
 
-    def progress(self) -> verifier_pb2.VerifyResponse:
+    def heartbeat(self) -> verifier_pb2.VerifyResponse:
         load = self._loop.stats
         begun = load.step_begun
-        progress = model_pb2.Progress(
+        heartbeat = model_pb2.Heartbeat(
             steps=load.steps,
-            load=self.load(),
+            capacity=self.capacity(),
             step_age_us=int(1e6 * (time.monotonic() - begun)) if begun else 0,
             step_expected_us=int(1e6 * load.step_expected),
         )
-        return verifier_pb2.VerifyResponse(progress=progress)
+        return verifier_pb2.VerifyResponse(heartbeat=heartbeat)
 
     def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:
         return bool(response.commit.finish_reason)
@@ -182,11 +184,10 @@ class VerifierServicer(
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
         most = self._limits.max_candidates
         return Policy(
-            speculate=message.speculate,
+            drafters=drafters_of(message.drafters),
             max_candidates=min(message.max_candidates or most, most),
             patience=message.patience_us * 1e-6,
-            always=message.always,
-            ngram=message.guess,
+            forced=message.forced,
             lookahead=lookahead_from(message.lookahead) if message.HasField("lookahead") else None,
         )
 
@@ -206,8 +207,8 @@ class VerifierServicer(
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
-        if message.logprobs > MOST_LOGPROBS + 1:
-            violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS + 1}"))
+        if message.top_logprobs > MOST_LOGPROBS:
+            violations.append(("top_logprobs", f"is {message.top_logprobs}, must be at most {MOST_LOGPROBS}"))
         violations += _policy_violations(message.policy)
         if violations:
             raise InvalidRequestError(violations)
@@ -218,17 +219,20 @@ class VerifierServicer(
             sampler,
             end_tokens,
             message.max_tokens,
-            message.logprobs,
+            message.top_logprobs if message.HasField("top_logprobs") else None,
             context,
             message.tenant,
             heard,
-            message.unhurried,
+            message.coalesce_commits,
         )
         return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
 
 
 def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
-    return lookahead_violations("policy.lookahead", policy.lookahead) if policy.HasField("lookahead") else []
+    violations = drafter_violations("policy.drafters", policy.drafters)
+    if policy.HasField("lookahead"):
+        violations += lookahead_violations("policy.lookahead", policy.lookahead)
+    return violations
 
 
 def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
@@ -246,10 +250,11 @@ def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyRespo
         step_us=int(1e6 * times.step),
         waited_us=int(1e6 * times.waited),
         queued_us=int(1e6 * times.queued),
-        found_tokens=times.cached,
+        cached_tokens=times.cached,
         preemptions=times.preemptions,
         steps=result.steps,
-        price=times.price,
+        drafting_wanted=times.drafting_wanted,
+        min_candidate_probability=times.min_candidate_probability,
         drafted_sessions=times.drafted,
         checksum=result.checksum,
         round_trip_us=int(1e6 * times.round_trip),

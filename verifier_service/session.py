@@ -13,6 +13,7 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.processing import PenaltyState
 from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
@@ -37,23 +38,30 @@ class SessionRequest:
     sampler: RequestSampler
     end_tokens: frozenset[int]
     max_tokens: int
-    logprobs: int  # as in VerifyOpen.logprobs
+    top_logprobs: int | None  # log-probabilities wanted for a token besides its own; None: not even that
     context: int
     tenant: str = ""
     checksum: int = 0  # of the VerifyOpen
-    unhurried: bool = False  # nobody reads along
+    coalesce_commits: bool = False  # nobody reads along
 
 
 @dataclass
 class Policy:
     """A validated VerifyPolicy."""
 
-    speculate: bool  # with a draft
-    max_candidates: int
-    patience: float  # seconds
-    always: bool = False  # whether or not it pays
-    ngram: bool = False  # without one as well
-    lookahead: Lookahead | None = None  # the window that is wanted, whether or not it pays; None: one that pays
+    drafters: frozenset[Drafter]  # who may propose candidates
+    max_candidates: int  # in a step
+    patience: float  # seconds that a step may be put off for a draft's candidates
+    forced: bool = False  # whether or not speculation pays
+    lookahead: Lookahead | None = None  # the window that is wanted in every step; None: one that pays
+
+    def __post_init__(self) -> None:
+        # Asked for several times a step.
+        self.remote = Drafter.REMOTE in self.drafters
+        self.own = bool(self.drafters & OWN_DRAFTERS)
+        self.ngram = Drafter.NGRAM in self.drafters
+        self.windows = Drafter.LOOKAHEAD in self.drafters
+        self.local_model = Drafter.LOCAL_MODEL in self.drafters
 
 
 class Session:
@@ -109,7 +117,7 @@ class Session:
     @property
     def speculates(self) -> bool:
         """Whether it may have candidates at all."""
-        return self.policy.speculate or self.takes_ngrams
+        return self.policy.remote or self.takes_own_candidates
 
     @property
     def computable(self) -> int:
@@ -174,16 +182,24 @@ class Session:
         self._expected_tokens = None
 
     @property
-    def takes_ngrams(self) -> bool:
+    def takes_own_candidates(self) -> bool:
         """Whether it may have candidates that come of no draft. Where they are drawn they would take the place of
         better ones; where tokens are contrasted nothing can be chosen below them."""
         rule = self.request.sampler.rule
-        return self.policy.ngram and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.speculate))
+        return self.policy.own and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.remote))
 
     def propose_ngrams(self, price: float, shared: Tokens | None) -> None:
         """Put its own candidates into the tree, once for each length of the text; `shared` are texts of others."""
         every = self.policy.lookahead is not None
-        if self.ngrams.propose(self.tree, price, shared, every=every, sampled=self.samples_candidates):
+        if self.ngrams.propose(
+            self.tree,
+            price,
+            shared,
+            every=every,
+            sampled=self.samples_candidates,
+            lookups=self.policy.ngram,
+            windows=self.policy.windows,
+        ):
             self._expected_tokens = None
 
     def add_local_candidates(self, paths: Paths) -> None:

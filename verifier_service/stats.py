@@ -17,11 +17,11 @@ class VerifierStats:
     committed: int = 0  # tokens
     drafted: int = 0  # candidates verified
     accepted: int = 0
-    outcomes: int = 0  # verdicts on sessions for which there is a draft, and that go on
-    foreseen: int = 0  # of these, those whose next candidates had come before the step was over
+    drafted_steps: int = 0  # verdicts on sessions for which there is a draft, and that go on
+    draft_ready_steps: int = 0  # of these, those whose next candidates had come before the step was over
     refused: int = 0  # messages of candidates that made no sense
     prompt_tokens: int = 0  # that sessions came with
-    found_tokens: int = 0  # of these, in memory already
+    cached_tokens: int = 0  # of these, in memory already
     preemptions: int = 0
     busy: float = 0.0  # seconds spent in steps
     step_begun: float = 0.0  # when the step under way was; 0: none is

@@ -55,15 +55,12 @@ half had an eighth fewer tokens.)"""
 COMMIT_COALESCE_SECONDS = 0.025
 """Seconds that hardly anybody notices: commits of sessions without a draft are joined for so long."""
 
-UNHURRIED = 0.25
+RELAXED_COALESCE_SECONDS = 0.25
 """Seconds between two commits of a session along which nobody reads."""
 
 PRICE_SMOOTHING = 0.2
 WITHOUT_DRAFT = WaitEstimate(1.0)
 """Of a session that brings one token and hopes for nothing."""
-
-NOTHING_PAYS = 1.0
-"""A price at which there is no use in drafting."""
 
 
 class StepLoop(EngineWorker[Session]):
@@ -111,16 +108,19 @@ class StepLoop(EngineWorker[Session]):
         """Tokens that one session can have memory for at most."""
         return self.pool.usable * BLOCK
 
-    def price_for(self, session: Session, sessions: int) -> float:
+    def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
         """Of a candidate of the draft of a session that is the last of so many, as far as can be told before it has
         taken a step, and if the others are like it. Changes nothing: any thread may ask."""
         if self._threads.yields:
-            return NOTHING_PAYS  # until its prompt is read: with fewer cores that would take longer
+            return False, self._price  # until its prompt is read: with fewer cores that would take longer
         drawn = not session.request.sampler.sampling.greedy
-        batch = BatchProfile(sessions, session.policy.speculate, session.takes_ngrams, drawn, self._has_local_draft)
+        batch = BatchProfile(
+            sessions, session.policy.remote, session.takes_own_candidates, drawn, self._has_local_draft
+        )
         if self._controller.mode_for(batch, time.monotonic()) is not Mode.REMOTE_DRAFT:
-            return NOTHING_PAYS
-        return select_candidates([], self._latency, sessions, 0).price
+            return False, self._price
+        price = min(1.0, select_candidates([], self._latency, sessions, 0).price)
+        return price < 1.0, price
 
     @property
     def _latency(self) -> StepLatency:
@@ -264,7 +264,7 @@ class StepLoop(EngineWorker[Session]):
         offers = [entry.session.candidates() for entry in speculating]
         chosen, price = select_candidates(offers, self._latency, decoding, len(tree_slots), self._proposed.seconds)
         if decoding:
-            self._price += PRICE_SMOOTHING * (min(price, NOTHING_PAYS) - self._price)
+            self._price += PRICE_SMOOTHING * (min(price, 1.0) - self._price)
         windows = self._open_windows(speculating, chosen, decoding)
         planned: list[tuple[RunningSession, ScheduledRows]] = []
         for entry, nodes, window in zip(speculating, chosen, windows, strict=True):
@@ -291,7 +291,7 @@ class StepLoop(EngineWorker[Session]):
         windows: list[LookaheadRows | None] = []
         for entry, nodes in zip(speculating, chosen, strict=True):
             session, size = entry.session, None
-            if self._uses_ngrams(entry):
+            if session.policy.windows and self._uses_ngrams(entry):
                 size = session.policy.lookahead
                 if size is None and not self._uses_local_draft(entry):  # a draft leaves a window little to find
                     size = prices.affordable(session.ngrams.sizes, session.ngrams.gain)
@@ -323,18 +323,23 @@ class StepLoop(EngineWorker[Session]):
 
     def _uses_remote_draft(self, entry: RunningSession) -> bool:
         """Whether it is worth its draft's while. CONTRASTIVE needs it in any case."""
-        if not entry.session.policy.speculate:
+        if not entry.session.policy.remote:
             return False
         return (self._controller.mode is Mode.REMOTE_DRAFT and not self._prefilling) or self._is_exempt(entry)
 
     def _uses_ngrams(self, entry: RunningSession) -> bool:
         """Whether it may have candidates of the verifier's own."""
-        return entry.session.takes_ngrams and (self._controller.mode is not Mode.OFF or self._is_forced(entry))
+        return entry.session.takes_own_candidates and (self._controller.mode is not Mode.OFF or self._is_forced(entry))
 
     def _uses_local_draft(self, entry: RunningSession) -> bool:
         """Whether the verifier's own draft guesses for it. Who asks for a window gets that."""
         own, session = self._draft_model, entry.session
-        wanted = session.takes_ngrams and self._controller.mode is Mode.LOCAL_DRAFT and session.policy.lookahead is None
+        wanted = (
+            session.takes_own_candidates
+            and session.policy.local_model
+            and self._controller.mode is Mode.LOCAL_DRAFT
+            and session.policy.lookahead is None
+        )
         return wanted and own is not None and own.serves(session)
 
     @property
@@ -342,7 +347,7 @@ class StepLoop(EngineWorker[Session]):
         return self._draft_model is not None and self._draft_model.works
 
     def _is_exempt(self, entry: RunningSession) -> bool:
-        return entry.session.policy.always or entry.session.needs_draft
+        return entry.session.policy.forced or entry.session.needs_draft
 
     def _is_forced(self, entry: RunningSession) -> bool:
         """Whether it speculates whatever the controller finds, which learns nothing of such steps."""
@@ -352,8 +357,8 @@ class StepLoop(EngineWorker[Session]):
         """Those of a step, some of which speculate, for the controller; None if it has no say."""
         batch = BatchProfile(
             len(entry),
-            remote_draft=any(a.session.policy.speculate for a in entry),
-            ngram=any(a.session.takes_ngrams for a in entry),
+            remote_draft=any(a.session.policy.remote for a in entry),
+            ngram=any(a.session.takes_own_candidates for a in entry),
             sampled=2 * sum(not a.session.request.sampler.sampling.greedy for a in entry) > len(entry),
             local_draft=self._has_local_draft,
         )
@@ -368,12 +373,14 @@ class StepLoop(EngineWorker[Session]):
     # --- results ------------------------------------------------------------------------------------
 
     def _add_logprobs(self, verifications: list[TreeVerification], logits: StepLogits) -> None:
-        asking = [verification for verification in verifications if verification.session.request.logprobs]
+        asking = [
+            verification for verification in verifications if verification.session.request.top_logprobs is not None
+        ]
         if not asking:
             return
         rows = [row for verification in asking for row in verification.rows]
         tokens = np.asarray([token for verification in asking for token in verification.result.tokens])
-        tops = [verification.session.request.logprobs - 1 for verification in asking for _ in verification.rows]
+        tops = [verification.session.request.top_logprobs or 0 for verification in asking for _ in verification.rows]
         found = iter(logits.logprobs(rows, tokens, tops))
         for verification in asking:
             verification.result.logprobs = list(itertools.islice(found, len(verification.rows)))
@@ -382,17 +389,17 @@ class StepLoop(EngineWorker[Session]):
         self, results: list[tuple[RunningSession, VerifyResult]], forward: float, step: float, waited: float
     ) -> None:
         now = time.monotonic()
-        self._drafted = sum(entry.session.policy.speculate for entry in self._queue.running)
+        self._drafted = sum(entry.session.policy.remote for entry in self._queue.running)
         self._settle_prefill_threads()
         spacing = max(COMMIT_COALESCE_SECONDS, len(self._queue.running) / MESSAGES_A_SECOND)
         messages = []
         for entry, result in results:
-            entry.awaiting_draft = entry.session.policy.speculate
+            entry.awaiting_draft = entry.session.policy.remote
             if entry.pending_result is None:
                 entry.pending_result = result
             else:
                 entry.pending_result.join(result)
-            pause = max(spacing, UNHURRIED) if entry.session.request.unhurried else spacing
+            pause = max(spacing, RELAXED_COALESCE_SECONDS) if entry.session.request.coalesce_commits else spacing
             if result.finish or now - entry.last_sent_at >= pause or self._is_awaited(entry):
                 messages.append(self._message(entry, forward, step, waited))
             if result.finish:
@@ -404,7 +411,7 @@ class StepLoop(EngineWorker[Session]):
     def _is_awaited(self, entry: RunningSession) -> bool:
         """Whether somebody waits for its verdict: its draft, for what to guess next; the next step, for that draft; or,
         where it is stalled, it itself, for its reader."""
-        wanted = entry.price < NOTHING_PAYS or self._uses_remote_draft(entry)  # candidates; or so its draft thinks
+        wanted = entry.drafting_wanted or self._uses_remote_draft(entry)  # candidates; or so its draft thinks
         return wanted or not entry.session.computable or self._queue.throttled(entry)
 
     def _send_pending(self, entry: RunningSession) -> None:
@@ -417,7 +424,7 @@ class StepLoop(EngineWorker[Session]):
     ) -> tuple[ResponseQueue[Any], Callable[[], Any]]:
         """What is untold of a session, to be put into its outbox."""
         found, entry.session.cached_tokens = entry.session.cached_tokens, 0
-        entry.price = self._price if self._uses_remote_draft(entry) else NOTHING_PAYS
+        entry.drafting_wanted = self._uses_remote_draft(entry) and self._price < 1.0
         times = StepTimes(
             forward,
             step,
@@ -425,7 +432,8 @@ class StepLoop(EngineWorker[Session]):
             entry.queued,
             found,
             entry.preemptions,
-            entry.price,
+            entry.drafting_wanted,
+            self._price,
             self._drafted,
             entry.session.draft_timing.round_trip,
         )
@@ -467,8 +475,8 @@ class StepLoop(EngineWorker[Session]):
         """What came while the last step was under way is in place; nothing has been waited for yet."""
         for entry in ready:
             if entry.awaiting_draft:
-                self.stats.outcomes += 1
-                self.stats.foreseen += entry.session.has_draft_candidates
+                self.stats.drafted_steps += 1
+                self.stats.draft_ready_steps += entry.session.has_draft_candidates
                 entry.awaiting_draft = False
 
     # --- failures -----------------------------------------------------------------------------------

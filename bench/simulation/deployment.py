@@ -23,11 +23,12 @@ from draft_service.servicer import Limits as DraftLimits
 from orchestrator.generation import Generation
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
-from orchestrator.request import Model, Sample, Speculation
+from orchestrator.request import Model, Sample
 from orchestrator.tokenizer import Tokenizer
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
 from specdec.serving.wire import PROTOCOL_VERSION
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import MOST_CANDIDATES
@@ -175,15 +176,14 @@ class Deployment:
             min_tokens=0,
             end_tokens=frozenset(),
             stop=(),
-            logprobs=0,
+            top_logprobs=None,
             speculation=Speculation(
-                enabled=bool(self._drafts),
-                guess=False,  # the language of the simulation is drawn anew, token by token: it repeats nothing
-                always=self._scenario.always or self._scenario.synchronous,
+                # The language of the simulation is drawn anew, token by token: it repeats nothing to look up.
+                drafters=frozenset({Drafter.REMOTE}) if self._drafts else NO_DRAFTERS,
+                forced=self._scenario.always or self._scenario.synchronous,
                 max_candidates=0,
                 max_depth=self._scenario.nodes if self._scenario.synchronous else 0,
                 max_branches=self._scenario.branches,
-                lookahead=None,
             ),
             tenant="",
             rule=Rule.COUPLED,

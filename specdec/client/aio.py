@@ -14,11 +14,11 @@ from specdec.client.endpoint import Endpoint
 from specdec.client.errors import Cancelled
 from specdec.client.request import GenerateOptions, build_request
 from specdec.client.transcript import Transcript
-from specdec.v1.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
-from specdec.v1.generation_pb2_grpc import GenerationServiceStub
+from specdec.v2.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
+from specdec.v2.generation_pb2_grpc import GenerationServiceStub
 
 if TYPE_CHECKING:
-    from specdec.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+    from specdec.v2.generation_pb2_grpc import GenerationServiceAsyncStub
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.v1 import generation_pb2 as pb
-from specdec.v1 import model_pb2, verifier_pb2
+from specdec.v2 import generation_pb2 as pb
+from specdec.v2 import model_pb2, verifier_pb2
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,15 @@ class Speculation:
     """What speculation did for one completion. Of a part that was interrupted counts what arrived."""
 
     steps: int  # target steps that committed tokens
-    drafted: int  # candidates verified
+    offered: int  # candidates verified
     accepted: int  # candidates accepted
     overrun: int  # tokens computed past a stop string and dropped
     accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
     undrafted_reason: str  # why drafting was off for part of the request; empty if it was not
     sources: dict[str, int]  # tokens by where they came from
-    switches: dict[str, int]  # changes of pod by reason, and "resumed": how often the client took up the stream again
+    failover_events: dict[
+        str, int
+    ]  # changes of pod by reason, and "resumed": how often the client took up the stream again
 
     @property
     def mean_tokens_per_step(self) -> float:
@@ -47,7 +49,7 @@ class Finish:
     numerics: str  # fingerprint of what the tokens were computed with
     exact: bool  # True: the tokens do not depend on who shared the steps
     preemptions: int  # times the text lost its memory to another and was computed anew
-    found_tokens: int  # of the prompt, in memory already
+    cached_tokens: int  # of the prompt, in memory already
     reproducible: bool  # whether the same request gives the same tokens again
 
 
@@ -59,13 +61,15 @@ class Chunk:
     text: str  # empty while a character is incomplete
     tokens: list[int]
     token_texts: list[str]  # the part of `text` that each token made readable
-    sources: list[str]  # of each token: "draft", "own_draft", "ngram", "lookahead", "correction", "bonus", "plain"
+    sources: list[
+        str
+    ]  # of each token: "remote_draft", "local_model", "ngram", "lookahead", "correction", "bonus", "plain"
     logprobs: list[Logprobs]  # of each token, if asked for
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass
     step_seconds: float  # of the whole verification step
     steps: int  # target steps that made these tokens
-    drafted: int  # candidates verified in them
+    offered: int  # candidates verified in them
     finish: Finish | None
     seed: int | None  # of the request; in the first chunk
     model_fingerprint: str  # of the model that generates; in the first chunk, else empty
@@ -123,7 +127,7 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         forward_seconds=response.timings.forward_us / 1e6,
         step_seconds=response.timings.step_us / 1e6,
         steps=response.steps,
-        drafted=response.drafted,
+        offered=response.offered,
         finish=_read_finish(response.finish) if response.HasField("finish") else None,
         seed=response.seed if response.HasField("seed") else None,
         model_fingerprint=response.model_fingerprint,
@@ -159,18 +163,18 @@ def _read_finish(finish: pb.Finish) -> Finish:
         completion_tokens=finish.usage.completion_tokens,
         speculation=Speculation(
             steps=statistics.steps,
-            drafted=statistics.drafted,
+            offered=statistics.offered,
             accepted=statistics.accepted,
             overrun=statistics.overrun,
             accepted_histogram=list(statistics.accepted_histogram),
             undrafted_reason=statistics.undrafted_reason,
             sources=dict(statistics.sources),
-            switches=dict(statistics.switches),
+            failover_events=dict(statistics.failover_events),
         ),
         numerics=finish.numerics_fingerprint,
         exact=finish.numerics_mode == model_pb2.NUMERICS_MODE_EXACT,
         preemptions=finish.preemptions,
-        found_tokens=finish.usage.found_tokens,
+        cached_tokens=finish.usage.cached_tokens,
         reproducible=finish.reproducible,
     )
 

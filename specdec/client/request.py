@@ -7,12 +7,12 @@ message cannot express.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 from google.protobuf.message import Message as ProtobufMessage
 
-from specdec.v1 import generation_pb2 as pb
-from specdec.v1 import model_pb2
+from specdec.v2 import generation_pb2 as pb
+from specdec.v2 import model_pb2
 
 
 class Message(TypedDict):
@@ -48,8 +48,10 @@ class GenerateOptions(TypedDict, total=False):
     banned_tokens: Iterable[int]  # token ids that are never chosen
     seed: int | None  # default: drawn by the server and told in the first chunk
 
-    # draft, lookahead: with that alone; always: with the draft alone, even where it is found not to pay
+    # draft: with draft services alone; always: likewise, even where that is found not to pay; lookahead: without them
     speculation: Literal["auto", "off", "always", "draft", "lookahead"]
+    drafters: Iterable[Literal["remote", "ngram", "lookahead", "local_model"]]  # instead of `speculation`: only these
+    forced: bool  # with `drafters`: even where they are found not to pay
     rule: Literal["coupled", "rejection", "contrastive"]  # how candidates become tokens
     alpha: float | None  # contrastive: least probability, relative to the most probable token's; default 0.1
     amateur_temperature: float | None  # contrastive: divides the draft's logits; default 1
@@ -63,13 +65,23 @@ class GenerateOptions(TypedDict, total=False):
     model_fingerprint: str  # with these: what the text's first chunk said; another model is then refused
 
 
-_MODES = {
-    "auto": pb.SPECULATION_MODE_AUTO,
-    "off": pb.SPECULATION_MODE_OFF,
-    "always": pb.SPECULATION_MODE_ALWAYS,
-    "draft": pb.SPECULATION_MODE_DRAFT,
-    "lookahead": pb.SPECULATION_MODE_LOOKAHEAD,
+_DRAFTERS = {
+    "remote": model_pb2.DRAFTER_REMOTE,
+    "ngram": model_pb2.DRAFTER_NGRAM,
+    "lookahead": model_pb2.DRAFTER_LOOKAHEAD,
+    "local_model": model_pb2.DRAFTER_LOCAL_MODEL,
 }
+_SPECULATIONS = {
+    "auto": pb.Speculation(),
+    "off": pb.Speculation(off=True),
+    "always": pb.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True),
+    "draft": pb.Speculation(drafters=[model_pb2.DRAFTER_REMOTE]),
+    "lookahead": pb.Speculation(
+        drafters=[model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD, model_pb2.DRAFTER_LOCAL_MODEL]
+    ),
+}
+Value = TypeVar("Value")
+
 _RULES = {
     "coupled": model_pb2.ACCEPTANCE_RULE_COUPLED,
     "rejection": model_pb2.ACCEPTANCE_RULE_REJECTION,
@@ -85,7 +97,7 @@ _SAMPLING = {
     "logit_bias", "banned_tokens", "seed",
 }  # fmt: skip
 _CONTRAST = {"alpha", "amateur_temperature"}
-_SPECULATION = {"max_candidates", "max_depth", "max_branches"}
+_SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
 
 def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
@@ -94,6 +106,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
+    if "speculation" in given and "drafters" in given:
+        raise ValueError("speculation and drafters: one of them says who may propose candidates")
     request = pb.GenerateRequest()
     for name, value in given.items():
         if name in _PLAIN:
@@ -115,7 +129,14 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "stop":
             _put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
-            _put(request.speculation, "mode", name, _named(_MODES, name, value))
+            request.speculation.MergeFrom(_named(_SPECULATIONS, name, value))
+        elif name == "drafters":
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise ValueError(f"drafters = {value!r}: not a list of names")
+            found = [_named(_DRAFTERS, name, each) for each in value]
+            if not found:
+                raise ValueError("drafters = []: speculation='off' is for none")
+            request.speculation.drafters.extend(found)
         elif name == "lookahead":
             if not isinstance(value, Sequence) or len(value) != 3:
                 raise ValueError(f"lookahead = {value!r}: not (W, N, G)")
@@ -136,7 +157,7 @@ def _put(message: ProtobufMessage, field: str, option: str, value: object) -> No
         raise kind(f"{option} = {value!r}: {error}") from error
 
 
-def _named(values: Mapping[str, int], option: str, name: object) -> int:
+def _named(values: Mapping[str, Value], option: str, name: object) -> Value:
     if not isinstance(name, str) or name not in values:
         raise ValueError(f"{option} = {name!r}: not one of {', '.join(values)}")
     return values[name]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from specdec.v1.model_pb2 import (
-    TOKEN_SOURCE_DRAFT,
+from specdec.v2.model_pb2 import (
+    TOKEN_SOURCE_LOCAL_MODEL,
     TOKEN_SOURCE_LOOKAHEAD,
     TOKEN_SOURCE_NGRAM,
-    TOKEN_SOURCE_OWN_DRAFT,
+    TOKEN_SOURCE_REMOTE_DRAFT,
     TokenSource,
 )
 
-ACCEPTED = (TOKEN_SOURCE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD, TOKEN_SOURCE_OWN_DRAFT)
+ACCEPTED = (TOKEN_SOURCE_REMOTE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD, TOKEN_SOURCE_LOCAL_MODEL)
 """Of candidates. Any other token is the target's own, and the last of its step."""
 
 

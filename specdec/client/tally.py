@@ -7,7 +7,7 @@ said is all there is to know.
 from __future__ import annotations
 
 from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
-from specdec.v1.generation_pb2 import GenerateResponse, SpeculationStatistics
+from specdec.v2.generation_pb2 import GenerateResponse, SpeculationStatistics
 
 
 class Tally:
@@ -28,7 +28,7 @@ class Tally:
         """The stream is going to be taken up elsewhere. A try that brought nothing is no part of it."""
         if not self._part.ByteSize():
             return
-        self._part.switches["resumed"] += 1
+        self._part.failover_events["resumed"] += 1
         _add(self._broken, self._part)
         self._part.Clear()
 
@@ -37,7 +37,7 @@ def _of(response: GenerateResponse) -> SpeculationStatistics:
     histogram = accepted_histogram(response.sources, response.steps)
     statistics = SpeculationStatistics(
         steps=response.steps,
-        drafted=response.drafted,
+        offered=response.offered,
         accepted=accepted_candidates(histogram),
         accepted_histogram=histogram_entries(histogram),
     )
@@ -49,12 +49,12 @@ def _of(response: GenerateResponse) -> SpeculationStatistics:
 def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
     """Add up two parts of a stream, as far as their fields can count: a server may say anything."""
     total.steps = _sum(total.steps, part.steps)
-    total.drafted = _sum(total.drafted, part.drafted)
+    total.offered = _sum(total.offered, part.offered)
     total.accepted = _sum(total.accepted, part.accepted)
     for name, count in part.sources.items():
         total.sources[name] = _sum(total.sources[name], count)
-    for name, count in part.switches.items():
-        total.switches[name] = _sum(total.switches[name], count)
+    for name, count in part.failover_events.items():
+        total.failover_events[name] = _sum(total.failover_events[name], count)
     total.accepted_histogram.extend([0] * (len(part.accepted_histogram) - len(total.accepted_histogram)))
     for accepted, steps in enumerate(part.accepted_histogram):
         total.accepted_histogram[accepted] = _sum(total.accepted_histogram[accepted], steps)

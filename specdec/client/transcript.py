@@ -8,7 +8,7 @@ from specdec.client.completion import Chunk, read_chunk
 from specdec.client.errors import ServerError, SpecdecError, Unavailable, from_rpc, is_loss
 from specdec.client.retries import Retries
 from specdec.client.tally import Tally
-from specdec.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse
 
 
 class Transcript:

@@ -22,7 +22,7 @@ class BaseAheadError(ValueError):
 
 
 class Paths(NamedTuple):
-    """Nodes as `specdec.v1.Extend` spells them: parent 0 is the root, i the i-th token; parents precede children.
+    """Nodes as `specdec.v2.Extend` spells them: parent 0 is the root, i the i-th token; parents precede children.
     `distributions` are the draft's distributions over the children of (parent)."""
 
     tokens: Sequence[int]

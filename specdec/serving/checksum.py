@@ -10,7 +10,7 @@ import zlib
 from array import array
 from collections.abc import Iterable
 
-from specdec.v1 import verifier_pb2
+from specdec.v2 import verifier_pb2
 
 
 def of_opening(message: verifier_pb2.VerifyOpen) -> int:

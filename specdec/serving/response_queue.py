@@ -56,11 +56,11 @@ class ResponseQueue(Generic[Response]):
         self,
         context: grpc.aio.ServicerContext[Any, Response],
         *,
-        progress: Callable[[], Response],
+        heartbeat: Callable[[], Response],
         is_last: Callable[[Response], bool] = lambda _: False,
     ) -> None:
         """Write items as they come, and signs of life between them, until the last one."""
-        beat = asyncio.create_task(self._send_heartbeats(progress))
+        beat = asyncio.create_task(self._send_heartbeats(heartbeat))
         try:
             while True:
                 item = await self._queue.get()
@@ -79,7 +79,7 @@ class ResponseQueue(Generic[Response]):
         self._last_append = self._loop.time()
         self._queue.put_nowait(item)
 
-    async def _send_heartbeats(self, progress: Callable[[], Response]) -> None:
+    async def _send_heartbeats(self, heartbeat: Callable[[], Response]) -> None:
         """A commit is a sign of life too: 64 busy sessions would have 256 of others a second."""
         told = self._loop.time()
         while True:
@@ -90,4 +90,4 @@ class ResponseQueue(Generic[Response]):
             self._last_append = now
             if self._queue.empty():  # else what waits there is a sign of life
                 told = now
-                self._queue.put_nowait(progress())
+                self._queue.put_nowait(heartbeat())

@@ -26,7 +26,7 @@ from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.log_stream import guard_stderr
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.wire import MAX_MESSAGE_BYTES
-from specdec.v1 import trunk_pb2_grpc
+from specdec.v2 import mux_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -169,7 +169,7 @@ def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
     service.register(server)
     service.register(cast("grpc.aio.Server", mux))
     if mux.has_streams:
-        trunk_pb2_grpc.add_TrunkServiceServicer_to_server(mux, server)
+        mux_pb2_grpc.add_MuxServiceServicer_to_server(mux, server)
     return mux
 
 

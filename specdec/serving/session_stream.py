@@ -23,7 +23,7 @@ from specdec.serving.opening import Openings
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.serving.worker import Worker
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 
 log = structlog.get_logger()
 
@@ -84,9 +84,9 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """Sessions more that it would take."""
         return max(0, self._max_sessions - self._sessions)
 
-    def load(self) -> model_pb2.Load:
+    def capacity(self) -> model_pb2.PodCapacity:
         """How full it is."""
-        return model_pb2.Load(sessions=self._sessions, room=self.room)
+        return model_pb2.PodCapacity(sessions=self._sessions, room=self.room)
 
     @abstractmethod
     def parse(self, request: Request) -> Session:
@@ -110,7 +110,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """The answer to `open`."""
 
     @abstractmethod
-    def progress(self) -> Response:
+    def heartbeat(self) -> Response:
         """A sign of life."""
 
     @abstractmethod
@@ -145,7 +145,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         try:
             await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
-            await responses.write_to(context, progress=self.progress, is_last=self.is_last)
+            await responses.write_to(context, heartbeat=self.heartbeat, is_last=self.is_last)
             # The caller ends the stream: requests may still be on their way, and a write that meets a
             # stream closed from here would cost it the last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)

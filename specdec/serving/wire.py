@@ -11,21 +11,22 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.speculation import Drafter
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.v1 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_BYTES = 16 << 20
 
 MAX_NODES_A_MESSAGE = 1024
 """Candidates in an `Extend`: several times what a verifier grants a session."""
 
-SCORE_UNIT = 1.0 / 96.0
-"""A score travels as the number of these that are its square root: fine where a child is likely, for long paths to add
-up right, coarse where it is not."""
+LOGPROB_UNIT = 1.0 / 96.0
+"""A log-probability travels as the number of these units in the root of its negative: fine where a child is likely, so
+that long paths add up right, coarse where it is not."""
 
 
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
@@ -221,6 +222,18 @@ MOST_WINDOW_ROWS = 128
 MOST_GUESSES = 64
 
 
+def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
+    """What is wrong with a list of drafters."""
+    known = set(map(int, Drafter))
+    if len(numbers) > len(known):
+        return [(field, f"has {len(numbers)} entries, may have {len(known)} at most")]
+    if wrong := [number for number in numbers if number not in known]:
+        return [(field, f"has {wrong[0]}, which is no Drafter")]
+    if len(set(numbers)) < len(numbers):
+        return [(field, "names a drafter twice")]
+    return []
+
+
 def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple[str, str]]:
     """What is wrong with the size of a window."""
     found = []
@@ -237,6 +250,10 @@ def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple
 
 def lookahead_from(message: model_pb2.Lookahead) -> Lookahead:
     return Lookahead(message.window, message.ngram, message.guesses)
+
+
+def lookahead_message(size: Lookahead) -> model_pb2.Lookahead:
+    return model_pb2.Lookahead(window=size.window, ngram=size.ngram, guesses=size.guesses)
 
 
 def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:
@@ -261,29 +278,36 @@ def sampler_from(
 
 
 def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
-    rows = []
+    distributions = []
     for parent, row in paths.distributions:
         ids, values = row.sent()
-        rows.append(model_pb2.DraftRow(parent=parent, ids=ids, values=values))
-    scores = scores_message(paths.logprobs)
-    return model_pb2.Extend(base=base, tokens=paths.tokens, parents=paths.parents, score_bytes=scores, rows=rows)
+        distributions.append(model_pb2.DraftDistribution(parent=parent, ids=ids, values=values))
+    return model_pb2.Extend(
+        base=base,
+        tokens=paths.tokens,
+        parents=paths.parents,
+        logprob_bytes=logprobs_message(paths.logprobs),
+        distributions=distributions,
+    )
 
 
 def paths_from(message: model_pb2.Extend) -> Paths:
-    """Rows that make no sense are left out, like nodes that can never be taken."""
-    received = [(row.parent, DraftDistribution.received(list(row.ids), row.values)) for row in message.rows]
-    rows = [(parent, row) for parent, row in received if row is not None]
-    scores = scores_from(message.score_bytes) or list(message.scores)
-    return Paths(list(message.tokens), list(message.parents), scores, rows)
+    """Return candidates as a tree takes them. Distributions that make no sense are left out, like nodes that can never
+    be taken."""
+    received = [
+        (each.parent, DraftDistribution.received(list(each.ids), each.values)) for each in message.distributions
+    ]
+    distributions = [(parent, found) for parent, found in received if found is not None]
+    return Paths(list(message.tokens), list(message.parents), logprobs_from(message.logprob_bytes), distributions)
 
 
-def scores_message(scores: Sequence[float]) -> bytes:
-    """A byte each; scores are logarithms of probabilities."""
-    units = np.rint(np.sqrt(-np.minimum(scores, 0.0)) / SCORE_UNIT)
+def logprobs_message(logprobs: Sequence[float]) -> bytes:
+    """Return a byte for each log-probability."""
+    units = np.rint(np.sqrt(-np.minimum(logprobs, 0.0)) / LOGPROB_UNIT)
     return np.minimum(units, 255).astype(np.uint8).tobytes()
 
 
-def scores_from(message: bytes) -> list[float]:
-    roots = np.frombuffer(message, np.uint8) * SCORE_UNIT
-    scores: list[float] = (-roots * roots).tolist()
-    return scores
+def logprobs_from(message: bytes) -> list[float]:
+    roots = np.frombuffer(message, np.uint8) * LOGPROB_UNIT
+    logprobs: list[float] = (-roots * roots).tolist()
+    return logprobs

@@ -38,4 +38,4 @@ def test_the_ideal_has_no_overhead(step_times: StepTimes) -> None:
 
 
 def test_an_answer_is_told_per_step() -> None:
-    assert of_answer(30, 10, 25, {"draft": 15, "ngram": 5}) == {"tokens": 3.0, "candidates": 2.5, "drafted": 1.5}
+    assert of_answer(30, 10, 25, {"remote_draft": 15, "ngram": 5}) == {"tokens": 3.0, "candidates": 2.5, "drafted": 1.5}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from bench.synchronous import DraftServicer, VerifierServicer
-from specdec.v1 import generation_pb2
+from specdec.v2 import generation_pb2
 from tests.services.conftest import Directories
-from tests.stack import Stack, stack, until
+from tests.stack import REMOTE, Stack, stack, until
 
 PROMPT = list(range(40, 70))
 TOKENS = 60
@@ -29,8 +29,8 @@ async def synchronous(directories: Directories, target_delay: Callable[[], None]
 
 
 def guessing(nodes: int, branches: int) -> dict[str, Any]:
-    mode = generation_pb2.SPECULATION_MODE_ALWAYS
-    return {"speculation": generation_pb2.SpeculationPolicy(mode=mode, max_depth=nodes, max_branches=branches)}
+    always = generation_pb2.Speculation(drafters=[REMOTE], forced=True, max_depth=nodes, max_branches=branches)
+    return {"speculation": always}
 
 
 @pytest.mark.parametrize(("nodes", "branches"), [(1, 1), (4, 1), (12, 3)])
@@ -50,7 +50,7 @@ async def test_no_step_goes_without_an_answer(directories: Directories) -> None:
     async with synchronous(directories, target_delay=partial(time.sleep, 0.02)) as services:
         done = await services.generate(PROMPT, max_tokens=TOKENS, ignore_end_token=True, **guessing(3, 1))
         told = done.finish.speculation
-        assert 3 * (told.steps - 3) <= told.drafted <= 3 * told.steps
+        assert 3 * (told.steps - 3) <= told.offered <= 3 * told.steps
         assert "plain" not in told.sources or told.sources["plain"] <= 1  # the last token, where there is no room
 
 

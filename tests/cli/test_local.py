@@ -93,13 +93,13 @@ def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
         assert set(report) == {
             *("tokens", "text", "finish_reason", "usage", "seed", "speculation", "seconds", "time_to_first_token")
         }
-        assert set(report["speculation"]) == {"steps", "drafted", "accepted", "mean_tokens_per_step", "sources"}
+        assert set(report["speculation"]) == {"steps", "offered", "accepted", "mean_tokens_per_step", "sources"}
         assert report["tokens"] == other["tokens"]
         assert report["seed"] == 7
         assert report["usage"]["completion_tokens"] == len(report["tokens"])
         assert report["finish_reason"] in ("stop", "length")
         assert 0 < report["time_to_first_token"] <= report["seconds"]
-        assert other["speculation"]["drafted"] == 0
+        assert other["speculation"]["offered"] == 0
 
 
 def test_the_draft_is_used(up: Up) -> None:

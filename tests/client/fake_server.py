@@ -16,9 +16,9 @@ import grpc
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from specdec.v1 import generation_pb2 as pb
-from specdec.v1 import model_pb2, verifier_pb2
-from specdec.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+from specdec.v2 import generation_pb2 as pb
+from specdec.v2 import model_pb2, verifier_pb2
+from specdec.v2.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
 TEXT = "déjà vu… ½ café, 東京 🦀"
 TOKENS = list(TEXT.encode())
@@ -133,10 +133,10 @@ def responses(
             index=index,
             text=decoder.decode(bytes(tokens)),
             tokens=tokens,
-            sources=[model_pb2.TOKEN_SOURCE_DRAFT] * (len(tokens) - 1) + [model_pb2.TOKEN_SOURCE_BONUS],
+            sources=[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] * (len(tokens) - 1) + [model_pb2.TOKEN_SOURCE_BONUS],
             timings=pb.ChunkTimings(elapsed_us=1000 * (at - begin + 1), forward_us=200, step_us=300),
             steps=1,
-            drafted=CHUNK,
+            offered=CHUNK,
         )
         if request.HasField("logprobs"):
             for token in tokens:
@@ -156,13 +156,13 @@ def responses(
             index=index,
             finish=pb.Finish(
                 reason=model_pb2.FINISH_REASON_LENGTH,
-                usage=pb.Usage(prompt_tokens=2, completion_tokens=len(TOKENS), found_tokens=1),
+                usage=pb.Usage(prompt_tokens=2, completion_tokens=len(TOKENS), cached_tokens=1),
                 speculation=pb.SpeculationStatistics(
                     steps=steps,
-                    drafted=CHUNK * steps,
+                    offered=CHUNK * steps,
                     accepted=end - begin - steps,
                     accepted_histogram=histogram,
-                    sources={"draft": end - begin - steps, "bonus": steps},
+                    sources={"remote_draft": end - begin - steps, "bonus": steps},
                 ),
                 numerics_fingerprint="fake/float32",
                 numerics_mode=model_pb2.NUMERICS_MODE_EXACT,

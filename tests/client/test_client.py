@@ -80,15 +80,15 @@ async def test_streams_chunks_and_finishes(connect: Any) -> None:
         chunks = [chunk async for chunk in stream]
     assert written(chunks) == (TEXT, TOKENS)
     first, finish = chunks[0], chunks[-1].finish
-    assert (first.index, first.sources, first.finish) == (0, ["draft", "draft", "bonus"], None)
+    assert (first.index, first.sources, first.finish) == (0, ["remote_draft", "remote_draft", "bonus"], None)
     assert first.logprobs[0] == Logprobs(-0.5, {TOKENS[0]: -0.5, 7: -2.0})
     assert (first.forward_seconds, first.step_seconds) == (200e-6, 300e-6)
-    assert (first.steps, first.drafted) == (1, CHUNK)
+    assert (first.steps, first.offered) == (1, CHUNK)
     assert [chunk.seed for chunk in chunks] == [5] + [None] * (len(chunks) - 1)
     assert finish is not None
     assert (finish.reason, finish.stop, finish.numerics, finish.reproducible) == ("length", "", "fake/float32", True)
     assert (finish.prompt_tokens, finish.completion_tokens) == (2, len(TOKENS))
-    assert (finish.exact, finish.preemptions, finish.found_tokens) == (True, 3, 1)
+    assert (finish.exact, finish.preemptions, finish.cached_tokens) == (True, 3, 1)
     assert finish.speculation.mean_tokens_per_step == len(TOKENS) / finish.speculation.steps
     assert server.calls[0].metadata["tenant"] == "a"
     assert server.calls[0].seconds_left <= EVENTUALLY * ROUNDING
@@ -219,11 +219,11 @@ async def test_statistics_of_all_parts_are_joined(connect: Any) -> None:
     speculation = finish.speculation
     pieces = [len(chunk.tokens) for chunk in chunks if chunk.tokens]  # each a step; its last token is the target's own
     assert speculation.steps == len(pieces)
-    assert speculation.drafted == CHUNK * len(pieces)
+    assert speculation.offered == CHUNK * len(pieces)
     assert speculation.accepted == len(TOKENS) - len(pieces)
     assert speculation.accepted_histogram == [pieces.count(n) for n in (1, 2, 3)]
-    assert speculation.sources == {"draft": len(TOKENS) - len(pieces), "bonus": len(pieces)}
-    assert speculation.switches == {"resumed": 2}
+    assert speculation.sources == {"remote_draft": len(TOKENS) - len(pieces), "bonus": len(pieces)}
+    assert speculation.failover_events == {"resumed": 2}
     assert [entry for chunk in chunks for entry in chunk.logprobs] == [
         Logprobs(-0.5, {t: -0.5, 7: -2.0}) for t in TOKENS
     ]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from specdec.client import AsyncClient, Client, GenerateOptions, build_request
-from specdec.v1 import generation_pb2 as pb
-from specdec.v1 import model_pb2
+from specdec.v2 import generation_pb2 as pb
+from specdec.v2 import model_pb2
 
 EVERY_OPTION: dict[str, Any] = {
     "model": "m",
@@ -29,7 +29,8 @@ EVERY_OPTION: dict[str, Any] = {
     "logit_bias": {7: -2.0},
     "banned_tokens": [8],
     "seed": 2**64 - 1,
-    "speculation": "off",
+    "drafters": ["ngram", "lookahead"],
+    "forced": True,
     "rule": "rejection",
     "max_candidates": 5,
     "max_depth": 6,
@@ -44,7 +45,7 @@ EVERY_OPTION: dict[str, Any] = {
 
 
 def test_every_option_has_its_place() -> None:
-    assert EVERY_OPTION.keys() | {"tokens", "messages"} == GenerateOptions.__annotations__.keys()
+    assert EVERY_OPTION.keys() | {"tokens", "messages", "speculation"} == GenerateOptions.__annotations__.keys()
     assert build_request("hi", **EVERY_OPTION) == pb.GenerateRequest(
         model="m",
         text="hi",
@@ -67,8 +68,9 @@ def test_every_option_has_its_place() -> None:
             banned_tokens=[8],
             seed=2**64 - 1,
         ),
-        speculation=pb.SpeculationPolicy(
-            mode=pb.SPECULATION_MODE_OFF,
+        speculation=pb.Speculation(
+            drafters=[model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD],
+            forced=True,
             max_candidates=5,
             max_depth=6,
             max_branches=7,
@@ -85,11 +87,11 @@ def test_every_option_has_its_place() -> None:
 def test_every_field_has_its_option() -> None:
     fields = {
         field.name
-        for message in (pb.GenerateRequest, pb.SamplingParameters, pb.SpeculationPolicy, model_pb2.Contrast)
+        for message in (pb.GenerateRequest, pb.SamplingParameters, pb.Speculation, model_pb2.Contrast)
         for field in message.DESCRIPTOR.fields
     }
-    without_option = {"sampling", "contrast", "json_schema"}  # a message whose fields are options; not built yet
-    renamed = {"text": "prompt", "chat": "messages", "mode": "speculation"}
+    without_option = {"sampling", "contrast", "json_schema", "speculation", "off"}  # fields are options; not built yet
+    renamed = {"text": "prompt", "chat": "messages"}
     assert {renamed.get(name, name) for name in fields - without_option} == EVERY_OPTION.keys() | {
         "prompt",
         "tokens",

@@ -6,9 +6,9 @@ import tracemalloc
 
 from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries
 from specdec.client.tally import Tally
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 
-DRAFT, NGRAM = model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM
+DRAFT, NGRAM = model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM
 BONUS, PLAIN = model_pb2.TOKEN_SOURCE_BONUS, model_pb2.TOKEN_SOURCE_PLAIN
 
 
@@ -40,7 +40,7 @@ def test_a_number_of_steps_costs_no_memory() -> None:
 def test_the_client_adds_up_whatever_a_server_says() -> None:
     tally = Tally()
     for _ in range(3):
-        tally.take(generation_pb2.GenerateResponse(sources=[BONUS], steps=2**32 - 1, drafted=2**32 - 1))
+        tally.take(generation_pb2.GenerateResponse(sources=[BONUS], steps=2**32 - 1, offered=2**32 - 1))
         tally.broke_off()
     last = generation_pb2.GenerateResponse()
     last.finish.SetInParent()
@@ -50,7 +50,7 @@ def test_the_client_adds_up_whatever_a_server_says() -> None:
 
 def test_the_client_counts_a_stream_that_broke_off_likewise() -> None:
     tally = Tally()
-    tally.take(generation_pb2.GenerateResponse(sources=[DRAFT, DRAFT, BONUS, PLAIN, NGRAM, BONUS], steps=3, drafted=9))
+    tally.take(generation_pb2.GenerateResponse(sources=[DRAFT, DRAFT, BONUS, PLAIN, NGRAM, BONUS], steps=3, offered=9))
     tally.broke_off()
     last = generation_pb2.GenerateResponse()
     last.finish.speculation.steps = 1

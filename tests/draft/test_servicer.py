@@ -11,7 +11,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.servicer import DraftServicer, Limits
 from draft_service.session import Session
 from specdec.serving.errors import InvalidRequestError
-from specdec.v1 import draft_pb2, model_pb2
+from specdec.v2 import draft_pb2, model_pb2
 from tests.draft.test_draft_loop import VOCABULARY, Engine, session
 
 

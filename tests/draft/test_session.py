@@ -51,18 +51,18 @@ def step(session: Session, best: float = 5.0) -> None:
 def test_a_draft_at_rest_grows_nothing() -> None:
     session = made()
     step(session)
-    session.set_policy(replace(session.policy, min_path_probability=1.0))
+    session.set_policy(replace(session.policy, paused=True))
     assert session.best_logprob() == -math.inf
     session.commit(3, [5, 6])
     assert session.best_logprob() == -math.inf
-    session.set_policy(replace(session.policy, min_path_probability=0.01))
+    session.set_policy(replace(session.policy, paused=False))
     step(session)
     assert not session.pending_text
     assert session.best_logprob() > -math.inf
 
 
 def test_a_draft_at_rest_keeps_up_with_a_long_text() -> None:
-    session = made(context=2 * PAUSED_LAG_TOKENS, min_path_probability=1.0)
+    session = made(context=2 * PAUSED_LAG_TOKENS, paused=True)
     session.commit(3, [5] * (PAUSED_LAG_TOKENS - 3))
     assert session.best_logprob() == -math.inf
     session.commit(PAUSED_LAG_TOKENS, [5])

@@ -22,14 +22,14 @@ from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import PackedLinear, is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.torch_engine import TorchEngine
-from specdec.v1 import generation_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.models import VOCABULARY, make, near, save
 from tests.services.test_equality import slow_target
 from tests.stack import stack
 
-OFF = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_OFF)
-ALWAYS = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
+OFF = generation_pb2.Speculation(off=True)
+ALWAYS = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True)
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 

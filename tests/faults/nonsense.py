@@ -45,7 +45,7 @@ async def call_with_nonsense(address: str, kind: type[Message], method: str, see
                 ends[error.code().name] += 1
 
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = channel.stream_stream(f"/specdec.v1.{method}")  # bytes as they are
+        stub: Any = channel.stream_stream(f"/specdec.v2.{method}")  # bytes as they are
         try:
             await asyncio.gather(*(call(stub) for _ in range(4)))
         except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STATUSES = [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)]
 
@@ -26,7 +26,7 @@ class EndedError(Exception):
 class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """As a service of the tests' own process."""
 
-    name = "specdec.v1.VerifierService"
+    name = "specdec.v2.VerifierService"
 
     def __init__(self, verifier: str, seed: int) -> None:
         self._channel = grpc.aio.insecure_channel(verifier)
@@ -40,8 +40,8 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def close(self) -> None:
         await self._channel.close()
 
-    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:
-        return verifier_pb2.GetLoadResponse()
+    async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
+        return verifier_pb2.GetStatsResponse()
 
     async def Verify(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(self._channel)
@@ -95,5 +95,5 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             case 9:
                 changed.commit.finish_reason = generator.choice(model_pb2.FinishReason.values())
             case _:
-                changed.commit.sources.append(model_pb2.TOKEN_SOURCE_DRAFT)
+                changed.commit.sources.append(model_pb2.TOKEN_SOURCE_REMOTE_DRAFT)
         return [changed]

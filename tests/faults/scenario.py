@@ -128,12 +128,12 @@ class Run:
         return max((seen.pause[0] for _, seen in self.records), default=0.0)
 
     @property
-    def switches(self) -> Counter[str]:
+    def failover_events(self) -> Counter[str]:
         """How often a stream had to go on elsewhere, by reason."""
         total: Counter[str] = Counter()
         for _, seen in self.records:
             if seen.finish is not None:
-                total.update(seen.finish.speculation.switches)
+                total.update(seen.finish.speculation.failover_events)
         return total
 
     def speed(self, begin: float, end: float) -> tuple[float, float]:
@@ -186,10 +186,10 @@ class Run:
     def report(self) -> str:
         """What was seen, in a few lines."""
         done = Counter(event.do for _, event in self.timeline)
-        interrupted = sum(bool(r.finish and r.finish.speculation.switches) for _, r in self.records)
+        interrupted = sum(bool(r.finish and r.finish.speculation.failover_events) for _, r in self.records)
         lines = [
             f"{len(self.records)} streams, {self.tokens} tokens in {time.monotonic() - self.began:.0f} s; "
-            f"events: {dict(done)}; {interrupted} streams interrupted: {dict(self.switches)}"
+            f"events: {dict(done)}; {interrupted} streams interrupted: {dict(self.failover_events)}"
         ]
         waits = max((seen.wait, seen.began) for _, seen in self.records)
         lines.append(f"longest wait for a first piece: {waits[0]:.2f} s from {waits[1] - self.began:.1f} s")

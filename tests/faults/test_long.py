@@ -15,8 +15,8 @@ import pytest
 
 from bench.widen import widen
 from specdec.client import Unavailable
-from specdec.v1.draft_pb2 import DraftRequest
-from specdec.v1.verifier_pb2 import VerifyRequest
+from specdec.v2.draft_pb2 import DraftRequest
+from specdec.v2.verifier_pb2 import VerifyRequest
 from tests.faults.asks import Ask, asks
 from tests.faults.cluster import Cluster, Models
 from tests.faults.conftest import client_of
@@ -61,8 +61,8 @@ async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str) 
         assert run.faults(wants, oracle) == []
         killed = {event.whom.partition("-")[0] for _, event in run.timeline if event.do == "kill"}
         assert killed == {"verifier", "draft", "orchestrator"}
-        assert run.switches["verifier_lost"]
-        assert run.switches["resumed"]
+        assert run.failover_events["verifier_lost"]
+        assert run.failover_events["resumed"]
     print(f"{oracle.compared} tokens compared, {len(oracle.ties)} ties")
 
 
@@ -116,7 +116,7 @@ async def test_a_frozen_verifier(models: Models, oracle: Oracle, tmp_path: Path)
             ]
         run = await play(cluster, asked, events, at_once=12)
         assert run.faults(wants, oracle) == []
-    assert run.switches["verifier_lost"]
+    assert run.failover_events["verifier_lost"]
     assert run.longest_pause <= 3.0
 
 
@@ -132,7 +132,7 @@ async def test_a_frozen_orchestrator(models: Models, oracle: Oracle, tmp_path: P
         ]
         run = await play(cluster, asked, events, at_once=12)
         assert run.faults(wants, oracle) == []
-    assert run.switches["resumed"]
+    assert run.failover_events["resumed"]
     assert run.longest_pause <= 35.0
 
 
@@ -144,7 +144,7 @@ async def test_rolling_restart(models: Models, oracle: Oracle, tmp_path: Path) -
         pods = [name for name in cluster.pods if not name.startswith("orchestrator")]
         run = await play(cluster, asked, rolling_restart(pods * 2, pause=1.0), at_once=16)
         assert run.faults(wants, oracle) == []
-    assert not run.switches["resumed"]
+    assert not run.failover_events["resumed"]
 
 
 async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) -> None:

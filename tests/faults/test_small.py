@@ -37,19 +37,19 @@ async def play(pods: Cluster, wants: dict[int, Record], oracle: Oracle, *events:
         run = await Run(pods).play(client, ASKS, events, at_once=12)
     print(f"\n{run.report()}")
     assert run.faults(wants, oracle) == []
-    return run.switches
+    return run.failover_events
 
 
 @pytest.mark.verify
 async def test_nothing_happens(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    switches = await play(pods, wants, oracle)
-    assert not switches["resumed"]
-    assert not switches["verifier_lost"]
+    failover_events = await play(pods, wants, oracle)
+    assert not failover_events["resumed"]
+    assert not failover_events["verifier_lost"]
 
 
 @pytest.mark.verify
 async def test_a_verifier_is_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    switches = await play(
+    failover_events = await play(
         pods,
         wants,
         oracle,
@@ -58,12 +58,12 @@ async def test_a_verifier_is_killed(pods: Cluster, wants: dict[int, Record], ora
         Event(Ready("verifier-0")),
         Event(Received(300), "kill", "verifier-1"),
     )
-    assert switches["verifier_lost"]
-    assert not switches["resumed"]  # the orchestrator's affair
+    assert failover_events["verifier_lost"]
+    assert not failover_events["resumed"]  # the orchestrator's affair
 
 
 async def test_both_verifiers_are_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    switches = await play(
+    failover_events = await play(
         pods,
         wants,
         oracle,
@@ -72,11 +72,11 @@ async def test_both_verifiers_are_killed(pods: Cluster, wants: dict[int, Record]
         Event(After(1)),
         Event(Ended("verifier-1"), "start", "verifier-1"),
     )
-    assert switches["verifier_lost"]
+    assert failover_events["verifier_lost"]
 
 
 async def test_an_orchestrator_is_killed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    switches = await play(
+    failover_events = await play(
         pods,
         wants,
         oracle,
@@ -85,7 +85,7 @@ async def test_an_orchestrator_is_killed(pods: Cluster, wants: dict[int, Record]
         Event(Ready("orchestrator-0")),
         Event(Received(300), "kill", "orchestrator-1"),
     )
-    assert switches["resumed"]
+    assert failover_events["resumed"]
 
 
 @pytest.mark.verify
@@ -102,7 +102,7 @@ async def test_drafts_are_killed(pods: Cluster, wants: dict[int, Record], oracle
 
 
 async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    switches = await play(
+    failover_events = await play(
         pods,
         wants,
         oracle,
@@ -111,7 +111,7 @@ async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int,
         Event(After(4), "thaw", "verifier-0"),
         Event(After(0), "thaw", "draft-0"),
     )
-    assert switches["verifier_lost"]
+    assert failover_events["verifier_lost"]
 
 
 @pytest.mark.verify

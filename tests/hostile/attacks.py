@@ -16,7 +16,7 @@ from tests.hostile.distortion import DISTORTIONS
 from tests.hostile.frames import MISUSES, misused
 from tests.hostile.raw_bytes import NOISES
 
-CARRY = "/specdec.v1.TrunkService/Carry"
+CARRY = "/specdec.v2.MuxService/Connect"
 CARRIED = {"verifier": (VERIFY, verify), "draft": (DRAFT, draft)}
 """The stream that the multiplexer of a role carries."""
 

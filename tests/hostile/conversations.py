@@ -10,11 +10,11 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from specdec.v1 import draft_pb2, generation_pb2, model_pb2, trunk_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, generation_pb2, model_pb2, mux_pb2, verifier_pb2
 from tests.models import VOCABULARY
 
-VERIFY = "/specdec.v1.VerifierService/Verify"
-DRAFT = "/specdec.v1.DraftService/Draft"
+VERIFY = "/specdec.v2.VerifierService/Verify"
+DRAFT = "/specdec.v2.DraftService/Draft"
 
 Conversation = Callable[[random.Random], Sequence[Message]]
 
@@ -37,7 +37,7 @@ def sampling(generator: random.Random) -> model_pb2.Sampling:
 def extend(generator: random.Random, base: int) -> model_pb2.Extend:
     """A chain of candidates."""
     chain = tokens(generator, 6)
-    return model_pb2.Extend(base=base, tokens=chain, parents=range(len(chain)), score_bytes=bytes(len(chain)))
+    return model_pb2.Extend(base=base, tokens=chain, parents=range(len(chain)), logprob_bytes=bytes(len(chain)))
 
 
 def verify(generator: random.Random) -> list[Message]:
@@ -48,8 +48,10 @@ def verify(generator: random.Random) -> list[Message]:
         rule=generator.choice((0, 1, 2)),  # type: ignore[arg-type]
         max_tokens=generator.randrange(1, 24),
         end_tokens=[2],
-        logprobs=generator.choice((0, 0, 3)),
-        policy=verifier_pb2.VerifyPolicy(speculate=generator.random() < 0.5, patience_us=1000, guess=True),
+        top_logprobs=generator.choice((None, None, 2)),
+        policy=verifier_pb2.VerifyPolicy(
+            drafters=generator.sample(list(model_pb2.Drafter.values())[1:], 3), patience_us=1000
+        ),
         attempt=1,
     )
     said = [verifier_pb2.VerifyRequest(open=opened)]
@@ -88,7 +90,14 @@ def generate_request(generator: random.Random) -> generation_pb2.GenerateRequest
         n=generator.choice((1, 1, 1, 2)),
         rule=generator.choice((0, 1, 2)),  # type: ignore[arg-type]
         tenant=generator.choice(("", "a")),
-        speculation=generation_pb2.SpeculationPolicy(mode=generator.randrange(6)),  # type: ignore[arg-type]
+        speculation=generator.choice(
+            (
+                generation_pb2.Speculation(),
+                generation_pb2.Speculation(off=True),
+                generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True),
+                generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_NGRAM]),
+            )
+        ),
     )
     match generator.randrange(3):
         case 0:
@@ -115,7 +124,7 @@ def list_models(_: random.Random) -> list[Message]:
 
 
 def get_load(_: random.Random) -> list[Message]:
-    return [verifier_pb2.GetLoadRequest()]
+    return [verifier_pb2.GetStatsRequest()]
 
 
 def carry_of(method: str, inner: Conversation) -> Conversation:
@@ -124,28 +133,28 @@ def carry_of(method: str, inner: Conversation) -> Conversation:
     def carry(generator: random.Random) -> list[Message]:
         bundles = []
         for number in range(1, 1 + generator.choice((1, 1, 3))):
-            frames = [trunk_pb2.Frame(stream=number, begin=trunk_pb2.Begin(method=method, timeout_us=2_000_000))]
+            frames = [mux_pb2.Frame(stream=number, begin=mux_pb2.Begin(method=method, timeout_us=2_000_000))]
             frames += [
-                trunk_pb2.Frame(stream=number, message=message.SerializeToString()) for message in inner(generator)
+                mux_pb2.Frame(stream=number, message=message.SerializeToString()) for message in inner(generator)
             ]
-            frames += [trunk_pb2.Frame(stream=number, end=trunk_pb2.End())] * (generator.random() < 0.5)
+            frames += [mux_pb2.Frame(stream=number, end=mux_pb2.End())] * (generator.random() < 0.5)
             cut = generator.randrange(len(frames))
-            bundles += [trunk_pb2.CarryRequest(frames=part) for part in (frames[:cut], frames[cut:])]
+            bundles += [mux_pb2.ConnectRequest(frames=part) for part in (frames[:cut], frames[cut:])]
         return list(bundles)
 
     return carry
 
 
 def health(generator: random.Random) -> list[Message]:
-    return [health_pb2.HealthCheckRequest(service=generator.choice(("", "specdec.v1.VerifierService", "nobody")))]
+    return [health_pb2.HealthCheckRequest(service=generator.choice(("", "specdec.v2.VerifierService", "nobody")))]
 
 
 def reflect(generator: random.Random) -> list[Message]:
     requests = (
         reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol="specdec.v1.VerifierService"),
-        reflection_pb2.ServerReflectionRequest(file_by_filename="specdec/v1/model.proto"),
-        reflection_pb2.ServerReflectionRequest(all_extension_numbers_of_type="specdec.v1.Extend"),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="specdec.v2.VerifierService"),
+        reflection_pb2.ServerReflectionRequest(file_by_filename="specdec/v2/model.proto"),
+        reflection_pb2.ServerReflectionRequest(all_extension_numbers_of_type="specdec.v2.Extend"),
     )
     return [generator.choice(requests) for _ in range(generator.randrange(1, 4))]
 
@@ -168,20 +177,20 @@ _OF_ALL = (
     ("/grpc.health.v1.Health/Check", health),
     ("/grpc.health.v1.Health/Watch", health),
     ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", reflect),
-    ("/specdec.v1.VerifierService/Nothing", get_load),
+    ("/specdec.v2.VerifierService/Nothing", get_load),
     ("/", list_models),
 )
 
 METHODS: tuple[Method, ...] = (
     Method("verifier", VERIFY, verify, weight=12),
-    Method("verifier", "/specdec.v1.VerifierService/GetLoad", get_load, weight=2),
-    Method("verifier", "/specdec.v1.TrunkService/Carry", carry_of(VERIFY, verify), weight=12),
+    Method("verifier", "/specdec.v2.VerifierService/GetLoad", get_load, weight=2),
+    Method("verifier", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify), weight=12),
     Method("draft", DRAFT, draft, weight=12),
-    Method("draft", "/specdec.v1.TrunkService/Carry", carry_of(DRAFT, draft), weight=12),
-    Method("orchestrator", "/specdec.v1.GenerationService/Generate", generate, weight=12),
-    Method("orchestrator", "/specdec.v1.GenerationService/Complete", complete, weight=8),
-    Method("orchestrator", "/specdec.v1.GenerationService/ListModels", list_models, weight=2),
-    Method("orchestrator", "/specdec.v1.TrunkService/Carry", carry_of(VERIFY, verify)),
+    Method("draft", "/specdec.v2.MuxService/Connect", carry_of(DRAFT, draft), weight=12),
+    Method("orchestrator", "/specdec.v2.GenerationService/Generate", generate, weight=12),
+    Method("orchestrator", "/specdec.v2.GenerationService/Complete", complete, weight=8),
+    Method("orchestrator", "/specdec.v2.GenerationService/ListModels", list_models, weight=2),
+    Method("orchestrator", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify)),
     *(Method(role, path, said) for role in ("verifier", "draft", "orchestrator") for path, said in _OF_ALL),
 )
 """Every method behind every port, those that do not exist included."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specdec.serving.mux.stream import WINDOW
-from specdec.v1.trunk_pb2 import Begin, CarryRequest, End, Frame
+from specdec.v2.mux_pb2 import Begin, ConnectRequest, End, Frame
 from tests.hostile.conversations import Conversation
 
 MANY = 300
@@ -27,7 +27,7 @@ def _messages(stream: int, said: Sequence[bytes]) -> list[Frame]:
 def unknown_streams(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
     """Messages, reports and ends of streams that never began."""
     numbers = [generator.choice((0, 1, 2, 77, 2**32 - 1)) for _ in range(MANY)]
-    events: tuple[dict[str, Any], ...] = ({"message": b"x"}, {"taken": 1}, {"end": End()})
+    events: tuple[dict[str, Any], ...] = ({"message": b"x"}, {"credit": 1}, {"end": End()})
     return [[Frame(stream=number, **generator.choice(events)) for number in numbers]]
 
 
@@ -45,15 +45,15 @@ def begun_as_the_connection_itself(method: str, said: Sequence[bytes], generator
 
 
 def more_taken_than_sent(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    return [[_begin(1, method), *_messages(1, said), Frame(stream=1, taken=generator.choice((10**6, 2**32 - 1)))]]
+    return [[_begin(1, method), *_messages(1, said), Frame(stream=1, credit=generator.choice((10**6, 2**32 - 1)))]]
 
 
 def nothing_taken(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    return [[_begin(1, method), *_messages(1, said), *[Frame(stream=1, taken=0)] * MANY]]
+    return [[_begin(1, method), *_messages(1, said), *[Frame(stream=1, credit=0)] * MANY]]
 
 
 def unknown_methods(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    names = ("", "/", method.lower(), f"{method}/", "/specdec.v1.TrunkService/Carry", "\x00", "m" * 5000)
+    names = ("", "/", method.lower(), f"{method}/", "/specdec.v2.MuxService/Connect", "\x00", "m" * 5000)
     return [[_begin(number, name) for number, name in enumerate(names, 1)]]
 
 
@@ -132,4 +132,4 @@ MISUSES: tuple[Misuse, ...] = (
 def misused(misuse: Misuse, method: str, said: Conversation, generator: random.Random) -> list[bytes]:
     """The bundles, serialized."""
     messages = [message.SerializeToString() for message in said(generator)]
-    return [CarryRequest(frames=frames).SerializeToString() for frames in misuse(method, messages, generator)]
+    return [ConnectRequest(frames=frames).SerializeToString() for frames in misuse(method, messages, generator)]

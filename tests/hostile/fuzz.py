@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.v1 import trunk_pb2
+from specdec.v2 import mux_pb2
 from tests.hostile.attacks import CARRY, Attack, attack
 from tests.hostile.conduct import CONDUCTS, Talk
 from tests.hostile.raw_bytes import send
@@ -97,7 +97,7 @@ class Fuzzer:
 
     def _hear_frames(self, answer: bytes, attack: Attack) -> None:
         """Streams of the multiplexer have statuses too."""
-        for frame in trunk_pb2.CarryResponse.FromString(answer).frames:
+        for frame in mux_pb2.ConnectResponse.FromString(answer).frames:
             if frame.HasField("end") and frame.stream:
                 status = NAMES.get(frame.end.code, str(frame.end.code))
                 self.tally.ended("Carry: a stream", status, frame.end.message, str(attack))
@@ -106,7 +106,7 @@ class Fuzzer:
 def _frames_in(message: bytes) -> int:
     """As far as it can be read."""
     with contextlib.suppress(DecodeError):
-        return len(trunk_pb2.CarryRequest.FromString(message).frames)
+        return len(mux_pb2.ConnectRequest.FromString(message).frames)
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from specdec.v1 import draft_pb2, model_pb2
+from specdec.v2 import draft_pb2, model_pb2
 
 Extend = model_pb2.Extend
 
@@ -56,8 +56,8 @@ class LyingSession:
     async def extend(self, extend: Extend) -> None:
         await self.context.write(draft_pb2.DraftResponse(extend=extend))
 
-    async def progress(self, progress: model_pb2.Progress) -> None:
-        await self.context.write(draft_pb2.DraftResponse(progress=progress))
+    async def progress(self, progress: model_pb2.Heartbeat) -> None:
+        await self.context.write(draft_pb2.DraftResponse(heartbeat=progress))
 
     async def end(self, code: grpc.StatusCode, details: str) -> None:
         await self.context.abort(code, details)
@@ -69,7 +69,7 @@ Lie = Callable[[LyingSession], Awaitable[None]]
 class LyingDraft:
     """A DraftService that lies in one way."""
 
-    name = "specdec.v1.DraftService"
+    name = "specdec.v2.DraftService"
 
     def __init__(self, lie: Lie, identity: model_pb2.ModelIdentity) -> None:
         self._lie = lie
@@ -103,9 +103,9 @@ def chain(base: int, tokens: tuple[int, ...] = CHAIN, **changes: Any) -> Extend:
     return Extend(base=base, tokens=tokens, **fields)
 
 
-def row(**changes: Any) -> model_pb2.DraftRow:
+def row(**changes: Any) -> model_pb2.DraftDistribution:
     fields: dict[str, Any] = {"parent": 0, "ids": [5, 9], "values": struct.pack("<2e", 1.0, 2.0)}
-    return model_pb2.DraftRow(**fields | changes)
+    return model_pb2.DraftDistribution(**fields | changes)
 
 
 CANDIDATES: dict[str, Callable[[int], Extend]] = {
@@ -121,12 +121,12 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
     "has parents that do not exist": lambda base: chain(base, parents=(0, 99, MOST, 3)),
     "has too few parents": lambda base: chain(base, parents=(0,)),
     "has too many parents": lambda base: chain(base, parents=range(1000)),
-    "has scores that are no numbers": lambda base: chain(base, score_bytes=b"", scores=[NOT_A_NUMBER] * 4),
-    "has scores above all": lambda base: chain(base, score_bytes=b"", scores=[INFINITE, 1e30, 5.0, 0.1]),
-    "has scores below all": lambda base: chain(base, score_bytes=b"", scores=[-INFINITE] * 4),
-    "has no scores": lambda base: chain(base, score_bytes=b""),
-    "has too few score bytes": lambda base: chain(base, score_bytes=b"\x00"),
-    "has too many score bytes": lambda base: chain(base, score_bytes=bytes(5000)),
+    "has scores that are no numbers": lambda base: chain(base, logprob_bytes=b"", scores=[NOT_A_NUMBER] * 4),
+    "has scores above all": lambda base: chain(base, logprob_bytes=b"", scores=[INFINITE, 1e30, 5.0, 0.1]),
+    "has scores below all": lambda base: chain(base, logprob_bytes=b"", scores=[-INFINITE] * 4),
+    "has no scores": lambda base: chain(base, logprob_bytes=b""),
+    "has too few score bytes": lambda base: chain(base, logprob_bytes=b"\x00"),
+    "has too many score bytes": lambda base: chain(base, logprob_bytes=bytes(5000)),
     "offers thousands of nodes": lambda base: chain(base, tuple(3 + i % 300 for i in range(5000))),
     "offers as many nodes as it may": lambda base: chain(
         base, tuple(3 + i % 300 for i in range(1024)), parents=[0] * 1024
@@ -143,7 +143,7 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
     "sends rows out of order": lambda base: chain(base, rows=[row(ids=[9, 5]), row(ids=[5, 5]), row(ids=[MOST, 0])]),
     "sends rows of other nodes": lambda base: chain(base, rows=[row(parent=77), row(parent=MOST)]),
     "sends rows of a huge vocabulary": lambda base: chain(base, rows=[row(ids=[], values=bytes(2 << 18))]),
-    "has known everything for an hour": lambda base: chain(base, held_us=MOST),
+    "has known everything for an hour": lambda base: chain(base, base_age_us=MOST),
 }
 """What it offers below each committed text, by what it does."""
 
@@ -199,7 +199,7 @@ async def talks_at_length_without_end(session: LyingSession) -> None:
 
 async def shows_life_without_end(session: LyingSession) -> None:
     async for _ in begun(session):
-        await for_ever(lambda: session.progress(model_pb2.Progress(steps=1)))
+        await for_ever(lambda: session.progress(model_pb2.Heartbeat(steps=1)))
 
 
 async def says_nothing_without_end(session: LyingSession) -> None:
@@ -213,7 +213,7 @@ async def never_opens(session: LyingSession) -> None:
 
 async def shows_life_and_never_opens(session: LyingSession) -> None:
     while True:
-        await session.progress(model_pb2.Progress(steps=1))
+        await session.progress(model_pb2.Heartbeat(steps=1))
         await asyncio.sleep(0.05)
 
 
@@ -255,9 +255,9 @@ async def has_a_huge_other_tokenizer(session: LyingSession) -> None:
 
 
 async def is_busier_than_can_be(session: LyingSession) -> None:
-    load = model_pb2.Load(sessions=MOST, room=MOST, wait_us=2**64 - 1)
+    load = model_pb2.PodCapacity(sessions=MOST, room=MOST, wait_us=2**64 - 1)
     async for _ in begun(session):
-        await session.progress(model_pb2.Progress(steps=2**64 - 1, load=load, step_age_us=2**64 - 1))
+        await session.progress(model_pb2.Heartbeat(steps=2**64 - 1, capacity=load, step_age_us=2**64 - 1))
         await session.extend(chain(session.base))
 
 
@@ -324,7 +324,7 @@ async def does_not_listen(session: LyingSession) -> None:
     """Opens, shows life, and never reads what is decided."""
     await session.opened()
     while True:
-        await session.progress(model_pb2.Progress(steps=1))
+        await session.progress(model_pb2.Heartbeat(steps=1))
         await asyncio.sleep(0.05)
 
 

@@ -17,11 +17,11 @@ from grpc_status import rpc_status
 
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, to_status
-from specdec.v1 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
 Commit = verifier_pb2.Commit
 Opened = verifier_pb2.VerifyOpened
-Progress = model_pb2.Progress
+Progress = model_pb2.Heartbeat
 
 NOT_A_NUMBER = float("nan")
 INFINITE = float("inf")
@@ -64,12 +64,12 @@ class LyingSession:
         news = model_pb2.Committed(base=self.base, tokens=tokens)
         said: dict[str, Any] = {"sources": [model_pb2.TOKEN_SOURCE_PLAIN] * len(tokens), "steps": max(1, len(tokens))}
         said |= fields
-        if self.opening.logprobs:
+        if self.opening.HasField("top_logprobs"):
             said.setdefault("logprobs", [verifier_pb2.TokenLogprobs(chosen=-1.0)] * len(tokens))
         await self.say(verifier_pb2.VerifyResponse(commit=Commit(committed=news, **said)))
 
     async def progress(self, **fields: Any) -> None:
-        await self.say(verifier_pb2.VerifyResponse(progress=Progress(**fields)))
+        await self.say(verifier_pb2.VerifyResponse(heartbeat=Progress(**fields)))
 
     async def end(self, status: grpc.Status) -> None:
         await self._context.abort_with_status(status)
@@ -84,7 +84,7 @@ Lie = Callable[[LyingSession], Awaitable[None]]
 class LyingVerifier:
     """A VerifierService that lies in one way, about what another one says."""
 
-    name = "specdec.v1.VerifierService"
+    name = "specdec.v2.VerifierService"
 
     def __init__(self, lie: Lie, honest: str) -> None:
         self._lie = lie
@@ -170,7 +170,7 @@ def _tokens(tokens: Callable[[list[int]], list[int]]) -> Callable[[Commit, Lying
         commit.committed.tokens[:] = tokens(list(commit.committed.tokens))
         count = len(commit.committed.tokens)
         commit.sources[:] = [model_pb2.TOKEN_SOURCE_PLAIN] * count
-        if session.opening.logprobs:
+        if session.opening.HasField("top_logprobs"):
             del commit.logprobs[:]
             commit.logprobs.extend([verifier_pb2.TokenLogprobs(chosen=-1.0)] * count)
 
@@ -209,8 +209,8 @@ COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
     "names unknown sources": _sources(lambda count: [NO_ENUM] * count),
     "names too many sources": _sources(lambda count: [model_pb2.TOKEN_SOURCE_PLAIN] * (count + 1)),
     "names no sources": _sources(lambda count: []),
-    "says that a draft made it all": _sources(lambda count: [model_pb2.TOKEN_SOURCE_DRAFT] * count),
-    "says that its own draft made it all": _sources(lambda count: [model_pb2.TOKEN_SOURCE_OWN_DRAFT] * count),
+    "says that a draft made it all": _sources(lambda count: [model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] * count),
+    "says that its own draft made it all": _sources(lambda count: [model_pb2.TOKEN_SOURCE_LOCAL_MODEL] * count),
     "leaves a token out": _base(1),
     "goes back by a token": _base(-1),
     "is far ahead": _base(2**31),
@@ -230,11 +230,11 @@ COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
     "tells log-probabilities above zero": _logprobs(lambda count: [logprob(5.0, top=2, value=INFINITE)] * count),
     "tells log-probabilities of many tokens": _logprobs(lambda count: [logprob(top=10_000)] * count),
     "tells log-probabilities of unknown tokens": _logprobs(lambda count: [logprob(top=2, first=MOST - 2)] * count),
-    "has a price that is no number": setting(price=NOT_A_NUMBER),
-    "has an infinite price": setting(price=INFINITE),
-    "has a negative price": setting(price=-INFINITE),
+    "wants a probability that is no number": setting(min_candidate_probability=NOT_A_NUMBER),
+    "wants an infinite probability": setting(min_candidate_probability=INFINITE),
+    "wants a negative probability": setting(min_candidate_probability=-INFINITE),
     "was preempted more than can be": setting(preemptions=MOST),
-    "found more than there was": setting(found_tokens=MOST),
+    "found more than there was": setting(cached_tokens=MOST),
     "has more sessions than can be": setting(drafted_sessions=MOST),
     "is further away than can be": setting(round_trip_us=MOST),
     "took longer than can be": setting(forward_us=MOST, step_us=MOST, waited_us=MOST, queued_us=MOST_LONG),
@@ -244,8 +244,8 @@ COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
 OPENINGS: dict[str, Callable[[Any, LyingSession], None]] = {
     "takes no candidates": setting(max_nodes=0),
     "takes the most candidates there can be": setting(max_nodes=MOST),
-    "opens at a price that is no number": setting(price=NOT_A_NUMBER),
-    "opens at a negative price": setting(price=-INFINITE),
+    "opens at a probability that is no number": setting(min_candidate_probability=NOT_A_NUMBER),
+    "opens at a negative probability": setting(min_candidate_probability=-INFINITE),
     "has no context": lambda opened, _: setting(context_tokens=0, vocabulary_size=0)(opened.identity, _),
     "has the largest context": lambda opened, _: setting(context_tokens=MOST, vocabulary_size=MOST)(opened.identity, _),
     "has no room for ever": lambda opened, _: setting(sessions=MOST, room=0, wait_us=MOST_LONG)(opened.load, _),

@@ -16,7 +16,7 @@ import pytest_asyncio
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
-from specdec.v1 import generation_pb2_grpc
+from specdec.v2 import generation_pb2_grpc
 from tests.faults.cluster import Models
 from tests.hostile import log_volume
 from tests.hostile.lying_verifier import LIES, LyingVerifier

@@ -11,21 +11,21 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.v1.trunk_pb2 import Begin, CarryRequest, CarryResponse, Frame
+from specdec.v2.mux_pb2 import Begin, ConnectRequest, ConnectResponse, Frame
 from tests.faults.cluster import Cluster, Models
 from tests.hostile.attacks import CARRIED, CARRY
 from tests.hostile.deployment import deployed
 from tests.hostile.tally import NAMES
 
 SESSIONS = (
-    ("verifier", "/specdec.v1.VerifierService/Verify"),
-    ("draft", "/specdec.v1.DraftService/Draft"),
+    ("verifier", "/specdec.v2.VerifierService/Verify"),
+    ("draft", "/specdec.v2.DraftService/Draft"),
 )
 SINGLE_REQUESTS = (
-    ("verifier", "/specdec.v1.VerifierService/GetLoad"),
-    ("orchestrator", "/specdec.v1.GenerationService/Generate"),
-    ("orchestrator", "/specdec.v1.GenerationService/Complete"),
-    ("orchestrator", "/specdec.v1.GenerationService/ListModels"),
+    ("verifier", "/specdec.v2.VerifierService/GetLoad"),
+    ("orchestrator", "/specdec.v2.GenerationService/Generate"),
+    ("orchestrator", "/specdec.v2.GenerationService/Complete"),
+    ("orchestrator", "/specdec.v2.GenerationService/ListModels"),
 )
 """Methods whose first message is waited for; a multiplexer may be silent, since it may have nothing to carry."""
 
@@ -86,12 +86,12 @@ async def _silent_stream(cluster: Cluster, role: str, most_seconds: float) -> En
     begun, status = time.monotonic(), "still open"
     async with grpc.aio.insecure_channel(cluster.of(role)[0].address) as channel:
         call: Any = channel.stream_stream(CARRY)()
-        bundle = CarryRequest(frames=[Frame(stream=1, begin=Begin(method=method))])
+        bundle = ConnectRequest(frames=[Frame(stream=1, begin=Begin(method=method))])
         await call.write(bundle.SerializeToString())
         reading = asyncio.ensure_future(call.read())
         done, _ = await asyncio.wait({reading}, timeout=most_seconds)
         if done:
-            (frame,) = CarryResponse.FromString(reading.result()).frames
+            (frame,) = ConnectResponse.FromString(reading.result()).frames
             status = NAMES[frame.end.code]
         call.cancel()
         await asyncio.wait({reading})

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.stack import request_of
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -112,8 +112,8 @@ def _nonsense_of(responses: list[generation_pb2.GenerateResponse]) -> str:
         return f"{count} tokens of {len(sources)} sources, by source {dict(told.sources)}"
     if not count - told.accepted <= told.steps <= count + told.overrun:
         return f"{count} tokens, {told.accepted} accepted, in {told.steps} steps"
-    if told.accepted > told.drafted:
-        return f"{told.accepted} accepted of {told.drafted}"
+    if told.accepted > told.offered:
+        return f"{told.accepted} accepted of {told.offered}"
     return ""
 
 

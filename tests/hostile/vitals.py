@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from tests.faults.cluster import Cluster
 from tests.faults.pods import Pod
 
@@ -22,9 +22,9 @@ BUG = re.compile(rb"Traceback|exc_info|\"exception\"|Segmentation|terminate call
 """What a log holds only if something broke that should not have."""
 
 SERVICES = {
-    "verifier": "specdec.v1.VerifierService",
-    "draft": "specdec.v1.DraftService",
-    "orchestrator": "specdec.v1.GenerationService",
+    "verifier": "specdec.v2.VerifierService",
+    "draft": "specdec.v2.DraftService",
+    "orchestrator": "specdec.v2.GenerationService",
 }
 """What the pods of a role serve."""
 
@@ -90,7 +90,7 @@ async def serving(cluster: Cluster) -> list[str]:
 async def _verifier_sessions(pod: Pod) -> int:
     async with grpc.aio.insecure_channel(pod.address) as channel:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
-        load = await stub.GetLoad(verifier_pb2.GetLoadRequest(), timeout=5.0)
+        load = await stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=5.0)
     return int(load.running + load.waiting)
 
 
@@ -101,7 +101,7 @@ async def _draft_sessions(pod: Pod) -> int:
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
         call = stub.Draft(timeout=5.0)
         await call.write(draft_pb2.DraftRequest(open=opened))
-        while not (answer := await call.read()).HasField("progress"):
+        while not (answer := await call.read()).HasField("heartbeat"):
             pass
         call.cancel()
     return int(answer.progress.load.sessions) - 1

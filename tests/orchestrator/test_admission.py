@@ -10,7 +10,7 @@ from orchestrator.admission import AT_ONCE, MOMENT, Admission, LeftAloneError
 from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import STALE_SECONDS, PodCapacity
 from specdec.serving.errors import OverloadedError, PeerLostError
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 
 
 class Clock:
@@ -41,10 +41,10 @@ class Verifier:
                 raise OverloadedError("full", retry_after=2.5)
             self.room -= not again
             self.sessions += 1
-            self.load.report(model_pb2.Load(sessions=self.sessions, room=self.room, wait_us=2_500_000))
+            self.load.report(model_pb2.PodCapacity(sessions=self.sessions, room=self.room, wait_us=2_500_000))
 
 
-async def outcomes(verifier: Verifier, requests: int) -> list[BaseException | None]:
+async def drafted_steps(verifier: Verifier, requests: int) -> list[BaseException | None]:
     opening = [asyncio.create_task(verifier.open()) for _ in range(requests)]
     await asyncio.sleep(0)
     verifier.answers.set()
@@ -53,14 +53,14 @@ async def outcomes(verifier: Verifier, requests: int) -> list[BaseException | No
 
 async def test_one_finds_out_how_much_room_there_is() -> None:
     verifier = Verifier(room=0)
-    results = await outcomes(verifier, 100)
+    results = await drafted_steps(verifier, 100)
     assert verifier.asked == 1
     assert all(isinstance(r, OverloadedError) and r.retry_after == 2.5 for r in results)
 
 
 async def test_those_beyond_the_room_are_refused_without_asking() -> None:
     verifier = Verifier(room=20)
-    results = await outcomes(verifier, 100)
+    results = await drafted_steps(verifier, 100)
     assert verifier.asked == 20
     assert [type(r) for r in results].count(OverloadedError) == 80
     assert all(r.retry_after == 2.5 for r in results if isinstance(r, OverloadedError))
@@ -68,7 +68,7 @@ async def test_those_beyond_the_room_are_refused_without_asking() -> None:
 
 async def test_no_more_at_once_than_are_good_for_it() -> None:
     verifier = Verifier(room=10 * AT_ONCE)
-    verifier.load.report(model_pb2.Load(room=10 * AT_ONCE))
+    verifier.load.report(model_pb2.PodCapacity(room=10 * AT_ONCE))
     opening = [asyncio.create_task(verifier.open()) for _ in range(3 * AT_ONCE)]
     await asyncio.sleep(0)
     assert verifier.asked == AT_ONCE
@@ -79,7 +79,7 @@ async def test_no_more_at_once_than_are_good_for_it() -> None:
 
 async def test_who_is_taken_up_again_is_not_held_up() -> None:
     verifier = Verifier(room=0)
-    verifier.load.report(model_pb2.Load(sessions=9, room=0))
+    verifier.load.report(model_pb2.PodCapacity(sessions=9, room=0))
     verifier.answers.set()
     with pytest.raises(OverloadedError, match="9 sessions"):
         await verifier.open()
@@ -95,7 +95,7 @@ async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float
         with pytest.raises(OverloadedError, match="full"):
             await verifier.open()
     else:
-        verifier.load.report(model_pb2.Load(room=0))
+        verifier.load.report(model_pb2.PodCapacity(room=0))
     verifier.clock.now += 0.9 * seconds
     with pytest.raises(OverloadedError, match="no room"):
         await verifier.open()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.coalesce import Responses, coalesced
-from specdec.v1 import generation_pb2, model_pb2, verifier_pb2
+from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 Response = generation_pb2.GenerateResponse
 
@@ -24,9 +24,9 @@ def response(number: int, *, last: bool = False) -> Response:
         text="".join(pieces),
         tokens=tokens,
         token_texts=pieces,
-        sources=[model_pb2.TOKEN_SOURCE_DRAFT] * len(tokens),
+        sources=[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] * len(tokens),
         steps=1 + number % 2,
-        drafted=number,
+        offered=number,
         index=3,
         seed=None if number else 17,
         model_fingerprint="" if number else "revision",
@@ -62,7 +62,7 @@ def contents(responses: Sequence[Response]) -> tuple[object, ...]:
         [each.chosen for response in responses for each in response.logprobs],
         {each.index for each in responses},
         sum(each.steps for each in responses),
-        sum(each.drafted for each in responses),
+        sum(each.offered for each in responses),
         sum(each.timings.queued_us for each in responses),
     )
 

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.commit_check import CommitCheck
-from orchestrator.request import Model, Sample, Speculation
+from orchestrator.request import Model, Sample
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.v1 import model_pb2, verifier_pb2
+from specdec.decoding.speculation import Speculation
+from specdec.v2 import model_pb2, verifier_pb2
 
 VOCABULARY, CONTEXT, END = 50, 40, 7
 PROMPT = [1, 2, 3]
-DRAFT, BONUS, PLAIN = model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS, model_pb2.TOKEN_SOURCE_PLAIN
+DRAFT, BONUS, PLAIN = model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS, model_pb2.TOKEN_SOURCE_PLAIN
 STOP, LENGTH, FULL = model_pb2.FINISH_REASON_STOP, model_pb2.FINISH_REASON_LENGTH, model_pb2.FINISH_REASON_CONTEXT
 NONE = model_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -26,7 +27,6 @@ MODEL: Model = Model("m", SimpleNamespace(), "", CONTEXT, VOCABULARY, frozenset(
 
 
 def sample(**fields: Any) -> Sample:
-    speculation = Speculation(True, True, False, 0, 0, 0, None)
     usual: dict[str, Any] = {
         "index": 0,
         "prompt": PROMPT,
@@ -36,8 +36,8 @@ def sample(**fields: Any) -> Sample:
         "min_tokens": 0,
         "end_tokens": frozenset({END}),
         "stop": (),
-        "logprobs": 0,
-        "speculation": speculation,
+        "top_logprobs": None,
+        "speculation": Speculation(),
         "tenant": "",
         "rule": Rule.COUPLED,
         "contrast": model_pb2.Contrast(),
@@ -62,7 +62,7 @@ def commit(generated: int, steps: list[tuple[list[int], int]], finish: int = NON
         "offered": 8 * len(steps),
         "steps": len(steps),
         "finish_reason": finish,
-        "price": 0.5,
+        "min_candidate_probability": 0.5,
     }
     return verifier_pb2.Commit(**(usual | fields))
 
@@ -77,9 +77,9 @@ ordinary = st.integers(10, VOCABULARY - 1)
 @given(
     st.lists(st.tuples(st.lists(ordinary, max_size=3), ordinary), min_size=1, max_size=4),
     st.sampled_from(["goes on", "end token", "end candidate", "length", "context"]),
-    st.integers(0, 3),
+    st.sampled_from([None, 0, 1, 2]),
 )
-def test_what_a_verifier_sends_is_taken(steps: list[tuple[list[int], int]], end: str, asked: int) -> None:
+def test_what_a_verifier_sends_is_taken(steps: list[tuple[list[int], int]], end: str, asked: int | None) -> None:
     """Steps of any number of candidates, ended in any way, with log-probabilities or without."""
     finish, last = NONE, steps[-1]
     if end == "end token":
@@ -92,10 +92,10 @@ def test_what_a_verifier_sends_is_taken(steps: list[tuple[list[int], int]], end:
         most, finish = count + 5, LENGTH
     elif end == "context":
         context, finish = len(PROMPT) + 5 + count, FULL
-    each = verifier_pb2.TokenLogprobs(chosen=-0.5, top_tokens=range(asked - 1), top_logprobs=[-1.0] * (asked - 1))
-    logprobs = [each] * count if asked else []
+    each = verifier_pb2.TokenLogprobs(chosen=-0.5, top_tokens=range(asked or 0), top_logprobs=[-1.0] * (asked or 0))
+    logprobs = [] if asked is None else [each] * count
     found = commit(5, steps, finish, logprobs=logprobs)
-    assert violation(found, context=context, max_tokens=most, logprobs=asked) == ""
+    assert violation(found, context=context, max_tokens=most, top_logprobs=asked) == ""
 
 
 def changed(change: Callable[[Any], None], **options: Any) -> str:
@@ -154,12 +154,12 @@ LIES = {
     "an end token in the midst": put_tokens([10, END, 12, 13]),
     "an end token that ends nothing": put_tokens([10, 11, 12, END]),
     "log-probabilities that nobody asked for": lambda found: found.logprobs.add(chosen=-1.0),
-    "a price of NaN": put("price", math.nan),
-    "a price above 1": put("price", 1.5),
-    "a price below 0": put("price", -0.5),
+    "a probability of NaN": put("min_candidate_probability", math.nan),
+    "a probability above 1": put("min_candidate_probability", 1.5),
+    "a probability below 0": put("min_candidate_probability", -0.5),
     "preemptions without end": put("preemptions", 2**32 - 1),
     "a queue without end": put("queued_us", 2**64 - 1),
-    "more found than there is": put("found_tokens", 2**32 - 1),
+    "more found than there is": put("cached_tokens", 2**32 - 1),
 }
 
 
@@ -216,5 +216,5 @@ def test_an_end_token_before_its_time() -> None:
 )
 def test_log_probabilities_that_were_not_asked_for(wrong: list[Any]) -> None:
     right = [verifier_pb2.TokenLogprobs(chosen=-1.0, top_tokens=[1], top_logprobs=[-1.0])]
-    assert violation(commit(5, [([], 10)], logprobs=right), logprobs=2) == ""
-    assert violation(commit(5, [([], 10)], logprobs=wrong), logprobs=2)
+    assert violation(commit(5, [([], 10)], logprobs=right), top_logprobs=1) == ""
+    assert violation(commit(5, [([], 10)], logprobs=wrong), top_logprobs=1)

@@ -10,9 +10,8 @@ from orchestrator.draft_control import (
     PRICE_SHARE,
     DraftControl,
     first_min_probability,
-    min_probability,
 )
-from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 
 class Text:
@@ -24,7 +23,9 @@ class Text:
     def commit(self, price: float, **fields: Any) -> verifier_pb2.Commit:
         self.base += 1
         committed = model_pb2.Committed(base=self.base - 1, tokens=[self.base])
-        return verifier_pb2.Commit(committed=committed, price=price, steps=1, **fields)
+        return verifier_pb2.Commit(
+            committed=committed, drafting_wanted=price < 1, min_candidate_probability=price, steps=1, **fields
+        )
 
 
 def kinds(messages: list[draft_pb2.DraftRequest]) -> list[str | None]:
@@ -34,17 +35,13 @@ def kinds(messages: list[draft_pb2.DraftRequest]) -> list[str | None]:
 def test_a_draft_grows_what_may_be_worth_its_row_a_step_later() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
     policy, committed = draft_control.messages(text.commit(0.5, step_us=1000))
-    assert abs(policy.policy.min_reach - PRICE_SHARE * 0.5) < 1e-6
+    assert abs(policy.policy.min_path_probability - PRICE_SHARE * 0.5) < 1e-6
     assert (committed.committed.base, list(committed.committed.tokens)) == (10, [11])
     assert kinds(list(draft_control.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly another price
 
 
 def test_before_the_first_verdict_it_grows_no_forest() -> None:
-    assert [first_min_probability(price) for price in (0.0, 0.5, 1.0)] == [
-        FIRST_MIN_PROBABILITY,
-        FIRST_MIN_PROBABILITY,
-        1.0,
-    ]
+    assert {first_min_probability(price) for price in (0.0, 0.5, 1.0)} == {FIRST_MIN_PROBABILITY}
 
 
 def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None:
@@ -60,7 +57,7 @@ def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None
 
 
 def test_one_that_rests_to_begin_with_is_woken() -> None:
-    draft_control, text = DraftControl(draft_pb2.DraftPolicy(min_reach=min_probability(1.0)), needed=False), Text()
+    draft_control, text = DraftControl(draft_pb2.DraftPolicy(paused=True), needed=False), Text()
     assert draft_control.paused
     assert kinds(list(draft_control.messages(text.commit(1.0)))) == []
     assert kinds(list(draft_control.messages(text.commit(0.9)))) == ["policy", "committed"]

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.backoff import Backoff
 from orchestrator.pod_capacity import STALE_SECONDS, PodCapacity
 from orchestrator.pods import UNFIT_SECONDS, Pod, Pods
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 
 
 class Clock:
@@ -45,14 +45,14 @@ def test_equals_take_turns() -> None:
 def test_the_least_loaded_is_first() -> None:
     three = pods("abc")
     for pod, sessions in zip(three, (5, 2, 9), strict=True):
-        pod.load.report(model_pb2.Load(sessions=sessions))
+        pod.load.report(model_pb2.PodCapacity(sessions=sessions))
     assert chosen(three, 2) == ["b", "b"]
 
 
 def test_what_was_opened_since_counts() -> None:
     two = pods("ab")
     first, second = two
-    first.load.report(model_pb2.Load(sessions=1))
+    first.load.report(model_pb2.PodCapacity(sessions=1))
     with second.load.session(), second.load.session():
         assert chosen(two, 1) == ["a"]
     assert chosen(two, 1) == ["b"]
@@ -74,7 +74,7 @@ def test_who_cannot_afford_a_trial_makes_none() -> None:
     two = pods("ab", clock)
     first, second = two
     first.breaker.failed(conclusive=True)
-    second.load.report(model_pb2.Load(sessions=50))
+    second.load.report(model_pb2.PodCapacity(sessions=50))
     clock.now += 0.5  # half-open
     assert chosen(two, 2) == ["a", "a"]
     assert chosen(two, 2, no_trial=True) == ["b", "b"]
@@ -84,7 +84,7 @@ def test_who_cannot_afford_a_trial_makes_none() -> None:
 def test_who_was_lost_last_comes_last() -> None:
     two = pods("ab")
     first, second = two
-    second.load.report(model_pb2.Load(sessions=50))
+    second.load.report(model_pb2.PodCapacity(sessions=50))
     assert chosen(two, 2, rather_not=[first]) == ["b", "b"]
     assert chosen(two, 1, rather_not=[first], but={second}) == ["a"]
 
@@ -132,7 +132,7 @@ def test_others_sessions_are_forgotten_when_they_are_old_news() -> None:
     clock = Clock()
     load = PodCapacity(clock)
     with load.session():
-        load.report(model_pb2.Load(sessions=7))
+        load.report(model_pb2.PodCapacity(sessions=7))
         assert load.sessions == 7
     assert load.sessions == 6
     clock.now += 1.1 * STALE_SECONDS

@@ -14,7 +14,7 @@ from orchestrator.pods import Pods
 from orchestrator.request import Model
 from orchestrator.servicer import LONG_BYTES, MAX_WAITING_LONG, GenerationServicer
 from orchestrator.tokenizer import Tokenizer, TooManyTokensError
-from specdec.v1 import generation_pb2, generation_pb2_grpc
+from specdec.v2 import generation_pb2, generation_pb2_grpc
 from tests.stack import served, until
 
 

@@ -21,7 +21,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.wire import PROTOCOL_VERSION
-from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import request_of, served, until
 
 WORKERS = 2
@@ -37,7 +37,7 @@ PATIENCE = 20.0
 class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """Commits a token now and then, until it is told that a text may end."""
 
-    name = "specdec.v1.VerifierService"
+    name = "specdec.v2.VerifierService"
 
     def __init__(self) -> None:
         self.open: Counter[str] = Counter()  # sessions, by the process that opened them
@@ -82,8 +82,8 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         finally:
             self.open[worker] -= 1
 
-    async def GetLoad(self, request: verifier_pb2.GetLoadRequest, context: Any) -> verifier_pb2.GetLoadResponse:
-        return verifier_pb2.GetLoadResponse()
+    async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
+        return verifier_pb2.GetStatsResponse()
 
     @property
     def workers(self) -> int:

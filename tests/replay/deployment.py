@@ -27,7 +27,7 @@ from draft_service.servicer import Limits as DraftLimits
 from orchestrator.draft_control import DraftControl, first_min_probability
 from specdec.engine.engine import Engine
 from specdec.serving.response_queue import ResponseQueue
-from specdec.v1 import draft_pb2, model_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 from tests.replay.clock import Clock
 from tests.replay.engines import HabitEngine, TimedEngine
 from tests.replay.scenarios import CONTRASTIVE, Request, Scenario
@@ -235,11 +235,11 @@ class Deployment:
             "accepted": commit.accepted,
             "steps": commit.steps,
             "finish": commit.finish_reason,
-            "price": f"{commit.price:.5f}",
+            "price": f"{commit.min_candidate_probability if commit.drafting_wanted else 1.0:.5f}",
             "drafted": commit.drafted_sessions,
             "waited": commit.waited_us,
             "queued": commit.queued_us,
-            "found": commit.found_tokens,
+            "found": commit.cached_tokens,
             "preempted": commit.preemptions,
             "round_trip": commit.round_trip_us,
             "logprobs": probabilities,
@@ -258,11 +258,11 @@ class Deployment:
             return
         self._count(response)
         extend = response.extend
-        nodes = repr([*zip(extend.tokens, extend.parents, extend.score_bytes, strict=True)])
-        rows = repr([(row.parent, *row.ids, row.values) for row in extend.rows])
+        nodes = repr([*zip(extend.tokens, extend.parents, extend.logprob_bytes, strict=True)])
+        rows = repr([(row.parent, *row.ids, row.values) for row in extend.distributions])
         self._line(
             f"{text.number} extend base={extend.base} nodes={len(extend.tokens)}:{_sum(nodes)} "
-            f"rows={len(extend.rows)}:{_sum(rows)} held={extend.held_us}"
+            f"rows={len(extend.distributions)}:{_sum(rows)} held={extend.base_age_us}"
         )
         message = verifier_pb2.VerifyRequest(extend=extend)
         self._later(text.request.delay, lambda: self._to_verifier(text, message))
@@ -306,14 +306,16 @@ class Deployment:
         self._count(request)
         text.verifier = self._verifier.parse(request)
         self._verifier.attach(text.verifier, text.verifier_mail)
-        price = self._verifier.opened(text.verifier).opened.price
+        opened = self._verifier.opened(text.verifier).opened
+        price = opened.min_candidate_probability if opened.drafting_wanted else 1.0
         self._line(f"{text.number} opens price={price:.5f}")
         self._read(text)
         if text.request.draft is not None:
             needed = text.request.rule == CONTRASTIVE
-            growth = draft_pb2.DraftPolicy(
-                **text.request.draft, min_reach=0.0 if needed else first_min_probability(price)
-            )
+            growth = draft_pb2.DraftPolicy(**text.request.draft)
+            if not needed:
+                growth.paused = not opened.drafting_wanted
+                growth.min_path_probability = first_min_probability(price)
             text.draft_control = DraftControl(growth, needed=needed)
             self._later(text.request.delay, lambda: self._open_draft(text, growth))
 

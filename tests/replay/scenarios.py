@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-COUPLED, REJECTION, CONTRASTIVE = 1, 2, 3  # specdec.v1.AcceptanceRule
+COUPLED, REJECTION, CONTRASTIVE = 1, 2, 3  # specdec.v2.AcceptanceRule
 GREEDY: Mapping[str, Any] = {}
 WARM: Mapping[str, Any] = {"temperature": 0.9, "seed": 5}
 BIASED: Mapping[str, Any] = {"logit_bias": {3: 1.5}, "banned_tokens": [5], "repetition_penalty": 1.2}
@@ -55,24 +55,26 @@ class Scenario:
     ticks: int = 400
 
 
-DRAFTED: Mapping[str, Any] = {"draft": {"max_nodes": 24}, "policy": {"speculate": True, "patience_us": 20_000}}
+REMOTE, NGRAM, LOOKAHEAD, LOCAL_MODEL = 1, 2, 3, 4  # specdec.v2.Drafter
+OWN = [NGRAM, LOOKAHEAD, LOCAL_MODEL]
+DRAFTED: Mapping[str, Any] = {"draft": {"max_nodes": 24}, "policy": {"drafters": [REMOTE], "patience_us": 20_000}}
 ALWAYS: Mapping[str, Any] = {
     "draft": {"max_nodes": 24},
-    "policy": {"speculate": True, "patience_us": 20_000, "always": True},
+    "policy": {"drafters": [REMOTE], "patience_us": 20_000, "forced": True},
 }
-GUESSED: Mapping[str, Any] = {"policy": {"guess": True}}
+GUESSED: Mapping[str, Any] = {"policy": {"drafters": OWN}}
 
 
 def _window(window: int, ngram: int, guesses: int) -> Mapping[str, Any]:
     size = {"window": window, "ngram": ngram, "guesses": guesses}
-    return {"policy": {"guess": True, "lookahead": size}}
+    return {"policy": {"drafters": OWN, "lookahead": size}}
 
 
 SCENARIOS: Mapping[str, Scenario] = {
     "drafted": Scenario(
         (
             Request(**DRAFTED),
-            Request(prompt=30, sampling=WARM, options={"logprobs": 3}, **DRAFTED),
+            Request(prompt=30, sampling=WARM, options={"top_logprobs": 2}, **DRAFTED),
             Request(arrives=3, sampling=PENALISED, options={"min_tokens": 9, "end_tokens": [4]}, delay=2, **DRAFTED),
             Request(arrives=9, prompt=5, generated=7, sampling=WARM, resends=14, **DRAFTED),
             Request(arrives=9, tokens=20),
@@ -86,7 +88,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "rejection": Scenario(
         (
             Request(sampling=WARM, rule=REJECTION, **ALWAYS),
-            Request(sampling=PENALISED, rule=REJECTION, delay=0, options={"logprobs": 1}, **ALWAYS),
+            Request(sampling=PENALISED, rule=REJECTION, delay=0, options={"top_logprobs": 0}, **ALWAYS),
             Request(sampling=WARM, rule=REJECTION, **GUESSED),
             Request(sampling=WARM, rule=REJECTION, **_window(4, 3, 4)),
             Request(rule=REJECTION, **ALWAYS),
@@ -113,7 +115,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             Request(tokens=40, **_window(5, 3, 4)),
             Request(tokens=40, sampling=WARM, **_window(4, 2, 1)),
             Request(tokens=40, sampling=PENALISED, **_window(3, 4, 2)),
-            Request(tokens=40, **(dict(DRAFTED) | {"policy": {"speculate": True, "guess": True}})),
+            Request(tokens=40, **(dict(DRAFTED) | {"policy": {"drafters": [REMOTE, *OWN]}})),
         ),
         row=0.00001,
     ),
@@ -139,9 +141,9 @@ SCENARIOS: Mapping[str, Scenario] = {
                 prompt=(7, 120, 30)[i % 3],
                 tokens=36,
                 sampling=WARM if i % 2 else GREEDY,
-                options={"unhurried": i % 5 == 4},
+                options={"coalesce_commits": i % 5 == 4},
                 draft={"max_nodes": 16},
-                policy={"speculate": True, "guess": i % 4 != 0, "patience_us": 5_000},
+                policy={"drafters": [REMOTE, *(OWN if i % 4 else [])], "patience_us": 5_000},
             )
             for i in range(14)
         ),
@@ -158,9 +160,9 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "changes of mind": Scenario(
         (
-            Request(tokens=60, later={12: {"speculate": False}, 30: {"speculate": True, "guess": True}}, **ALWAYS),
-            Request(tokens=60, sampling=WARM, later={15: {"guess": False}, 25: {"guess": True}}, **GUESSED),
-            Request(tokens=60, sampling=WARM, later={20: {"speculate": True, "max_candidates": 2}}, **DRAFTED),
+            Request(tokens=60, later={12: {"drafters": []}, 30: {"drafters": [REMOTE, *OWN]}}, **ALWAYS),
+            Request(tokens=60, sampling=WARM, later={15: {"drafters": []}, 25: {"drafters": OWN}}, **GUESSED),
+            Request(tokens=60, sampling=WARM, later={20: {"max_candidates": 2}}, **DRAFTED),
         )
     ),
 }

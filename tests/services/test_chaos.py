@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -14,7 +13,7 @@ import grpc
 import pytest
 
 from orchestrator.servicer import GenerationServicer
-from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
+from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import SAMPLINGS, sampler
 from tests.stack import ALWAYS, peers_at, request_of, served, stack
@@ -29,7 +28,7 @@ class Chaos(draft_pb2_grpc.DraftServiceServicer):
 
     draft: Any  # stub
     seed: int
-    name: str = "specdec.v1.DraftService"
+    name: str = "specdec.v2.DraftService"
     tampered: int = 0
     _held: list[draft_pb2.DraftResponse] = field(default_factory=list)
 
@@ -91,16 +90,11 @@ def corrupted(response: draft_pb2.DraftResponse, generator: random.Random) -> dr
         case 2 if at is not None:
             extend.parents[at] = generator.choice((0, at, at + 1, 2**32 - 1))
         case 3 if at is not None:
-            if generator.random() < 0.5:
-                extend.score_bytes = generator.randbytes(len(extend.tokens))
-            else:  # as an older draft says them
-                extend.score_bytes = b""
-                extend.scores[:] = [-0.5] * len(extend.tokens)
-                extend.scores[at] = generator.choice((math.nan, math.inf, -math.inf, 3.0, -1e30))
+            extend.logprob_bytes = generator.randbytes(len(extend.tokens))
         case 4 if at is not None:
-            extend.score_bytes = extend.score_bytes[:at]
+            extend.logprob_bytes = extend.logprob_bytes[:at]
         case 5:
-            extend.rows.add(parent=generator.choice((0, 1, 2**32 - 1)), ids=[3, 2], values=b"abc")
+            extend.distributions.add(parent=generator.choice((0, 1, 2**32 - 1)), ids=[3, 2], values=b"abc")
         case 6 if at is not None:
             extend.tokens[:] = generator.choices(range(256), k=len(extend.tokens))
         case _:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.serving import checksum
-from specdec.v1 import model_pb2, verifier_pb2
+from specdec.v2 import model_pb2, verifier_pb2
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=12)
 

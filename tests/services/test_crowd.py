@@ -17,7 +17,7 @@ import pytest
 
 from bench.prompts import held_out
 from specdec.local import DEMO
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.models import CONTEXT, VOCABULARY
 from tests.services.conftest import Directories
@@ -102,7 +102,7 @@ async def run(requests: list[Ask], target: Path, draft: Path, small: int, **opti
     return Outcome(
         exact=all(f.numerics_mode == model_pb2.NUMERICS_MODE_EXACT for f in finishes),
         preemptions=load.preemptions,
-        found=load.found_tokens,
+        found=load.cached_tokens,
         accepted=load.accepted,
         pairs=[(ask, a, tokens) for ask, a, (tokens, _) in zip(requests, alone, answers, strict=True)],
     )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.models import VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, request_of, stack
@@ -31,7 +31,7 @@ KEPT = 4
 TEMPERATURE = 1.5
 REQUESTS, SAMPLES = 30, 16
 LEAST_EXPECTED = 8.0
-LOOKAHEAD = generation_pb2.SpeculationPolicy(lookahead=model_pb2.Lookahead(window=2, ngram=2, guesses=2))
+LOOKAHEAD = generation_pb2.Speculation(lookahead=model_pb2.Lookahead(window=2, ngram=2, guesses=2))
 """Whether or not it pays."""
 
 
@@ -55,7 +55,7 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
 async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.04)) as services:
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
-    assert sources[model_pb2.TOKEN_SOURCE_DRAFT] > 15  # a part of what is tested was drafted,
+    assert sources[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] > 15  # a part of what is tested was drafted,
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and a part corrected
 
 
@@ -64,7 +64,7 @@ async def test_they_do_with_a_draft_of_the_verifiers_own(directories: Directorie
     options: dict[str, Any] = {"draft_model": directories.near, "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, target_delay=lambda: time.sleep(0.04), **options) as services:
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule)
-    assert sources[model_pb2.TOKEN_SOURCE_OWN_DRAFT] > 15
+    assert sources[model_pb2.TOKEN_SOURCE_LOCAL_MODEL] > 15
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5
 
 
@@ -86,7 +86,7 @@ async def check(
     want: dict[tuple[int, ...], float],
     prompt: list[int],
     rule: str,
-    speculation: generation_pb2.SpeculationPolicy | None = None,
+    speculation: generation_pb2.Speculation | None = None,
     **more: Any,
 ) -> Counter[model_pb2.TokenSource.ValueType]:
     """Ask for many samples; where their tokens came from."""

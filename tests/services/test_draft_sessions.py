@@ -12,14 +12,14 @@ from draft_service.servicer import DraftServicer
 from draft_service.session import Session
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
-from specdec.v1 import draft_pb2, generation_pb2, generation_pb2_grpc, model_pb2
+from specdec.v2 import draft_pb2, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, request_of, served, stack
 from tests.verifier.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
-DRAFT = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_DRAFT)
+DRAFT = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE])
 
 
 class Overheard(DraftServicer):
@@ -35,14 +35,14 @@ class Overheard(DraftServicer):
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.REMOTE_DRAFT])
 @pytest.mark.parametrize("policy", [DRAFT, ALWAYS])
 async def test_a_draft_is_asked_where_its_candidates_may_pay(
-    directories: Directories, mode: Mode, policy: generation_pb2.SpeculationPolicy
+    directories: Directories, mode: Mode, policy: generation_pb2.Speculation
 ) -> None:
     Overheard.asked = []
     async with stack(directories.target, directories.near, draft_kind=Overheard, controller=Decided(mode)) as services:
         completion = await services.generate([5, 6, 7], max_tokens=40, ignore_end_token=True, speculation=policy)
     assert len(completion.tokens) == 40
     assert len(Overheard.asked) == (mode is Mode.REMOTE_DRAFT or policy is ALWAYS)
-    assert all(opened.policy.min_reach < 1 for opened in Overheard.asked)  # none is opened to rest
+    assert not any(opened.policy.paused for opened in Overheard.asked)  # none is opened to rest
 
 
 async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> None:
@@ -64,7 +64,7 @@ async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> N
     assert list(opened.prompt_tokens) == [5, 6, 7]
     assert 0 < len(opened.generated_tokens) < 100
     assert list(opened.generated_tokens) == tokens[: len(opened.generated_tokens)]
-    assert model_pb2.TOKEN_SOURCE_DRAFT in sources
+    assert model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in sources
 
 
 async def test_tokens_that_are_contrasted_have_one_in_any_case(directories: Directories) -> None:

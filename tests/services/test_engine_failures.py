@@ -12,7 +12,7 @@ import pytest
 
 from specdec.client.errors import from_rpc
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, ServiceError
-from specdec.v1 import verifier_pb2
+from specdec.v2 import verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.test_failover import Frozen, Reader, changes, same, service_of, serving, slow_target
 from tests.services.test_generation import WARM

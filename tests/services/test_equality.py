@@ -18,10 +18,10 @@ import pytest
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
-from tests.stack import ALWAYS, Stack, stack
+from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack
 from tests.verifier.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
@@ -72,7 +72,7 @@ async def run_all(
         )
     return (
         [list(c.tokens) for c in completions],
-        sum(c.finish.speculation.drafted for c in completions),
+        sum(c.finish.speculation.offered for c in completions),
         sum(c.finish.speculation.accepted for c in completions),
     )
 
@@ -106,7 +106,10 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
     async with stack(directories.target, None, target_delay=slow_target) as services:
         for window, ngram, guesses in WINDOWS:
             size = model_pb2.Lookahead(window=window, ngram=ngram, guesses=guesses)
-            looking = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_LOOKAHEAD, lookahead=size)
+            looking = generation_pb2.Speculation(
+                drafters=OWN_DRAFTERS,
+                lookahead=size,
+            )
             got, drafted, _ = await run_all(services, requests, tokens, speculation=looking)
             compare(want, got, f"lookahead {size}")
             assert drafted > 0
@@ -179,7 +182,7 @@ async def test_a_draft_equal_to_the_target_is_never_corrected(
             PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True, speculation=ALWAYS
         )
     sources = completion.finish.speculation.sources
-    assert sources.get("draft", 0) > 20
+    assert sources.get("remote_draft", 0) > 20
     assert sources.get("correction", 0) == 0
 
 
@@ -191,4 +194,4 @@ async def test_an_own_draft_equal_to_the_target_guesses_nearly_all(
     options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, draft_model=directories.target, **options) as services:
         completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)
-    assert completion.finish.speculation.sources.get("own_draft", 0) > 40
+    assert completion.finish.speculation.sources.get("local_model", 0) > 40

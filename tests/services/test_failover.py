@@ -20,8 +20,8 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
-from specdec.serving.wire import scores_message
-from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2
+from specdec.serving.wire import logprobs_message
+from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
 from tests.stack import Stack, VerifierPod, peers_at, request_of, served, stack, until
@@ -34,7 +34,7 @@ CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
 GENEROUS = 20.0
 """Seconds for what takes a moment on any machine that is not busy."""
 
-ALWAYS = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
+ALWAYS = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True)
 WARM = {"temperature": 0.8, "seed": 4}
 PENALISED = {
     "temperature": 0.8,
@@ -51,7 +51,7 @@ def slow_target() -> None:
 
 
 def drafted(responses: list[generation_pb2.GenerateResponse]) -> bool:
-    return any(model_pb2.TOKEN_SOURCE_DRAFT in response.sources for response in responses)
+    return any(model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in response.sources for response in responses)
 
 
 class Reader:
@@ -138,7 +138,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 def changes(speculation: generation_pb2.SpeculationStatistics) -> dict[str, int]:
     """What befell its pods. Whether a draft is worth its while depends on the machine."""
-    return {reason: count for reason, count in speculation.switches.items() if reason not in EXPECTED}
+    return {reason: count for reason, count in speculation.failover_events.items() if reason not in EXPECTED}
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -190,8 +190,8 @@ async def test_a_text_survives_every_pod_in_turn(directories: Directories) -> No
                 await pod.start()
         got = await reader.rest()
         same(directories, want, got, WARM)
-        assert got.finish.speculation.switches["verifier_lost"] == 4
-        assert got.finish.speculation.switches["draft_lost"] == 4
+        assert got.finish.speculation.failover_events["verifier_lost"] == 4
+        assert got.finish.speculation.failover_events["draft_lost"] == 4
         await until(lambda: services.idle)
 
 
@@ -381,7 +381,7 @@ async def test_a_verifier_that_is_alone_may_take_long_over_a_step(directories: D
         with gates.of(services.verifiers[0]).closed():
             await asyncio.sleep(3.0)  # longer than any other would be given
         got = await reader.rest()
-        assert "verifier_lost" not in got.finish.speculation.switches
+        assert "verifier_lost" not in got.finish.speculation.failover_events
 
 
 async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> None:
@@ -411,7 +411,7 @@ async def test_nobody_leaves_a_verifier_that_has_nothing_to_do_for_it(directorie
     ) as services:
         got = await services.generate(PROMPT, max_tokens=3, ignore_end_token=True, rule=CONTRASTIVE)
         assert len(got.tokens) == 3
-        assert not got.finish.speculation.switches
+        assert not got.finish.speculation.failover_events
 
 
 # --- other models ---------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ async def test_a_draft_comes_back_to_a_long_text(directories: Directories) -> No
         got = await reader.rest()
         assert len(got.tokens) == 240
         s = got.finish.speculation
-        assert (s.switches["draft_lost"], s.switches["draft_back"]) == (1, 1)
+        assert (s.failover_events["draft_lost"], s.failover_events["draft_back"]) == (1, 1)
         assert s.undrafted_reason == "draft_lost"
         assert drafted(reader.responses[-20:])
 
@@ -549,7 +549,7 @@ async def test_a_draft_comes_back_to_a_long_text(directories: Directories) -> No
 class Wrong(draft_pb2_grpc.DraftServiceServicer):
     """A draft that answers every commit with one and the same token."""
 
-    name = "specdec.v1.DraftService"
+    name = "specdec.v2.DraftService"
 
     def __init__(self, identity: model_pb2.ModelIdentity, token: int) -> None:
         self._identity = identity
@@ -569,7 +569,9 @@ class Wrong(draft_pb2_grpc.DraftServiceServicer):
                 base = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
             elif text.tokens:
                 base = text.base + len(text.tokens)
-            extend = model_pb2.Extend(base=base, tokens=[self._token], parents=[0], score_bytes=scores_message([-0.1]))
+            extend = model_pb2.Extend(
+                base=base, tokens=[self._token], parents=[0], logprob_bytes=logprobs_message([-0.1])
+            )
             await context.write(draft_pb2.DraftResponse(extend=extend))
 
 
@@ -588,7 +590,7 @@ async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
             request = request_of(PROMPT, speculation=ALWAYS, **fields)
             (got,) = (await stub.Complete(generation_pb2.CompleteRequest(request=request))).completions
     directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), sampler({}))
-    assert got.finish.speculation.switches["draft_useless"] == 1
+    assert got.finish.speculation.failover_events["draft_useless"] == 1
     assert got.finish.speculation.undrafted_reason == "draft_useless"
 
 
@@ -610,7 +612,7 @@ async def test_a_text_that_cannot_be_drafted_says_nothing_of_its_draft(directori
                 stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
                 request = generation_pb2.CompleteRequest(request=request_of(PROMPT, speculation=ALWAYS, **fields))
                 for answer in await asyncio.gather(*(stub.Complete(request) for _ in range(4))):
-                    assert answer.completions[0].finish.speculation.switches["draft_useless"]
+                    assert answer.completions[0].finish.speculation.failover_events["draft_useless"]
                     assert pod.breaker.state == "closed"
 
 
@@ -674,7 +676,7 @@ async def test_a_crowd_moves(directories: Directories) -> None:
         assert all(pod.loop.stats.running for pod in services.verifiers)  # they were spread
         await services.verifiers[0].stop()
         answers = await asyncio.gather(*(reader.rest() for reader in readers))
-        moved = sum(answer.finish.speculation.switches.get("verifier_lost", 0) for answer in answers)
+        moved = sum(answer.finish.speculation.failover_events.get("verifier_lost", 0) for answer in answers)
         assert moved >= 4
         for answer in answers:
             directories.oracle.same(PROMPT, list(want.tokens), list(answer.tokens), sampler(WARM))
@@ -705,13 +707,13 @@ async def test_who_moves_is_not_turned_away(directories: Directories) -> None:
             texts = []
             for number in range(4):
                 texts.append(asyncio.create_task(complete()))
-                await until(lambda: sum(p.service.load().sessions for p in services.verifiers) == number + 1)  # noqa: B023
-            assert [pod.service.load().sessions for pod in services.verifiers] == [2, 2]
+                await until(lambda: sum(p.service.capacity().sessions for p in services.verifiers) == number + 1)  # noqa: B023
+            assert [pod.service.capacity().sessions for pod in services.verifiers] == [2, 2]
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await complete()
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             await services.verifiers[0].stop()
-            await until(lambda: services.verifiers[1].service.load().sessions == 4)
+            await until(lambda: services.verifiers[1].service.capacity().sessions == 4)
         answers = await asyncio.gather(*texts)
     assert [list(answer.tokens) for answer in answers] == 4 * [list(want.tokens)]
-    assert sum(answer.finish.speculation.switches["verifier_lost"] for answer in answers) == 2
+    assert sum(answer.finish.speculation.failover_events["verifier_lost"] for answer in answers) == 2

@@ -19,7 +19,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.wire import identity_of
-from specdec.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
+from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import peers_at, request_of, served, stack, until
@@ -64,7 +64,7 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
         want = await services.generate(PROMPT, plain=True, **fields)
         call = services.stub.Generate(request_of(PROMPT, **fields))
         responses: list[generation_pb2.GenerateResponse] = [await call.read()]
-        while model_pb2.TOKEN_SOURCE_DRAFT not in responses[-1].sources:
+        while model_pb2.TOKEN_SOURCE_REMOTE_DRAFT not in responses[-1].sources:
             responses.append(await call.read())
         await services.draft_server.stop(None)
         responses += await rest_of(call)
@@ -83,7 +83,7 @@ async def test_a_draft_with_another_tokenizer_is_not_used(directories: Directori
     async with stack(directories.target, directories.foreign) as services:
         completion = await services.generate(PROMPT, max_tokens=20)
         assert completion.finish.speculation.undrafted_reason == "tokenizer_mismatch"
-        assert completion.finish.speculation.sources["draft"] == 0
+        assert completion.finish.speculation.sources["remote_draft"] == 0
         assert services.draft_loop is not None
         await until(lambda: services.draft_loop is not None and services.draft_loop.slots_used == 0)
 
@@ -131,7 +131,7 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
         exact = False
 
     class Silent(draft_pb2_grpc.DraftServiceServicer):
-        name = "specdec.v1.DraftService"
+        name = "specdec.v2.DraftService"
 
         def register(self, server: grpc.aio.Server) -> None:
             draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -177,7 +177,7 @@ async def test_the_services_can_be_listed(directories: Directories) -> None:
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
     server = grpc.aio.server(interceptors=[CallInterceptor()])
-    reflection.enable_server_reflection(("specdec.v1.GenerationService",), server)
+    reflection.enable_server_reflection(("specdec.v2.GenerationService",), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -186,4 +186,4 @@ async def test_the_services_can_be_listed(directories: Directories) -> None:
         answers = [answer async for answer in call]
     await server.stop(None)
     (answer,) = answers
-    assert [service.name for service in answer.list_services_response.service] == ["specdec.v1.GenerationService"]
+    assert [service.name for service in answer.list_services_response.service] == ["specdec.v2.GenerationService"]

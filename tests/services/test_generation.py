@@ -12,15 +12,16 @@ import pytest
 
 from orchestrator.request import parse
 from specdec.decoding.logprobs import log_softmax
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2, model_pb2
+from specdec.v2.generation_pb2 import Speculation
 from tests.models import END, VOCABULARY
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
-from tests.stack import Stack, request_of, stack
+from tests.stack import REMOTE, Stack, request_of, stack
 
 PROMPT = [50, 60, 70, 80, 90]
 WARM = {"temperature": 0.8, "seed": 11}
-GUESSED = (model_pb2.TOKEN_SOURCE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM, model_pb2.TOKEN_SOURCE_LOOKAHEAD)
+GUESSED = (model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_NGRAM, model_pb2.TOKEN_SOURCE_LOOKAHEAD)
 
 
 @pytest.fixture
@@ -51,13 +52,16 @@ async def test_stream_and_answer_hold_the_same(services: Stack) -> None:
 async def test_what_is_not_streamed_has_time(services: Stack) -> None:
     """Unless it may have to stop at a string that the verifier does not know."""
     asked = request_of(PROMPT, max_tokens=3)
-    assert [parse(asked, services.model, streamed=each).samples[0].unhurried for each in (True, False)] == [False, True]
+    assert [parse(asked, services.model, streamed=each).samples[0].coalesce_commits for each in (True, False)] == [
+        False,
+        True,
+    ]
     asked.stop.append("x")
-    assert not parse(asked, services.model, streamed=False).samples[0].unhurried
+    assert not parse(asked, services.model, streamed=False).samples[0].coalesce_commits
 
 
 async def test_counts_are_exact(services: Stack) -> None:
-    always = generation_pb2.SpeculationPolicy(mode=generation_pb2.SPECULATION_MODE_ALWAYS)
+    always = Speculation(drafters=[REMOTE], forced=True)
     asked = request_of(PROMPT, sampling=WARM, max_tokens=100, ignore_end_token=True, speculation=always)
     responses = await stream(services, asked)
     finish = responses[-1].finish
@@ -66,10 +70,10 @@ async def test_counts_are_exact(services: Stack) -> None:
     speculation = finish.speculation
     sources = [s for r in responses for s in r.sources]
     assert speculation.steps == sum(r.steps for r in responses) == sum(speculation.accepted_histogram)
-    assert model_pb2.TOKEN_SOURCE_DRAFT in sources
+    assert model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in sources
     assert speculation.accepted == sum(source in GUESSED for source in sources)
     assert speculation.accepted == sum(i * n for i, n in enumerate(speculation.accepted_histogram))
-    assert speculation.drafted >= speculation.accepted
+    assert speculation.offered >= speculation.accepted
     assert sum(speculation.sources.values()) == 100
     assert finish.reproducible
     assert finish.numerics_fingerprint.startswith("torch-")
@@ -196,10 +200,9 @@ async def test_models_are_listed(services: Stack) -> None:
     assert (model.name, model.context_tokens, model.vocabulary_size, model.chat) == ("target", 256, VOCABULARY, True)
 
 
-def window(width: int, ngram: int, guesses: int, mode: str = "AUTO") -> generation_pb2.SpeculationPolicy:
+def window(width: int, ngram: int, guesses: int, **fields: Any) -> Speculation:
     size = model_pb2.Lookahead(window=width, ngram=ngram, guesses=guesses)
-    number = generation_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{mode}")
-    return generation_pb2.SpeculationPolicy(mode=number, lookahead=size)
+    return Speculation(lookahead=size, **fields)
 
 
 GOOD = {"max_tokens": 4}
@@ -231,12 +234,32 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("stop token", {"stop_tokens": [VOCABULARY]}, "stop_tokens[0]"),
     ("rule", {"rule": 99}, "rule"),
     ("tenant", {"tenant": "x" * 257}, "tenant"),
-    ("mode", {"speculation": generation_pb2.SpeculationPolicy(mode=UNKNOWN)}, "speculation.mode"),
+    ("drafter", {"speculation": Speculation(drafters=[UNKNOWN])}, "speculation.drafters"),
+    (
+        "no drafter",
+        {"speculation": Speculation(drafters=[model_pb2.DRAFTER_UNSPECIFIED])},
+        "speculation.drafters",
+    ),
+    (
+        "drafter twice",
+        {"speculation": Speculation(drafters=[REMOTE] * 2)},
+        "speculation.drafters",
+    ),
+    (
+        "drafters and off",
+        {"speculation": Speculation(drafters=[REMOTE], off=True)},
+        "speculation.drafters",
+    ),
+    ("forced and off", {"speculation": Speculation(forced=True, off=True)}, "speculation.forced"),
     ("window", {"speculation": window(1, 3, 3)}, "speculation.lookahead.window"),
     ("ngram", {"speculation": window(3, 1, 3)}, "speculation.lookahead.ngram"),
     ("guesses", {"speculation": window(3, 3, 65)}, "speculation.lookahead.guesses"),
     ("too large a window", {"speculation": window(40, 5, 3)}, "speculation.lookahead"),
-    ("a window for nobody", {"speculation": window(4, 3, 3, mode="DRAFT")}, "speculation.lookahead"),
+    (
+        "a window for nobody",
+        {"speculation": window(4, 3, 3, drafters=[REMOTE])},
+        "speculation.lookahead",
+    ),
     ("resume without seed", {"generated_tokens": [4]}, "sampling.seed"),
     ("resume of several", {"generated_tokens": [4], "n": 2, "sampling": {"seed": 1}}, "n"),
     ("nothing left", {"generated_tokens": [4] * 4, "sampling": {"seed": 1}}, "generated_tokens"),

@@ -17,7 +17,7 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
-from specdec.v1 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, Stack, stack, until
@@ -33,10 +33,10 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return [[3 + number] + [40 + (7 * i) % 90 for i in range(length - 1)] for number in range(count)]
 
 
-async def load_of(services: Stack) -> verifier_pb2.GetLoadResponse:
+async def load_of(services: Stack) -> verifier_pb2.GetStatsResponse:
     async with grpc.aio.insecure_channel(services.verifiers[0].address) as channel:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
-        load: verifier_pb2.GetLoadResponse = await stub.GetLoad(verifier_pb2.GetLoadRequest())
+        load: verifier_pb2.GetStatsResponse = await stub.GetStats(verifier_pb2.GetStatsRequest())
     return load
 
 
@@ -159,7 +159,7 @@ async def test_a_prompt_is_found_by_its_tenant_alone(directories: Directories) -
             completion = await services.generate(prompt, max_tokens=5, tenant=tenant, ignore_end_token=True)
             texts.append(list(completion.tokens))
             assert completion.finish.usage.prompt_tokens == len(prompt)
-            return completion.finish.usage.found_tokens
+            return completion.finish.usage.cached_tokens
 
         texts: list[list[int]] = []
         assert await found("a", PROMPT) == 0
@@ -171,7 +171,7 @@ async def test_a_prompt_is_found_by_its_tenant_alone(directories: Directories) -
         assert await found("a", [*PROMPT[: BLOCK + 9], 5]) == BLOCK + 9  # inside a block, by copying
         assert await found("a", [5, *PROMPT]) == 0
         load = services.verifier_loop.stats
-        assert load.found_tokens == 4 * BLOCK + BLOCK + 9
+        assert load.cached_tokens == 4 * BLOCK + BLOCK + 9
         assert load.prompt_tokens == 6 * len(PROMPT) + 1 + BLOCK + 10
 
 
@@ -185,7 +185,7 @@ async def test_a_resumed_text_is_found(directories: Directories) -> None:
         )
     sampler = RequestSampler(Sampling(temperature=0.8, seed=sample_seed(3, 0)))
     directories.oracle.same(PROMPT, tokens, tokens[:50] + list(rest.tokens), sampler)
-    assert rest.finish.usage.found_tokens == (len(PROMPT) + 50) // BLOCK * BLOCK
+    assert rest.finish.usage.cached_tokens == (len(PROMPT) + 50) // BLOCK * BLOCK
 
 
 async def test_a_completion_says_how_often_it_lost_its_memory(directories: Directories) -> None:
@@ -234,12 +234,12 @@ async def test_the_load_counts_what_was_served(directories: Directories) -> None
     assert (load.running, load.waiting, load.kv_held_tokens, load.preemptions) == (0, 0, 0, 0)
     assert load.committed_tokens == sum(f.usage.completion_tokens for f in finishes) == 130
     assert load.prompt_tokens == 4 * len(PROMPT)
-    assert load.found_tokens == sum(f.usage.found_tokens for f in finishes) == 3 * 2 * BLOCK
-    assert load.drafted_tokens == sum(f.speculation.drafted for f in finishes)
-    assert load.accepted_tokens == sum(f.speculation.accepted for f in finishes)
+    assert load.cached_tokens == sum(f.usage.cached_tokens for f in finishes) == 3 * 2 * BLOCK
+    assert load.offered_candidates == sum(f.speculation.offered for f in finishes)
+    assert load.accepted_candidates == sum(f.speculation.accepted for f in finishes)
     assert 0 < load.steps <= sum(f.speculation.steps for f in finishes)
-    computed = load.prompt_tokens - load.found_tokens
-    assert load.rows == computed + load.drafted_tokens + sum(f.speculation.steps - 1 for f in finishes)
+    computed = load.prompt_tokens - load.cached_tokens
+    assert load.rows == computed + load.offered_candidates + sum(f.speculation.steps - 1 for f in finishes)
     assert load.kv_cached_tokens >= 2 * BLOCK
     assert 0 < load.busy_us <= load.up_us
 

@@ -21,11 +21,11 @@ from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.engine.distributed.ranks import LOST, PLACE
 from specdec.engine.model_directory import ModelDirectory
-from specdec.v1 import generation_pb2, generation_pb2_grpc, model_pb2
+from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.ranks import Launched, launched, module
 from tests.services.conftest import Directories
 from tests.services.test_equality import SAMPLINGS, prompts, sampler
-from tests.stack import model_of, request_of, served, stack
+from tests.stack import OWN_DRAFTERS, model_of, request_of, served, stack
 
 pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec[parallel]")
 
@@ -33,8 +33,9 @@ TOKENS = 24
 LONG = 200
 """Tokens: a text that is not at its end when the next thing happens."""
 
-LOOKING = generation_pb2.SpeculationPolicy(
-    mode=generation_pb2.SPECULATION_MODE_LOOKAHEAD, lookahead=model_pb2.Lookahead(window=5, ngram=3, guesses=5)
+LOOKING = generation_pb2.Speculation(
+    drafters=OWN_DRAFTERS,
+    lookahead=model_pb2.Lookahead(window=5, ngram=3, guesses=5),
 )
 """Trees in every step, whatever a draft would have had the time for."""
 

@@ -17,7 +17,7 @@ from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
 from specdec.decoding.contrastive import amateur_distribution
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import Contrast, Rule, Sampling
-from specdec.v1 import generation_pb2, model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of
@@ -151,7 +151,7 @@ async def test_waiting_for_a_draft_holds_up_nobody_else(directories: Directories
         ({"contrast": {"alpha": 0.0}}, "contrast.alpha"),
         ({"contrast": {"alpha": 1.5}}, "contrast.alpha"),
         ({"contrast": {"amateur_temperature": -1.0}}, "contrast.amateur_temperature"),
-        ({"plain": True}, "speculation.mode"),
+        ({"plain": True}, "speculation.off"),
         ({"rule": REJECTION, "contrast": {"alpha": 0.5}}, "contrast"),
     ],
 )
@@ -180,7 +180,7 @@ async def test_rejection_accepts_and_rejects(directories: Directories) -> None:
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         got = await rejected(services, sampling={"temperature": 1.0, "seed": 3})
     s = got.finish.speculation
-    assert 0 < s.accepted < s.drafted
+    assert 0 < s.accepted < s.offered
     assert not got.finish.reproducible
 
 
@@ -201,7 +201,7 @@ async def test_rejection_goes_on_without_its_draft(directories: Directories) -> 
         )
         call = services.stub.Generate(request)
         responses: list[generation_pb2.GenerateResponse] = [await call.read()]
-        while model_pb2.TOKEN_SOURCE_DRAFT not in responses[-1].sources:
+        while model_pb2.TOKEN_SOURCE_REMOTE_DRAFT not in responses[-1].sources:
             responses.append(await call.read())
         await services.draft_server.stop(None)
         responses += await rest_of(call)

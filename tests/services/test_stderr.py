@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec.client import AsyncClient, InvalidRequest
-from specdec.v1 import draft_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, verifier_pb2
 from tests.faults.cluster import Cluster, Models
 from tests.faults.pods import Pod
 from tests.models import make, near
@@ -56,7 +56,7 @@ async def cluster(request: pytest.FixtureRequest, models: Models, tmp_path: Path
 async def broken(address: str, method: str, messages: list[bytes]) -> grpc.StatusCode:
     """How a session ends that says these things."""
     async with grpc.aio.insecure_channel(address) as channel:
-        call: Any = channel.stream_stream(f"/specdec.v1.{method}")(iter(messages), timeout=30.0)  # type: ignore[arg-type]
+        call: Any = channel.stream_stream(f"/specdec.v2.{method}")(iter(messages), timeout=30.0)  # type: ignore[arg-type]
         async for _ in call:
             pass
         code: grpc.StatusCode = await call.code()

@@ -57,7 +57,7 @@ async def test_greedy_tokens_of_the_demo_pair() -> None:
             got = await services.generate(prompt, max_tokens=64)
             oracle.same(prompt, want, list(got.tokens), GREEDY, "demo pair")
             accepted += got.finish.speculation.accepted
-            drafted += got.finish.speculation.drafted
+            drafted += got.finish.speculation.offered
     print(f"{oracle.compared} tokens compared, {len(oracle.ties)} ties, {accepted} of {drafted} candidates accepted")
     assert accepted > 1000
 

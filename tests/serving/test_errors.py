@@ -25,7 +25,7 @@ from specdec.serving.errors import (
     ServiceError,
     to_status,
 )
-from specdec.v1 import generation_pb2
+from specdec.v2 import generation_pb2
 from tests.stack import served
 
 MOST_HEADER_BYTES = 8192
@@ -91,7 +91,7 @@ def test_every_error_of_ours_says_which_request() -> None:
 class Service:
     """Answers a call with what it was made with: an error, raised."""
 
-    name = "specdec.v1.GenerationService"
+    name = "specdec.v2.GenerationService"
 
     def __init__(self, error: Exception) -> None:
         self._error = error

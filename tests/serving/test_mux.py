@@ -22,7 +22,7 @@ from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream
 from specdec.serving.server import CHANNEL_OPTIONS
-from specdec.v1 import trunk_pb2, trunk_pb2_grpc
+from specdec.v2 import mux_pb2, mux_pb2_grpc
 from tests.stack import Pod, running
 
 SERVICE = "tests.Methods"
@@ -150,7 +150,7 @@ async def test_what_is_said_at_the_same_time_goes_together() -> None:
     """One message for a step of all sessions is what a connection is for."""
     bundles = []
 
-    async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
+    async def write(frames: Sequence[mux_pb2.Frame]) -> None:
         bundles.append([frame.stream for frame in frames])
         await asyncio.sleep(0.01)
 
@@ -168,12 +168,12 @@ async def test_what_is_said_at_the_same_time_goes_together() -> None:
 async def test_a_bundle_is_no_larger_than_it_may_be() -> None:
     sizes = []
 
-    async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
+    async def write(frames: Sequence[mux_pb2.Frame]) -> None:
         sizes.append(sum(len(frame.message) for frame in frames))
 
     sending = SendQueue()
     for size in (100_000, 100_000, 100_000, 1_000_000, 10):
-        sending.put(trunk_pb2.Frame(message=bytes(size)))
+        sending.put(mux_pb2.Frame(message=bytes(size)))
     sending.finish()
     await sending.write(write)
     assert sizes == [200_000, 100_000, 1_000_000, 10]
@@ -227,9 +227,9 @@ async def test_a_deadline_ends_it_at_both_sides() -> None:
 async def test_a_callee_keeps_the_deadline_by_itself() -> None:
     """Its caller may be gone without a word."""
     async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
-        carry: Any = trunk_pb2_grpc.TrunkServiceStub(channel).Carry()  # type: ignore[call-arg]
-        begin = trunk_pb2.Begin(method=f"/{SERVICE}/wait", timeout_us=100_000)
-        await carry.write(trunk_pb2.CarryRequest(frames=[trunk_pb2.Frame(stream=1, begin=begin)]))
+        carry: Any = mux_pb2_grpc.MuxServiceStub(channel).Connect()  # type: ignore[call-arg]
+        begin = mux_pb2.Begin(method=f"/{SERVICE}/wait", timeout_us=100_000)
+        await carry.write(mux_pb2.ConnectRequest(frames=[mux_pb2.Frame(stream=1, begin=begin)]))
         await until(lambda: to.methods.cancelled == 1)
 
 
@@ -383,13 +383,13 @@ async def test_streams_that_end_before_they_begin_leave_nothing() -> None:
 
 async def test_begun_and_ended_in_one_bundle() -> None:
     async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
-        carry: Any = trunk_pb2_grpc.TrunkServiceStub(channel).Carry()  # type: ignore[call-arg]
-        begin = trunk_pb2.Begin(method=f"/{SERVICE}/wait")
-        both = [trunk_pb2.Frame(stream=1, begin=begin), trunk_pb2.Frame(stream=1, end=trunk_pb2.End(code=1))]
-        await carry.write(trunk_pb2.CarryRequest(frames=both))
-        await carry.write(trunk_pb2.CarryRequest(frames=[trunk_pb2.Frame(stream=2, begin=begin)]))
+        carry: Any = mux_pb2_grpc.MuxServiceStub(channel).Connect()  # type: ignore[call-arg]
+        begin = mux_pb2.Begin(method=f"/{SERVICE}/wait")
+        both = [mux_pb2.Frame(stream=1, begin=begin), mux_pb2.Frame(stream=1, end=mux_pb2.End(code=1))]
+        await carry.write(mux_pb2.ConnectRequest(frames=both))
+        await carry.write(mux_pb2.ConnectRequest(frames=[mux_pb2.Frame(stream=2, begin=begin)]))
         assert (await carry.read()).frames[0].stream == 2
-        await carry.write(trunk_pb2.CarryRequest(frames=[trunk_pb2.Frame(stream=2, end=trunk_pb2.End(code=1))]))
+        await carry.write(mux_pb2.ConnectRequest(frames=[mux_pb2.Frame(stream=2, end=mux_pb2.End(code=1))]))
         async with asyncio.timeout(10):
             await to.pod.stop(grace=60)
 
@@ -433,10 +433,10 @@ async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
     """A service that takes nothing is not told of those who have left."""
     sending = SendQueue()
     for number in (1, 2):
-        sending.put(trunk_pb2.Frame(stream=number, begin=trunk_pb2.Begin()))
-        sending.put(trunk_pb2.Frame(stream=number, message=b"open"))
+        sending.put(mux_pb2.Frame(stream=number, begin=mux_pb2.Begin()))
+        sending.put(mux_pb2.Frame(stream=number, message=b"open"))
     assert sending.drop(1)
-    sending.put(trunk_pb2.Frame(stream=3, message=b"more"))
+    sending.put(mux_pb2.Frame(stream=3, message=b"more"))
     assert not sending.drop(3)
     assert [frame.stream for frame, _ in sending._frames] == [2, 2]
 
@@ -453,21 +453,21 @@ async def test_a_channel_may_be_closed_at_once() -> None:
 @pytest.mark.parametrize("breach", ["twice", "nothing", "beyond the window", "read what was not sent"])
 async def test_a_connection_that_breaks_the_rules_ends(breach: str) -> None:
     """And no other."""
-    begin = trunk_pb2.Frame(stream=1, begin=trunk_pb2.Begin(method=f"/{SERVICE}/wait"))
-    message = trunk_pb2.Frame(stream=1, message=bytes(WINDOW // 2))
+    begin = mux_pb2.Frame(stream=1, begin=mux_pb2.Begin(method=f"/{SERVICE}/wait"))
+    message = mux_pb2.Frame(stream=1, message=bytes(WINDOW // 2))
     more = {
         "twice": [begin],
-        "nothing": [trunk_pb2.Frame(stream=1)],
+        "nothing": [mux_pb2.Frame(stream=1)],
         "beyond the window": [message, message, message],
-        "read what was not sent": [trunk_pb2.Frame(stream=1, taken=2**32 - 1)],
+        "read what was not sent": [mux_pb2.Frame(stream=1, credit=2**32 - 1)],
     }[breach]
     async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
         other = to.begin("echo")
-        carry: Any = trunk_pb2_grpc.TrunkServiceStub(channel).Carry()  # type: ignore[call-arg]
-        await carry.write(trunk_pb2.CarryRequest(frames=[begin]))
+        carry: Any = mux_pb2_grpc.MuxServiceStub(channel).Connect()  # type: ignore[call-arg]
+        await carry.write(mux_pb2.ConnectRequest(frames=[begin]))
         assert (await carry.read()).frames[0].message == b"here"
         for frame in more:
-            await carry.write(trunk_pb2.CarryRequest(frames=[frame]))
+            await carry.write(mux_pb2.ConnectRequest(frames=[frame]))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await carry.read()
         assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -477,14 +477,14 @@ async def test_a_connection_that_breaks_the_rules_ends(breach: str) -> None:
 
 
 _frames = st.one_of(
-    st.builds(trunk_pb2.Frame, message=st.binary(max_size=8)),
-    st.builds(trunk_pb2.Frame, taken=st.just(0)),
-    st.builds(trunk_pb2.Frame, end=st.builds(trunk_pb2.End, code=st.integers(0, 99))),
+    st.builds(mux_pb2.Frame, message=st.binary(max_size=8)),
+    st.builds(mux_pb2.Frame, credit=st.just(0)),
+    st.builds(mux_pb2.Frame, end=st.builds(mux_pb2.End, code=st.integers(0, 99))),
 )
 
 
 @given(st.lists(_frames, max_size=20))
-def test_what_arrived_before_the_end_is_read(frames: list[trunk_pb2.Frame]) -> None:
+def test_what_arrived_before_the_end_is_read(frames: list[mux_pb2.Frame]) -> None:
     async def main() -> None:
         stream = Stream(1, SendQueue())
         for frame in frames:
@@ -504,7 +504,7 @@ def test_what_arrived_before_the_end_is_read(frames: list[trunk_pb2.Frame]) -> N
 def test_a_frame_that_says_nothing_is_a_breach() -> None:
     async def main() -> None:
         with pytest.raises(ProtocolError):
-            Stream(1, SendQueue()).receive_frame(trunk_pb2.Frame(stream=1))
+            Stream(1, SendQueue()).receive_frame(mux_pb2.Frame(stream=1))
 
     asyncio.run(main())
 
@@ -520,12 +520,12 @@ async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
     waiting = [asyncio.create_task(stream.send(message)) for stream in streams[5:7]]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
-    streams[5].end(trunk_pb2.End())
+    streams[5].end(mux_pb2.End())
     with pytest.raises(asyncio.InvalidStateError):
         await waiting[0]
-    written: list[trunk_pb2.Frame] = []
+    written: list[mux_pb2.Frame] = []
 
-    async def write(frames: Sequence[trunk_pb2.Frame]) -> None:
+    async def write(frames: Sequence[mux_pb2.Frame]) -> None:
         written.extend(frames)
 
     writing = asyncio.create_task(sending.write(write))
@@ -535,26 +535,26 @@ async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
     assert len(written) == 6
 
 
-async def frames_to(to: Link, frames: AsyncIterator[list[trunk_pb2.Frame]]) -> Any:
+async def frames_to(to: Link, frames: AsyncIterator[list[mux_pb2.Frame]]) -> Any:
     """A connection whose frames are these, and the call that carries it."""
 
-    async def requests() -> AsyncIterator[trunk_pb2.CarryRequest]:
+    async def requests() -> AsyncIterator[mux_pb2.ConnectRequest]:
         async for some in frames:
-            yield trunk_pb2.CarryRequest(frames=some)
+            yield mux_pb2.ConnectRequest(frames=some)
 
-    stub: Any = trunk_pb2_grpc.TrunkServiceStub(to.channel._channel)
-    return stub.Carry(requests())
+    stub: Any = mux_pb2_grpc.MuxServiceStub(to.channel._channel)
+    return stub.Connect(requests())
 
 
 async def test_a_connection_that_is_asked_and_not_read_ends() -> None:
     """Each frame asks for an answer; without an end they took hundreds of megabytes."""
     sent = 0
 
-    async def unknown() -> AsyncIterator[list[trunk_pb2.Frame]]:
+    async def unknown() -> AsyncIterator[list[mux_pb2.Frame]]:
         nonlocal sent
-        begin = trunk_pb2.Begin(method="/no/such")
+        begin = mux_pb2.Begin(method="/no/such")
         for first in range(1, 1_000_000, 1000):
-            yield [trunk_pb2.Frame(stream=number, begin=begin) for number in range(first, first + 1000)]
+            yield [mux_pb2.Frame(stream=number, begin=begin) for number in range(first, first + 1000)]
             sent += 1000
 
     async with link() as to:

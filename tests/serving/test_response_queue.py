@@ -32,7 +32,7 @@ def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
     async def main() -> list[tuple[float, str]]:
         responses: ResponseQueue[str] = ResponseQueue()
         stream: Any = Heard(takes)
-        writing = asyncio.create_task(responses.write_to(stream, progress=lambda: "progress"))
+        writing = asyncio.create_task(responses.write_to(stream, heartbeat=lambda: "heartbeat"))
         for number in range(1, round(SECONDS / every)):
             await asyncio.sleep(max(0.0, clock.START + number * every - asyncio.get_running_loop().time()))
             responses.send("commit")
@@ -47,7 +47,7 @@ def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
 @pytest.mark.parametrize("every", [0.01, 0.16, 0.24])
 def test_commits_are_signs_of_life(every: float) -> None:
     """But for one a second, which tells the load."""
-    signs = [0.0, *(when for when, what in heard(every) if what == "progress"), SECONDS]
+    signs = [0.0, *(when for when, what in heard(every) if what == "heartbeat"), SECONDS]
     pauses = [after - before for before, after in pairwise(signs)]
     assert min(pauses[:-1]) >= 0.99 * BUSY_HEARTBEAT_SECONDS
     assert max(pauses) <= 1.01 * (BUSY_HEARTBEAT_SECONDS + HEARTBEAT_SECONDS)
@@ -61,4 +61,4 @@ def test_a_pause_is_filled(every: float) -> None:
 
 def test_of_a_stream_that_does_not_take_them_they_are_not_asked() -> None:
     """What waits there is a sign of life."""
-    assert "progress" not in [what for _, what in heard(every=0.1, takes=0.5)]
+    assert "heartbeat" not in [what for _, what in heard(every=0.1, takes=0.5)]

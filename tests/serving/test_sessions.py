@@ -13,7 +13,7 @@ from specdec.serving.opening import Openings
 from specdec.serving.response_queue import MAX_WAITING, ResponseQueue
 from specdec.serving.session_stream import INBOX_REQUESTS, SessionServicer
 from specdec.serving.worker import Worker
-from specdec.v1 import verifier_pb2
+from specdec.v2 import verifier_pb2
 
 OPEN = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[1]))
 MORE = verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=1))
@@ -55,7 +55,7 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
     def opened(self, session: Any) -> verifier_pb2.VerifyResponse:
         return verifier_pb2.VerifyResponse()
 
-    def progress(self) -> verifier_pb2.VerifyResponse:
+    def heartbeat(self) -> verifier_pb2.VerifyResponse:
         return verifier_pb2.VerifyResponse()
 
     def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:
@@ -138,7 +138,7 @@ async def test_an_outbox_tells_when_nobody_reads_it() -> None:
 
     responses: ResponseQueue[str] = ResponseQueue()
     stream: Any = Slow()
-    writing = asyncio.create_task(responses.write_to(stream, progress=lambda: "alive"))
+    writing = asyncio.create_task(responses.write_to(stream, heartbeat=lambda: "alive"))
     for number in range(MAX_WAITING + 1):
         assert not responses.full
         responses.send(str(number))
@@ -158,4 +158,4 @@ async def test_an_unexpected_error_ends_the_stream_as_it_is() -> None:
     context: Any = Context()
     responses.send(KeyError("somewhere inside"))
     with pytest.raises(KeyError):
-        await responses.write_to(context, progress=lambda: "alive")
+        await responses.write_to(context, heartbeat=lambda: "alive")

@@ -10,7 +10,7 @@ import pytest
 from bench.simulation import clock
 from bench.simulation.channel import Call, Channel
 from specdec.serving.errors import OverloadedError
-from specdec.v1 import model_pb2
+from specdec.v2 import model_pb2
 
 DELAY = 0.25
 

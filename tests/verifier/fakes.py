@@ -21,6 +21,7 @@ from specdec.decoding.choice import RequestSampler, SamplingQuery, Tokens
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.processing import PenaltyState
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import Drafter
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.batch import PackedBatch
@@ -34,6 +35,8 @@ from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
+
+REMOTE = frozenset({Drafter.REMOTE})
 
 VOCABULARY = 12
 END = 1
@@ -214,11 +217,11 @@ class Client:
         sampling: Sampling | None = None,
         end_tokens: frozenset[int] = frozenset(),
         tenant: str = "",
-        logprobs: int = 0,
+        top_logprobs: int | None = None,
         max_candidates: int = 8,
         rule: Rule = Rule.COUPLED,
         policy: Policy | None = None,
-        unhurried: bool = False,
+        coalesce_commits: bool = False,
     ) -> None:
         sampler = RequestSampler(sampling or Sampling(), end_tokens, rule=rule)
         request = SessionRequest(
@@ -227,12 +230,12 @@ class Client:
             sampler,
             end_tokens,
             max_tokens,
-            logprobs,
+            top_logprobs,
             loop.context,
             tenant,
-            unhurried=unhurried,
+            coalesce_commits=coalesce_commits,
         )
-        self.session = Session(request, policy or Policy(True, max_candidates, 0.0), 64, VOCABULARY)
+        self.session = Session(request, policy or Policy(REMOTE, max_candidates, 0.0), 64, VOCABULARY)
         self.want = reference(request)
         self.mail = Mailbox()
         self.running = RunningSession(self.session, self.mail, lambda result, times: (result, times))

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.scheduling.cpu_threads import FIRST_PROBE_PAUSE, LINGER_SECONDS, LONGEST_PROBE_PAUSE, ThreadPolicy
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode
+
+REMOTE = frozenset({Drafter.REMOTE})
 
 BLOCKS = 40
 
@@ -40,7 +43,7 @@ def test_steps_are_measured_with_each_number() -> None:
 def test_room_is_left_where_candidates_of_drafts_are_taken(mode: Mode, speculate: bool, always: bool) -> None:
     engine = Threaded(BLOCKS)
     loop = step_loop(engine, controller=Decided(mode))
-    Client(loop, [3, 4, 5], policy=Policy(speculate, 8, 0.0, always=always))
+    Client(loop, [3, 4, 5], policy=Policy(REMOTE if speculate else NO_DRAFTERS, 8, 0.0, forced=always))
     for _ in range(2):  # over the prompt, and over its first token
         loop.turn()
     assert engine.used == (1 if speculate and (always or mode is Mode.REMOTE_DRAFT) else 2)

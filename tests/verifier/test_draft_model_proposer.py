@@ -9,6 +9,7 @@ import pytest
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.row_counts import InvariantRowCounts
 from tests.verifier.fakes import (
@@ -31,10 +32,12 @@ from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 from verifier_service.verification.result import CORRECTION, OWN_DRAFT
 
+REMOTE = frozenset({Drafter.REMOTE})
+
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
 PENALISED = Sampling(temperature=1.0, seed=3, top_k=4, repetition_penalty=1.3, banned_tokens=frozenset({BAD}))
-GUESSING = Policy(False, 8, 0.0, ngram=True)
+GUESSING = Policy(OWN_DRAFTERS, 8, 0.0)
 CONTEXT = 10_000
 
 
@@ -179,7 +182,7 @@ def test_it_is_asked_in_its_own_way_only(mode: Mode) -> None:
     loop = step_loop(
         TextEngine(60), controller=Decided(mode), draft_model=DraftModelProposer(draft, CONTEXT, latency=QUICK)
     )
-    one, other = client(loop), client(loop, policy=Policy(True, 8, 0.0))
+    one, other = client(loop), client(loop, policy=Policy(REMOTE, 8, 0.0))
     run(loop, one, other)
     check_over(loop, draft, one, other)
     assert draft.steps == []
@@ -188,7 +191,7 @@ def test_it_is_asked_in_its_own_way_only(mode: Mode) -> None:
 def test_who_wants_no_guesses_gets_none() -> None:
     draft = TextEngine(60)
     loop = loop_with(draft)
-    one, other = client(loop, policy=Policy(False, 8, 0.0)), client(loop, seed=1)
+    one, other = client(loop, policy=Policy(NO_DRAFTERS, 8, 0.0)), client(loop, seed=1)
     run(loop, one, other)
     check_over(loop, draft, one, other)
     assert OWN_DRAFT not in sources(one)
@@ -323,7 +326,7 @@ def test_draws_have_their_places_to_themselves() -> None:
 def test_who_asks_for_a_window_gets_that(rule: Rule) -> None:
     draft = TextEngine(60)
     loop = loop_with(draft)
-    window = Policy(False, 8, 0.0, ngram=True, lookahead=Lookahead(5, 3, 5))
+    window = Policy(OWN_DRAFTERS, 8, 0.0, lookahead=Lookahead(5, 3, 5))
     one = client(loop, rule=rule, policy=window, max_tokens=200)
     run(loop, one)
     assert draft.steps == []

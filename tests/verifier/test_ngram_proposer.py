@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch
@@ -45,7 +46,7 @@ REPETITIVE = [3, 4, 5, 6, 7] * 4
 
 
 def guessing(lookahead: Lookahead | None = None, candidates: int = 192) -> Policy:
-    return Policy(False, candidates, 0.0, ngram=True, lookahead=lookahead)
+    return Policy(OWN_DRAFTERS, candidates, 0.0, lookahead=lookahead)
 
 
 class Model:
@@ -173,7 +174,7 @@ def test_bigrams_are_jacobi_decoding(width: int, sampling: Sampling) -> None:
 
 def plainly(*prompts: list[int], sampling: Sampling) -> list[Client]:
     loop = step_loop(TextEngine(30))
-    clients = [Client(loop, prompt, 60, sampling=sampling, policy=Policy(False, 8, 0.0)) for prompt in prompts]
+    clients = [Client(loop, prompt, 60, sampling=sampling, policy=Policy(NO_DRAFTERS, 8, 0.0)) for prompt in prompts]
     run(loop, *clients)
     return clients
 
@@ -215,23 +216,23 @@ def test_guesses_join_what_a_draft_offers_only_where_nothing_is_drawn(rule: Rule
     """A guess in the place of a draw would keep the better one out."""
     loop = step_loop(TextEngine(8))
     sampling = Sampling(temperature=1.0, seed=5)
-    policy = Policy(True, 64, 0.0, ngram=True)
+    policy = Policy(ALL_DRAFTERS, 64, 0.0)
     drafted = Client(loop, REPETITIVE, 60, sampling=sampling, rule=rule, policy=policy)
     loop.turn()
-    assert drafted.session.takes_ngrams is (rule is Rule.COUPLED)
-    drafted.session.policy.speculate = False
-    assert drafted.session.takes_ngrams
+    assert drafted.session.takes_own_candidates is (rule is Rule.COUPLED)
+    drafted.session.policy = Policy(OWN_DRAFTERS, 64, 0.0)
+    assert drafted.session.takes_own_candidates
 
 
 def test_what_a_session_guesses_is_no_foresight_of_its_draft() -> None:
     loop = step_loop(Parrot(8))
-    policy = Policy(True, 64, 0.0, ngram=True)
+    policy = Policy(ALL_DRAFTERS, 64, 0.0)
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=policy)
     for _ in range(60):
         loop.turn()
     assert NGRAM in sources(client)
-    assert loop.stats.outcomes > 0
-    assert loop.stats.foreseen == 0
+    assert loop.stats.drafted_steps > 0
+    assert loop.stats.draft_ready_steps == 0
 
 
 def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
@@ -266,8 +267,8 @@ def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there()
 
 def test_what_is_contrasted_is_not_guessed() -> None:
     sampler = RequestSampler(Sampling(), rule=Rule.CONTRASTIVE)
-    request = SessionRequest(REPETITIVE, [], sampler, frozenset(), 60, 0, 256)
-    assert not Session(request, Policy(True, 64, 0.0, ngram=True), 64, 12).takes_ngrams
+    request = SessionRequest(REPETITIVE, [], sampler, frozenset(), 60, None, 256)
+    assert not Session(request, Policy(ALL_DRAFTERS, 64, 0.0), 64, 12).takes_own_candidates
 
 
 def test_who_asks_for_no_guesses_gets_none() -> None:

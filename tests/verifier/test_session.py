@@ -11,6 +11,7 @@ import pytest
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.decoding.step_logits import HostLogits
 from specdec.decoding.tree import Node, Paths
 from specdec.engine.cpu.layout import RaggedPacker
@@ -21,6 +22,8 @@ from verifier_service.session import Policy, Session, SessionRequest
 from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, VerifyResult
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
+
+REMOTE = frozenset({Drafter.REMOTE})
 
 VOCABULARY = 10
 PROMPT = [1, 2, 3]
@@ -44,8 +47,8 @@ def made(
 ) -> Session:
     """A session without memory."""
     sampler = RequestSampler(sampling or Sampling(), end, rule=rule)
-    request = SessionRequest(prompt, list(generated), sampler, end, max_tokens, 0, context, tenant)
-    return Session(request, Policy(speculate, max_candidates, 0.0), 64, VOCABULARY)
+    request = SessionRequest(prompt, list(generated), sampler, end, max_tokens, None, context, tenant)
+    return Session(request, Policy(REMOTE if speculate else NO_DRAFTERS, max_candidates, 0.0), 64, VOCABULARY)
 
 
 def decoding(pool: BlockPool | None = None, **fields: Any) -> Session:
@@ -251,7 +254,7 @@ class TestCandidates:
         assert (session.remaining_prompt, session.max_candidates) == (2, 0)
         session.computed = 2
         assert session.max_candidates == 5
-        session.policy = Policy(False, 5, 0.0)
+        session.policy = Policy(NO_DRAFTERS, 5, 0.0)
         assert session.max_candidates == 0
         assert session.wait_estimate(0.0, 0.0).expected == 1.0
 

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from specdec.decoding.logprobs import log_softmax
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter
 from specdec.decoding.tree import Paths
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.row_counts import InvariantRowCounts
@@ -44,8 +45,10 @@ from verifier_service.scheduling.prefill import MIN_CHUNK_TOKENS
 from verifier_service.scheduling.run_queue import SPARE_SHARE
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode, SpeculationController
-from verifier_service.step_loop import COMMIT_COALESCE_SECONDS, MOST_CANDIDATES, UNHURRIED, StepLoop
+from verifier_service.step_loop import COMMIT_COALESCE_SECONDS, MOST_CANDIDATES, RELAXED_COALESCE_SECONDS, StepLoop
 from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP
+
+REMOTE = frozenset({Drafter.REMOTE})
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
@@ -132,7 +135,7 @@ class TestTokens:
         """And drafts are told; a session that speculates always does not listen."""
         loop = step_loop(TextEngine(8), controller=Decided(Mode.OFF))
         one = client(loop, 10, 1, 12)
-        one.session.policy = Policy(True, 8, 10.0, always)
+        one.session.policy = Policy(REMOTE, 8, 10.0, forced=always)
         turns(loop, 1)
         one.offer(right=4)
         while not one.over:
@@ -140,20 +143,20 @@ class TestTokens:
             assert loop.turn() == 0.0  # nothing is waited for: what is there will do
         offered = sum(result.offered for result in one.mail.results)
         assert offered == (4 if always else 0)
-        assert {times.price == 1.0 for times in one.mail.times[1:]} == {not always}
+        assert {times.drafting_wanted for times in one.mail.times[1:]} == {always}
 
     def test_a_draft_hears_at_once_that_it_may_rest(self) -> None:
         """Else it would be at work for nothing, beside a step that wants its core."""
         controller = Decided(Mode.REMOTE_DRAFT)
         loop = step_loop(TextEngine(8), controller=controller)
         one = client(loop, 10, 1, 12)
-        one.session.policy = Policy(True, 8, 0.0)
+        one.session.policy = Policy(REMOTE, 8, 0.0)
         turns(loop, 2)
         heard = len(one.mail.times)
         controller.decided = Mode.OFF
         turns(loop, 1)
         (times,) = one.mail.times[heard:]
-        assert times.price == 1.0
+        assert not times.drafting_wanted
 
     def test_drafts_that_share_the_cores_wait_until_prompts_are_read(self) -> None:
         """While more texts go on than prompts are read, they do not."""
@@ -161,29 +164,29 @@ class TestTokens:
         engine.threads = (2, 1)
         loop = step_loop(engine, step_rows=16, controller=Decided(Mode.REMOTE_DRAFT))
         first = client(loop, 40, 1, 50)
-        assert loop.price_for(first.session, 1) == 1.0
+        assert not loop.drafting_outlook(first.session, 1)[0]
         while first.session.remaining_prompt:
             turns(loop, 1)
             assert engine.used == 2
-        assert first.mail.times[0].price < 1.0
+        assert first.mail.times[0].drafting_wanted
         turns(loop, 1)
         assert engine.used == 1
         clients = [client(loop, 40, seed, 50) for seed in (2, 3)]
         turns(loop, 1)
-        assert first.mail.times[-1].price == 1.0  # for how long it keeps its core: test_cores.py, by a clock of its own
+        assert not first.mail.times[-1].drafting_wanted  # for how long it keeps its core: test_cpu_threads.py
         while any(each.session.remaining_prompt for each in clients):
             turns(loop, 1)
         turns(loop, 1)
-        assert first.mail.times[-1].price < 1.0
+        assert first.mail.times[-1].drafting_wanted
         client(loop, 40, 4, 50)
         turns(loop, 1)
-        assert first.mail.times[-1].price < 1.0
+        assert first.mail.times[-1].drafting_wanted
 
     @pytest.mark.parametrize("mode", list(Mode))
     def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, mode: Mode) -> None:
         loop = step_loop(TextEngine(8), controller=Decided(mode))
-        price = loop.price_for(client(loop, 10, 1, 12).session, 16)
-        assert (price < 1.0) is (mode is Mode.REMOTE_DRAFT)
+        wanted, _ = loop.drafting_outlook(client(loop, 10, 1, 12).session, 16)
+        assert wanted is (mode is Mode.REMOTE_DRAFT)
 
     def test_candidates_come_at_any_time(self) -> None:
         """Before there is memory, in the prompt, and late: they are kept for as long as they can be taken."""
@@ -256,8 +259,8 @@ class TestTokens:
         """Candidates are not used, and commits may be told together."""
         engine = TextEngine(12)
         loop = step_loop(engine)
-        plain = client(loop, 10, 1, 30, logprobs=2)
-        plain.session.policy = Policy(False, 8, 0.0)
+        plain = client(loop, 10, 1, 30, top_logprobs=1)
+        plain.session.policy = Policy(NO_DRAFTERS, 8, 0.0)
         plain.offer(right=5)
         run(loop, plain)
         assert loop.stats.drafted == 0
@@ -271,11 +274,11 @@ class TestTokens:
         """Unless a draft must hear."""
         engine = TextEngine(12)
         loop = step_loop(engine)
-        undrafted, begin = Policy(False, 8, 0.0), time.monotonic()
-        patient = client(loop, 10, 1, 60, unhurried=True, policy=undrafted)
-        drafted = client(loop, 10, 2, 60, unhurried=True)
+        undrafted, begin = Policy(NO_DRAFTERS, 8, 0.0), time.monotonic()
+        patient = client(loop, 10, 1, 60, coalesce_commits=True, policy=undrafted)
+        drafted = client(loop, 10, 2, 60, coalesce_commits=True)
         run(loop, patient, drafted)
-        assert len(patient.mail.results) <= 2 + (time.monotonic() - begin) / UNHURRIED
+        assert len(patient.mail.results) <= 2 + (time.monotonic() - begin) / RELAXED_COALESCE_SECONDS
         assert len(drafted.mail.results) == 60
         check_over(loop, engine, patient, drafted)
 
@@ -283,7 +286,7 @@ class TestTokens:
         engine = TextEngine(12)
         loop = step_loop(engine)
         begin = time.monotonic()
-        alone = client(loop, 10, 1, 60, policy=Policy(False, 8, 0.0))
+        alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
         run(loop, alone)
         assert len(alone.mail.results) <= 2 + (time.monotonic() - begin) / COMMIT_COALESCE_SECONDS
         assert len(alone.mail.results[0].tokens) == 1  # nobody waits for the first
@@ -295,7 +298,7 @@ class TestTokens:
         loop = step_loop(engine, max_unread_tokens=3)
         clients = [client(loop, 10, seed, 60) for seed in range(3)]
         for each in clients:
-            each.session.policy = Policy(False, 8, 0.0)
+            each.session.policy = Policy(NO_DRAFTERS, 8, 0.0)
         run(loop, *clients)
         check_over(loop, engine, *clients)
 
@@ -305,19 +308,19 @@ class TestLogprobs:
         """In a step with accepted candidates, among sessions that want others or none."""
         engine = TextEngine(12)
         loop = step_loop(engine)
-        wants = (4, 0, 1, 12)
-        clients = [client(loop, 10, i, 12, sampling=WARM, logprobs=want) for i, want in enumerate(wants)]
+        wants = (3, None, 0, 11)
+        clients = [client(loop, 10, i, 12, sampling=WARM, top_logprobs=want) for i, want in enumerate(wants)]
         turns(loop, 1)
         for each in clients:
             each.offer(right=3, wrong=[2, 3])
         run(loop, *clients)
         assert all(max(result.accepted for result in each.mail.results) == 3 for each in clients)
         for each, want in zip(clients, wants, strict=True):
-            assert len(each.logprobs) == (len(each.tokens) if want else 0)
+            assert len(each.logprobs) == (0 if want is None else len(each.tokens))
             prefix = list(each.session.request.prompt)
-            for token, found in zip(each.tokens if want else [], each.logprobs, strict=True):
+            for token, found in zip([] if want is None else each.tokens, each.logprobs, strict=True):
                 right = log_softmax(LANGUAGE.logits(LANGUAGE.number_of(prefix)))
-                best = np.argsort(-right)[: want - 1]
+                best = np.argsort(-right)[:want]
                 assert found.chosen == pytest.approx(right[token])
                 assert found.top_tokens == best.tolist()
                 assert found.top_logprobs == pytest.approx(right[best].tolist())
@@ -379,7 +382,7 @@ class TestSharing:
         run(loop, first, same, other)
         assert [each.mail.times[0].cached for each in (first, same, other)] == [0, found, 0]
         assert {times.cached for times in same.mail.times[1:]} == {0}
-        assert (loop.stats.prompt_tokens, loop.stats.found_tokens) == (600, found)
+        assert (loop.stats.prompt_tokens, loop.stats.cached_tokens) == (600, found)
         check_over(loop, engine, first, same, other)
 
     def test_a_beginning_inside_a_block_is_copied(self) -> None:
@@ -512,7 +515,7 @@ class TestMemory:
         for engine in (TextEngine(blocks), TextEngine(100)):
             loop = step_loop(engine)
             clients = [
-                Client(loop, text(20 + 3 * seed, seed % 3), 20 + seed, sampling=SAMPLINGS[seed % 3], logprobs=1)
+                Client(loop, text(20 + 3 * seed, seed % 3), 20 + seed, sampling=SAMPLINGS[seed % 3], top_logprobs=0)
                 for seed in range(7)
             ]
             run(loop, *clients, turns=1000)
@@ -533,7 +536,7 @@ class TestMemory:
         assert young.running.preemptions == 1
         assert sum(engine.steps) < 120 + 30 + 125 + 10 + 125 - BLOCK // 2
         assert {times.cached for times in young.mail.times} == {0}  # none was there when it first came
-        assert loop.stats.found_tokens == 0
+        assert loop.stats.cached_tokens == 0
         check_over(loop, engine, old, young)
 
 
@@ -913,7 +916,12 @@ class ManySessions(RuleBasedStateMachine):
         lookahead=st.sampled_from([None, None, Lookahead(4, 2, 1), Lookahead(3, 3, 2), Lookahead(5, 5, 5)]),
     )
     def change_policy(self, who: int, speculate: bool, most: int, guess: bool, lookahead: Lookahead | None) -> None:
-        policy = Policy(speculate, most, 0.0, ngram=guess, lookahead=lookahead)
+        policy = Policy(
+            (REMOTE if speculate else NO_DRAFTERS) | (OWN_DRAFTERS if guess else NO_DRAFTERS),
+            most,
+            0.0,
+            lookahead=lookahead,
+        )
         self.alive[who % len(self.alive)].session.policy = policy
 
     @precondition(lambda self: self.alive)
@@ -999,7 +1007,7 @@ def test_a_storm(seed: int) -> None:
         clients.tokens_are_the_references()
         clients.memory_is_accounted_for()
     load = clients.loop.stats
-    assert min(load.preemptions, load.accepted, load.drafted - load.accepted, load.found_tokens) > 0
+    assert min(load.preemptions, load.accepted, load.drafted - load.accepted, load.cached_tokens) > 0
     assert any(each.mail.error for each in clients.clients)
     assert sum(bool(each.mail.finish) for each in clients.clients) > 10
     clients.teardown()

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.speculation import OWN_DRAFTERS
 from tests.verifier.fakes import BAD, Client, TextEngine, run, step_loop
 from verifier_service.proposers.ngram import NGRAM
 from verifier_service.proposers.suffix_cache import BREAK, MOST_TENANTS, SuffixCache
@@ -48,7 +49,7 @@ def test_nothing_is_kept_unless_asked_for() -> None:
 @pytest.mark.parametrize(("tenant", "most", "heard"), [("a", 500, True), ("b", 500, False), ("a", 0, False)])
 def test_who_asks_again_is_answered_in_fewer_steps(tenant: str, most: int, heard: bool) -> None:
     """The same request twice: the second time all of it has been said before, if it was said to the same tenant."""
-    policy = Policy(False, 64, 0.0, ngram=True)
+    policy = Policy(OWN_DRAFTERS, 64, 0.0)
     loop = step_loop(TextEngine(20), suffix_cache_tokens=most)
     steps = []
     for whose in ("a", tenant):

@@ -24,7 +24,7 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import LONGEST, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
 
-NGRAM, LOOKAHEAD = 5, 6  # specdec.v1.TokenSource
+NGRAM, LOOKAHEAD = 5, 6  # specdec.v2.TokenSource
 
 BRANCHES = 3
 DEPTH = 24
@@ -108,7 +108,17 @@ class NgramProposer:
 
     # --- candidates ---------------------------------------------------------------------------------
 
-    def propose(self, tree: TokenTree, price: float, shared: Tokens | None, *, every: bool, sampled: bool) -> bool:
+    def propose(
+        self,
+        tree: TokenTree,
+        price: float,
+        shared: Tokens | None,
+        *,
+        every: bool,
+        sampled: bool,
+        lookups: bool = True,
+        windows: bool = True,
+    ) -> bool:
         """Put what may follow the text into the tree, by what it says itself and by what `shared` ones say, as far as
         it may be worth its row's `price`, or `every` n-gram of a window; False if that is done already."""
         if self._proposed == self._length:
@@ -120,13 +130,13 @@ class NgramProposer:
         self._skipped = 0
         worth = math.log(max(MIN_PROBABILITY, price * PRICE_SHARE))
         text = self._text[: self._length]
-        for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH):
+        for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH) if lookups else ():
             # What reaches the end of the text goes on as it has begun: the text repeats itself.
             self._insert_lookup(tree, np.resize(tokens, DEPTH), match, worth, sampled)
-        if shared is not None:
+        if shared is not None and lookups:
             for tokens, match in continuations(shared, text[-LONGEST:], BRANCHES, DEPTH):
                 self._insert_lookup(tree, tokens, match, worth, sampled)
-        if self.pool is not None:
+        if self.pool is not None and windows:
             for ngram in self.pool.after(int(text[-1])):
                 logprobs = self.lookahead_confidence.logprobs(1, len(ngram), -math.inf if every else worth)
                 self._insert(tree, ngram[: len(logprobs)], logprobs, 1, LOOKAHEAD, sampled)

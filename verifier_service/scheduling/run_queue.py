@@ -120,7 +120,7 @@ class RunQueue:
         entry.queued += now - entry.waiting_since
         if not entry.preemptions:
             session.cached_tokens = session.computed
-            self._stats.found_tokens += session.cached_tokens
+            self._stats.cached_tokens += session.cached_tokens
         self._count()
         return True
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from specdec.decoding.logprobs import Logprobs
 
-DRAFT, CORRECTION, BONUS, PLAIN, OWN_DRAFT = 1, 2, 3, 4, 7  # specdec.v1.TokenSource
-STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v1.FinishReason
+DRAFT, CORRECTION, BONUS, PLAIN, OWN_DRAFT = 1, 2, 3, 4, 7  # specdec.v2.TokenSource
+STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v2.FinishReason
 
 
 @dataclass(slots=True)

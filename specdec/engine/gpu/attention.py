@@ -144,7 +144,7 @@ class SplitKvAttention:
         rows, heads, width = query.shape
         kv_heads, value_width = keys.shape[1], values.shape[2]
         shared = heads // kv_heads
-        tiles, tile_rows = batch.tile_row_counts.shape
+        tiles, tile_rows = batch.tile_row_indices.shape
         extents, sums = self._memory.found(heads, value_width)
         tiling = Tiling.of(width, value_width, keys.element_size())
         _read[(tiles, kv_heads)](
@@ -153,7 +153,7 @@ class SplitKvAttention:
             values,
             batch.tile_counts,
             batch.tile_splits,
-            batch.tile_row_counts,
+            batch.tile_row_indices,
             batch.tile_keys,
             batch.positions,
             batch.first_partials,
@@ -166,7 +166,7 @@ class SplitKvAttention:
             softcap or 0.0,
             KV_HEADS=kv_heads,
             SHARED=shared,
-            PLACES=tile_rows,
+            TILE_CAPACITY=tile_rows,
             WIDTH=width,
             VALUE_WIDTH=value_width,
             ROWS=triton.next_power_of_2(max(TILE_ROWS, tile_rows * shared)),
@@ -203,7 +203,7 @@ def _read(
     values: tl.tensor,  # [slots, kv_heads, value_width]
     tile_counts: tl.tensor,
     tile_splits: tl.tensor,
-    tile_row_counts: tl.tensor,
+    tile_row_indices: tl.tensor,
     tile_keys: tl.tensor,
     positions: tl.tensor,
     first_partials: tl.tensor,
@@ -216,7 +216,7 @@ def _read(
     softcap: tl.tensor,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
-    PLACES: tl.constexpr,
+    TILE_CAPACITY: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -240,7 +240,7 @@ def _read(
     place = line // SHARED
     head = kv_head * SHARED + line % SHARED
     inside = place < count
-    row = tl.load(tile_row_counts + tile * PLACES + place, mask=inside, other=0).to(tl.int64)
+    row = tl.load(tile_row_indices + tile * TILE_CAPACITY + place, mask=inside, other=0).to(tl.int64)
     position = tl.load(positions + row, mask=inside, other=-1).to(tl.int32)  # -1 sees nothing
     d = tl.arange(0, BLOCK)
     dv = tl.arange(0, VALUE_BLOCK)
@@ -252,16 +252,16 @@ def _read(
     if WIDENED:
         q = q.to(tl.float32)
 
-    first_tile = 0
+    first_chunk = 0
     if WINDOW:
         lowest = tl.min(tl.where(inside, position, 2147483647), 0) - (WINDOW - 1) - start
-        first_tile = tl.maximum(lowest, 0) // TILE
-    last_tile = tl.cdiv(tl.minimum(tl.max(position, 0) + 1 - start, SPLIT), TILE)
+        first_chunk = tl.maximum(lowest, 0) // TILE
+    last_chunk = tl.cdiv(tl.minimum(tl.max(position, 0) + 1 - start, SPLIT), TILE)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sum_ = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    for tile in range(first_tile, last_tile):
-        n = tile * TILE + tl.arange(0, TILE)
+    for chunk in range(first_chunk, last_chunk):
+        n = chunk * TILE + tl.arange(0, TILE)
         slot = tl.load(tile_keys + tile * SPLIT + n).to(tl.int64) * KV_HEADS + kv_head
         k = tl.load(keys + slot[None, :] * WIDTH + d[:, None], mask=(d < WIDTH)[:, None], other=0.0)
         v = tl.load(values + slot[:, None] * VALUE_WIDTH + dv[None, :], mask=(dv < VALUE_WIDTH)[None, :], other=0.0)

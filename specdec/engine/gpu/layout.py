@@ -51,7 +51,7 @@ class SplitKvBatch(PackedBatch):
 
     tile_counts: Integers  # [u] rows
     tile_splits: Integers  # [u]
-    tile_row_counts: Integers  # [u, places]
+    tile_row_indices: Integers  # [u, places]
     tile_keys: Integers  # [u, SPLIT]; NOWHERE behind the end of the text
     first_partials: Integers  # [t]
     partials: int
@@ -126,7 +126,7 @@ class SplitKvPacker(Packer):
             wanted=np.asarray(self.wanted, dtype=np.int64),
             tile_counts=_padded(np.repeat([len(stack.rows) for stack in stacks], heights), padded),
             tile_splits=_padded(np.arange(tiles) - np.repeat(below - firsts, heights), padded),
-            tile_row_counts=_padded(np.repeat(rows, heights, axis=0), padded),
+            tile_row_indices=_padded(np.repeat(rows, heights, axis=0), padded),
             tile_keys=keys.reshape(padded, SPLIT),
             first_partials=(np.cumsum(seen) - seen).astype(np.int32),
             partials=int(seen.sum()),

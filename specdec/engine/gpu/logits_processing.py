@@ -24,7 +24,7 @@ def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
     _penalise(z, queries)
     biases = [query.sampler.bias for query in queries]
     if any(len(ids) for ids, _ in biases):
-        rows, ids = _tile_rows(z, [ids for ids, _ in biases])
+        rows, ids = _indices(z, [ids for ids, _ in biases])
         z[rows, ids] = z[rows, ids] + _on(z, np.concatenate([bias for _, bias in biases]))
     ruled_out = [
         np.concatenate([query.sampler.banned, query.sampler.ends])
@@ -33,7 +33,7 @@ def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
         for query in queries
     ]
     if any(len(ids) for ids in ruled_out):
-        z[_tile_rows(z, ruled_out)] = -torch.inf
+        z[_indices(z, ruled_out)] = -torch.inf
     return z
 
 
@@ -56,7 +56,7 @@ def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
     def of_each(values: list[float]) -> Tensor:
         return _on(z, np.repeat(np.array(values, dtype=np.float32), lengths))
 
-    rows, ids = _tile_rows(z, [ids for ids, _ in held])
+    rows, ids = _indices(z, [ids for ids, _ in held])
     counts = _on(z, np.concatenate([counts for _, counts in held]).astype(np.float32))
     penalty = of_each([s.repetition_penalty for s in samplings])
     values = z[rows, ids]
@@ -83,7 +83,7 @@ def _held(penalty_state: PenaltyState | None, path: Sequence[int]) -> tuple[Ids,
     return ids, counts
 
 
-def _tile_rows(z: Tensor, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+def _indices(z: Tensor, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
     """Rows and columns of the ids of each row."""
     rows = np.repeat(np.arange(len(ids)), [len(of_row) for of_row in ids])
     return _on(z, rows), _on(z, np.concatenate(ids))

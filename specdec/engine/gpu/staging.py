@@ -26,10 +26,10 @@ class SplitKvTensors:
             "slots": (rows,),
             "first_partials": (rows,),
             "wanted": (wanted,),
-            "unit_counts": (tiles,),
-            "unit_splits": (tiles,),
-            "unit_rows": (tiles, tile_rows),
-            "unit_keys": (tiles, SPLIT),
+            "tile_counts": (tiles,),
+            "tile_splits": (tiles,),
+            "tile_row_indices": (tiles, tile_rows),
+            "tile_keys": (tiles, SPLIT),
         }
         self._shapes = shapes
         size = sum(_aligned(math.prod(shape)) for shape in shapes.values())
@@ -43,17 +43,17 @@ class SplitKvTensors:
         self.slots = views["slots"]  # [t]
         self.first_partials = views["first_partials"]  # [t]
         self.wanted = views["wanted"]  # [n]
-        self.tile_counts = views["unit_counts"]  # [u]
-        self.tile_splits = views["unit_splits"]  # [u]
-        self.tile_row_counts = views["unit_rows"]  # [u, places]
-        self.tile_keys = views["unit_keys"]  # [u, SPLIT]
+        self.tile_counts = views["tile_counts"]  # [u]
+        self.tile_splits = views["tile_splits"]  # [u]
+        self.tile_row_indices = views["tile_row_indices"]  # [u, places]
+        self.tile_keys = views["tile_keys"]  # [u, SPLIT]
         self.partials = 0  # of the batch
         self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
 
     @classmethod
     def of(cls, batch: SplitKvBatch, device: torch.device | str) -> SplitKvTensors:
         """Tensors of the batch's sizes, filled."""
-        tiles, tile_rows = batch.tile_row_counts.shape
+        tiles, tile_rows = batch.tile_row_indices.shape
         tensors = cls(len(batch.tokens), len(batch.wanted), tiles, tile_rows, device)
         tensors.fill(batch)
         return tensors

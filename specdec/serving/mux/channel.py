@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from specdec.serving.errors import STATUS_DETAILS, ProtocolError
 from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.mux.stream import Stream, TooLargeError
-from specdec.v1 import trunk_pb2, trunk_pb2_grpc
+from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -26,7 +26,7 @@ class MuxChannel:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
-        self._stub: Any = trunk_pb2_grpc.TrunkServiceStub(channel)
+        self._stub: Any = mux_pb2_grpc.MuxServiceStub(channel)
         self._connections: list[MuxConnection] = []  # the last one takes streams, others still carry some
         self._unknown = False  # connections are, there
 
@@ -46,7 +46,7 @@ class MuxChannel:
             connection = self._whole()
             if connection is None:
                 return alone(timeout=timeout, metadata=metadata)
-            begun = trunk_pb2.Begin(method=method, metadata=dict(metadata))
+            begun = mux_pb2.Begin(method=method, metadata=dict(metadata))
             return connection.begin(begun, timeout, request_serializer, response_deserializer)
 
         return begin
@@ -64,7 +64,7 @@ class MuxChannel:
         if self._unknown:
             return None
         if not self._connections or self._connections[-1].leaving:
-            self._connections.append(MuxConnection(self._stub.Carry()))
+            self._connections.append(MuxConnection(self._stub.Connect()))
         return self._connections[-1]
 
 
@@ -83,7 +83,7 @@ class MuxConnection:
 
     def begin(
         self,
-        begun: trunk_pb2.Begin,
+        begun: mux_pb2.Begin,
         timeout: float | None,
         serialize: Callable[[Any], bytes],
         deserialize: Callable[[bytes], Any],
@@ -91,7 +91,7 @@ class MuxConnection:
         if timeout is not None:
             begun.timeout_us = int(1e6 * max(0.0, timeout))
         call = Call(next(self._numbers), self._sending, timeout, serialize, deserialize, self._calls)
-        call.send_frame(trunk_pb2.Frame(begin=begun))
+        call.send_frame(mux_pb2.Frame(begin=begun))
         return call
 
     async def close(self) -> None:
@@ -105,7 +105,7 @@ class MuxConnection:
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):
                 await self._call.initial_metadata()
-                await self._sending.write(lambda frames: self._call.write(trunk_pb2.CarryRequest(frames=frames)))
+                await self._sending.write(lambda frames: self._call.write(mux_pb2.ConnectRequest(frames=frames)))
         finally:
             self._call.cancel()
 
@@ -115,7 +115,7 @@ class MuxConnection:
         self._call.cancel()
 
     async def _read(self) -> None:
-        end = trunk_pb2.End(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the connection was closed")
+        end = mux_pb2.End(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the connection was closed")
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 if response is None:
@@ -130,7 +130,7 @@ class MuxConnection:
             self.unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
             end.message = error.details() or error.code().name
         except ProtocolError as error:
-            end = trunk_pb2.End(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message=f"the connection: {error}")
+            end = mux_pb2.End(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message=f"the connection: {error}")
         finally:
             self.broken = True
             self._call.cancel()
@@ -175,7 +175,7 @@ class Call(Stream):
         """The next message, None if it cannot be read, EOF after the last; AioRpcError if it has ended otherwise,
         CancelledError if it was cancelled."""
         item = await self.receive()
-        if not isinstance(item, trunk_pb2.End):
+        if not isinstance(item, mux_pb2.End):
             with contextlib.suppress(DecodeError):
                 return self._deserialize(item)
             return None
@@ -190,7 +190,7 @@ class Call(Stream):
         self._cancelled = True
         self._abandon(grpc.StatusCode.CANCELLED, "cancelled by its caller")
 
-    def end(self, end: trunk_pb2.End, *, at_once: bool = False) -> None:
+    def end(self, end: mux_pb2.End, *, at_once: bool = False) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._running.pop(self.number, None)
@@ -200,13 +200,13 @@ class Call(Stream):
         self._abandon(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
 
     def _abandon(self, code: grpc.StatusCode, why: str) -> None:
-        end = trunk_pb2.End(code=code.value[0], message=why)
+        end = mux_pb2.End(code=code.value[0], message=why)
         if not self.closed and not self._sending.drop(self.number):
-            self.send_frame(trunk_pb2.Frame(end=end))
+            self.send_frame(mux_pb2.Frame(end=end))
         self.end(end, at_once=True)
 
 
-def _error_of(end: trunk_pb2.End) -> grpc.aio.AioRpcError:
+def _error_of(end: mux_pb2.End) -> grpc.aio.AioRpcError:
     trailing = grpc.aio.Metadata(*([(STATUS_DETAILS, end.status)] if end.status else []))
     code = CODES.get(end.code, grpc.StatusCode.UNKNOWN)
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=end.message)

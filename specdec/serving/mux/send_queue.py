@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from specdec.v1 import trunk_pb2
+from specdec.v2 import mux_pb2
 
 BATCH_BYTES = 1 << 18
 """Frames of one bundle, about: the next ones wait while it is written, whoever's they are."""
@@ -26,7 +26,7 @@ class SendQueue:
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
         """Set once more frames wait than a peer that reads would leave waiting."""
-        self._frames: deque[tuple[trunk_pb2.Frame, int]] = deque()  # each with its bytes
+        self._frames: deque[tuple[mux_pb2.Frame, int]] = deque()  # each with its bytes
         self._bytes = 0
         self._senders: set[asyncio.Event] = set()  # to be set when there is room for messages again
         self._news = asyncio.Event()
@@ -41,7 +41,7 @@ class SendQueue:
         """Set this event as soon as messages need not wait any more."""
         self._senders.add(sender)
 
-    def put(self, frame: trunk_pb2.Frame) -> None:
+    def put(self, frame: mux_pb2.Frame) -> None:
         if self._abandoned:
             return
         size = frame.ByteSize()
@@ -73,7 +73,7 @@ class SendQueue:
         self._make_room()
         self.finish()
 
-    async def write(self, write: Callable[[Sequence[trunk_pb2.Frame]], Awaitable[None]]) -> None:
+    async def write(self, write: Callable[[Sequence[mux_pb2.Frame]], Awaitable[None]]) -> None:
         """Write bundles until it is finished."""
         while True:
             await self._news.wait()
@@ -84,9 +84,9 @@ class SendQueue:
             else:
                 self._news.clear()
 
-    def _batch(self) -> list[trunk_pb2.Frame]:
+    def _batch(self) -> list[mux_pb2.Frame]:
         """At least one frame; of more than that, no more bytes than BUNDLE_BYTES."""
-        frames: list[trunk_pb2.Frame] = []
+        frames: list[mux_pb2.Frame] = []
         total = 0
         while self._frames and (not frames or total + self._frames[0][1] <= BATCH_BYTES):
             frame, size = self._frames.popleft()

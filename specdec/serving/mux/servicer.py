@@ -15,7 +15,7 @@ from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedErro
 from specdec.serving.interceptor import bind_request_id, guarded
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
 from specdec.serving.mux.stream import Stream
-from specdec.v1 import trunk_pb2, trunk_pb2_grpc
+from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -32,7 +32,7 @@ MAX_BEGIN_BYTES = 1 << 13
 """Of a stream's method and metadata together: what gRPC allows for headers."""
 
 
-class MuxServicer(trunk_pb2_grpc.TrunkServiceServicer):
+class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
     """Services register their methods with it as with a server."""
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class MuxServicer(trunk_pb2_grpc.TrunkServiceServicer):
         """Whether there is anything to carry."""
         return bool(self._methods)
 
-    async def Carry(  # type: ignore[override]
+    async def Connect(  # type: ignore[override]
         self,
-        request_iterator: AsyncIterator[trunk_pb2.CarryRequest],
-        context: grpc.aio.ServicerContext[trunk_pb2.CarryRequest, trunk_pb2.CarryResponse],
+        request_iterator: AsyncIterator[mux_pb2.ConnectRequest],
+        context: grpc.aio.ServicerContext[mux_pb2.ConnectRequest, mux_pb2.ConnectResponse],
     ) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
             raise OverloadedError(f"{len(self._connections)} connections are open, the limit is {MAX_CONNECTIONS}")
@@ -92,16 +92,16 @@ class MuxConnection:
     def drain(self) -> None:
         """Have the caller begin other connections for other streams, and end with the last of these."""
         self._draining = True
-        self._sending.put(trunk_pb2.Frame(end=trunk_pb2.End()))
+        self._sending.put(mux_pb2.Frame(end=mux_pb2.End()))
         if not self._served:
             self._sending.finish()
 
-    async def serve(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
+    async def serve(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
         """Until it is drained, or its caller ends it, or does not read it, and with it all that it carries."""
         reading = asyncio.create_task(self._read(requests))
         overflowing = asyncio.create_task(self._overflow())
         writing = asyncio.create_task(
-            self._sending.write(lambda frames: self._context.write(trunk_pb2.CarryResponse(frames=frames)))
+            self._sending.write(lambda frames: self._context.write(mux_pb2.ConnectResponse(frames=frames)))
         )
         try:
             done, _ = await asyncio.wait({reading, writing, overflowing}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +117,7 @@ class MuxConnection:
         """End these, and all streams that it carries."""
         ending = set(tasks)
         for served, running in self._served.values():
-            served.end(trunk_pb2.End())
+            served.end(mux_pb2.End())
             ending.add(running)
         for task in ending:
             task.cancel()
@@ -128,7 +128,7 @@ class MuxConnection:
         await self._sending.overflowed.wait()
         raise OverloadedError(f"{MAX_UNSENT_FRAMES} frames are unread")
 
-    async def _read(self, requests: AsyncIterator[trunk_pb2.CarryRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
         async for request in requests:
             for frame in request.frames:
                 if frame.HasField("begin"):
@@ -139,7 +139,7 @@ class MuxConnection:
                     if served.closed:
                         running.cancel()
 
-    def _open(self, number: int, begin: trunk_pb2.Begin) -> None:
+    def _open(self, number: int, begin: mux_pb2.Begin) -> None:
         if number in self._served or not number:
             raise ProtocolError(f"stream {number} begins twice" if number else "a connection begins in itself")
         method = self._methods.get(begin.method)
@@ -186,7 +186,7 @@ class MuxConnection:
 class ServedStream(Stream):
     """A stream as its method has it; as far as methods use one, a `grpc.aio.ServicerContext`."""
 
-    def __init__(self, number: int, sending: SendQueue, begin: trunk_pb2.Begin, method: Any, peer: str) -> None:
+    def __init__(self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, peer: str) -> None:
         super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
         self.begin = begin
         self.method = method
@@ -195,7 +195,7 @@ class ServedStream(Stream):
 
     async def requests(self) -> AsyncIterator[Any]:
         """What the caller says, for as long as the stream lasts."""
-        while not isinstance(message := await self.receive(), trunk_pb2.End):
+        while not isinstance(message := await self.receive(), mux_pb2.End):
             yield self.method.request_deserializer(message)
 
     async def write(self, response: Any) -> None:
@@ -226,5 +226,5 @@ class ServedStream(Stream):
 
     def send_end(self, code: grpc.StatusCode, details: str = "", status: bytes = b"") -> None:
         self.ended = True
-        end = trunk_pb2.End(code=code.value[0], message=details, status=status)
-        self.send_frame(trunk_pb2.Frame(end=end))
+        end = mux_pb2.End(code=code.value[0], message=details, status=status)
+        self.send_frame(mux_pb2.Frame(end=end))

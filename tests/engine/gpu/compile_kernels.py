@@ -47,8 +47,8 @@ def main(capability: int, dtype: str) -> None:
         compile_for(
             capability,
             attention._read,
-            {"query": stored, "keys": stored, "values": stored, "unit_counts": "*i32", "unit_splits": "*i32"}
-            | {"unit_rows": "*i32", "unit_keys": "*i32", "query_row": "i32", "query_head": "i32"}
+            {"query": stored, "keys": stored, "values": stored, "tile_counts": "*i32", "tile_splits": "*i32"}
+            | {"tile_row_indices": "*i32", "tile_keys": "*i32", "query_row": "i32", "query_head": "i32"}
             | {"scale": "fp32", "softcap": "fp32"}
             | found,
             {"KV_HEADS": 2, "SHARED": 4, "PLACES": 16, "WIDTH": width, "VALUE_WIDTH": width, "ROWS": TILE_ROWS}

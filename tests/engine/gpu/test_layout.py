@@ -20,7 +20,7 @@ def splits_of(batch: SplitKvBatch) -> list[dict[int, list[int]]]:
     found: list[dict[int, list[int]]] = [{} for _ in batch.tokens]
     for tile, count in enumerate(batch.tile_counts):
         split = int(batch.tile_splits[tile])
-        for row in batch.tile_row_counts[tile, :count]:
+        for row in batch.tile_row_indices[tile, :count]:
             assert split not in found[row]
             found[row][split] = batch.tile_keys[tile].tolist()
     return found
@@ -45,8 +45,8 @@ def check_form(batch: SplitKvBatch) -> None:
     assert padded & (padded - 1) == 0
     assert padded == LEAST_UNITS or used > padded // 2
     assert (batch.tile_counts[:used] > 0).all()
-    assert (batch.tile_counts <= batch.tile_row_counts.shape[1]).all()
-    for array in (batch.tile_counts, batch.tile_splits, batch.tile_row_counts, batch.tile_keys, batch.first_partials):
+    assert (batch.tile_counts <= batch.tile_row_indices.shape[1]).all()
+    for array in (batch.tile_counts, batch.tile_splits, batch.tile_row_indices, batch.tile_keys, batch.first_partials):
         assert array.dtype == np.int32
     partials = [
         first + split
@@ -99,7 +99,7 @@ def test_rows_of_one_path_share_units() -> None:
     add_text(packer, keys, 6)
     batch = packer.pack()
     assert seen(batch) == [keys[: p + 1].tolist() for p in range(SPLIT - 3, SPLIT + 3)]
-    assert [batch.tile_row_counts[u, :n].tolist() for u, n in enumerate(batch.tile_counts) if n] == [
+    assert [batch.tile_row_indices[u, :n].tolist() for u, n in enumerate(batch.tile_counts) if n] == [
         [0, 1, 2, 3],
         [4, 5],
         [3, 4, 5],
@@ -262,10 +262,10 @@ def test_tensors_hold_one_batch_after_another_at_one_place() -> None:
     tensors = SplitKvTensors.of(one, "cpu")
     for each in (one, other):
         tensors.fill(each)
-        for name in ("tokens", "positions", "slots", "wanted", "first_partials", "unit_counts", "unit_splits",
-                     "unit_rows", "unit_keys"):  # fmt: skip
+        for name in ("tokens", "positions", "slots", "wanted", "first_partials", "tile_counts", "tile_splits",
+                     "tile_row_indices", "tile_keys"):  # fmt: skip
             assert getattr(tensors, name).tolist() == getattr(each, name).tolist()
-    with pytest.raises(ValueError, match=r"unit_counts has shape \(32,\), the tensors are for \(8,\)"):
+    with pytest.raises(ValueError, match=r"tile_counts has shape \(32,\), the tensors are for \(8,\)"):
         tensors.fill(longer)
     assert tensors.tokens.tolist() == other.tokens.tolist()
     assert tensors.tile_keys.tolist() == other.tile_keys.tolist()

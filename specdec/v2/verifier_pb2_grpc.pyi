@@ -7,7 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
-import specdec.v1.verifier_pb2
+import specdec.v2.verifier_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -22,16 +22,16 @@ class VerifierServiceStub:
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Verify: grpc.StreamStreamMultiCallable[
-        specdec.v1.verifier_pb2.VerifyRequest,
-        specdec.v1.verifier_pb2.VerifyResponse,
+        specdec.v2.verifier_pb2.VerifyRequest,
+        specdec.v2.verifier_pb2.VerifyResponse,
     ]
     """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
     one is a commit with a finish reason, after which the caller closes the stream.
     """
 
-    GetLoad: grpc.UnaryUnaryMultiCallable[
-        specdec.v1.verifier_pb2.GetLoadRequest,
-        specdec.v1.verifier_pb2.GetLoadResponse,
+    GetStats: grpc.UnaryUnaryMultiCallable[
+        specdec.v2.verifier_pb2.GetStatsRequest,
+        specdec.v2.verifier_pb2.GetStatsResponse,
     ]
     """How full and how busy this pod is."""
 
@@ -39,16 +39,16 @@ class VerifierServiceAsyncStub:
     """Runs the target model and decides every token. A session is a stream: its cache lives exactly as long."""
 
     Verify: grpc.aio.StreamStreamMultiCallable[
-        specdec.v1.verifier_pb2.VerifyRequest,
-        specdec.v1.verifier_pb2.VerifyResponse,
+        specdec.v2.verifier_pb2.VerifyRequest,
+        specdec.v2.verifier_pb2.VerifyResponse,
     ]
     """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
     one is a commit with a finish reason, after which the caller closes the stream.
     """
 
-    GetLoad: grpc.aio.UnaryUnaryMultiCallable[
-        specdec.v1.verifier_pb2.GetLoadRequest,
-        specdec.v1.verifier_pb2.GetLoadResponse,
+    GetStats: grpc.aio.UnaryUnaryMultiCallable[
+        specdec.v2.verifier_pb2.GetStatsRequest,
+        specdec.v2.verifier_pb2.GetStatsResponse,
     ]
     """How full and how busy this pod is."""
 
@@ -58,19 +58,19 @@ class VerifierServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Verify(
         self,
-        request_iterator: _MaybeAsyncIterator[specdec.v1.verifier_pb2.VerifyRequest],
+        request_iterator: _MaybeAsyncIterator[specdec.v2.verifier_pb2.VerifyRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[specdec.v1.verifier_pb2.VerifyResponse], collections.abc.AsyncIterator[specdec.v1.verifier_pb2.VerifyResponse]]:
+    ) -> typing.Union[collections.abc.Iterator[specdec.v2.verifier_pb2.VerifyResponse], collections.abc.AsyncIterator[specdec.v2.verifier_pb2.VerifyResponse]]:
         """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
         one is a commit with a finish reason, after which the caller closes the stream.
         """
 
     @abc.abstractmethod
-    def GetLoad(
+    def GetStats(
         self,
-        request: specdec.v1.verifier_pb2.GetLoadRequest,
+        request: specdec.v2.verifier_pb2.GetStatsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[specdec.v1.verifier_pb2.GetLoadResponse, collections.abc.Awaitable[specdec.v1.verifier_pb2.GetLoadResponse]]:
+    ) -> typing.Union[specdec.v2.verifier_pb2.GetStatsResponse, collections.abc.Awaitable[specdec.v2.verifier_pb2.GetStatsResponse]]:
         """How full and how busy this pod is."""
 
 def add_VerifierServiceServicer_to_server(servicer: VerifierServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

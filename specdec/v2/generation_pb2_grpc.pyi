@@ -7,7 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
-import specdec.v1.generation_pb2
+import specdec.v2.generation_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -22,20 +22,20 @@ class GenerationServiceStub:
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Generate: grpc.UnaryStreamMultiCallable[
-        specdec.v1.generation_pb2.GenerateRequest,
-        specdec.v1.generation_pb2.GenerateResponse,
+        specdec.v2.generation_pb2.GenerateRequest,
+        specdec.v2.generation_pb2.GenerateResponse,
     ]
     """Streams a completion as it is made. The last response of each of the n samples carries `finish`."""
 
     Complete: grpc.UnaryUnaryMultiCallable[
-        specdec.v1.generation_pb2.CompleteRequest,
-        specdec.v1.generation_pb2.CompleteResponse,
+        specdec.v2.generation_pb2.CompleteRequest,
+        specdec.v2.generation_pb2.CompleteResponse,
     ]
     """The same in one answer."""
 
     ListModels: grpc.UnaryUnaryMultiCallable[
-        specdec.v1.generation_pb2.ListModelsRequest,
-        specdec.v1.generation_pb2.ListModelsResponse,
+        specdec.v2.generation_pb2.ListModelsRequest,
+        specdec.v2.generation_pb2.ListModelsResponse,
     ]
     """The models served here."""
 
@@ -43,20 +43,20 @@ class GenerationServiceAsyncStub:
     """What backend applications call."""
 
     Generate: grpc.aio.UnaryStreamMultiCallable[
-        specdec.v1.generation_pb2.GenerateRequest,
-        specdec.v1.generation_pb2.GenerateResponse,
+        specdec.v2.generation_pb2.GenerateRequest,
+        specdec.v2.generation_pb2.GenerateResponse,
     ]
     """Streams a completion as it is made. The last response of each of the n samples carries `finish`."""
 
     Complete: grpc.aio.UnaryUnaryMultiCallable[
-        specdec.v1.generation_pb2.CompleteRequest,
-        specdec.v1.generation_pb2.CompleteResponse,
+        specdec.v2.generation_pb2.CompleteRequest,
+        specdec.v2.generation_pb2.CompleteResponse,
     ]
     """The same in one answer."""
 
     ListModels: grpc.aio.UnaryUnaryMultiCallable[
-        specdec.v1.generation_pb2.ListModelsRequest,
-        specdec.v1.generation_pb2.ListModelsResponse,
+        specdec.v2.generation_pb2.ListModelsRequest,
+        specdec.v2.generation_pb2.ListModelsResponse,
     ]
     """The models served here."""
 
@@ -66,25 +66,25 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Generate(
         self,
-        request: specdec.v1.generation_pb2.GenerateRequest,
+        request: specdec.v2.generation_pb2.GenerateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[specdec.v1.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[specdec.v1.generation_pb2.GenerateResponse]]:
+    ) -> typing.Union[collections.abc.Iterator[specdec.v2.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[specdec.v2.generation_pb2.GenerateResponse]]:
         """Streams a completion as it is made. The last response of each of the n samples carries `finish`."""
 
     @abc.abstractmethod
     def Complete(
         self,
-        request: specdec.v1.generation_pb2.CompleteRequest,
+        request: specdec.v2.generation_pb2.CompleteRequest,
         context: _ServicerContext,
-    ) -> typing.Union[specdec.v1.generation_pb2.CompleteResponse, collections.abc.Awaitable[specdec.v1.generation_pb2.CompleteResponse]]:
+    ) -> typing.Union[specdec.v2.generation_pb2.CompleteResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.CompleteResponse]]:
         """The same in one answer."""
 
     @abc.abstractmethod
     def ListModels(
         self,
-        request: specdec.v1.generation_pb2.ListModelsRequest,
+        request: specdec.v2.generation_pb2.ListModelsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[specdec.v1.generation_pb2.ListModelsResponse, collections.abc.Awaitable[specdec.v1.generation_pb2.ListModelsResponse]]:
+    ) -> typing.Union[specdec.v2.generation_pb2.ListModelsResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.ListModelsResponse]]:
         """The models served here."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -7,59 +7,12 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
-import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
-import specdec.v1.model_pb2
-import specdec.v1.verifier_pb2
-import sys
+import specdec.v2.model_pb2
+import specdec.v2.verifier_pb2
 import typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
-else:
-    import typing_extensions
-
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
-
-class _SpeculationMode:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _SpeculationModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SpeculationMode.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    SPECULATION_MODE_UNSPECIFIED: _SpeculationMode.ValueType  # 0
-    """Treated as AUTO."""
-    SPECULATION_MODE_AUTO: _SpeculationMode.ValueType  # 1
-    """With all there is, where it pays."""
-    SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 2
-    """Plain decoding."""
-    SPECULATION_MODE_ALWAYS: _SpeculationMode.ValueType  # 3
-    """With a draft service alone, whether or not it pays."""
-    SPECULATION_MODE_DRAFT: _SpeculationMode.ValueType  # 4
-    """With a draft service alone, where it pays."""
-    SPECULATION_MODE_LOOKAHEAD: _SpeculationMode.ValueType  # 5
-    """Without a draft service: what the text repeats, lookahead decoding, and the verifier's own draft if it has one, where
-    they pay.
-    """
-
-class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper):
-    """Whether to speculate."""
-
-SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ValueType  # 0
-"""Treated as AUTO."""
-SPECULATION_MODE_AUTO: SpeculationMode.ValueType  # 1
-"""With all there is, where it pays."""
-SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 2
-"""Plain decoding."""
-SPECULATION_MODE_ALWAYS: SpeculationMode.ValueType  # 3
-"""With a draft service alone, whether or not it pays."""
-SPECULATION_MODE_DRAFT: SpeculationMode.ValueType  # 4
-"""With a draft service alone, where it pays."""
-SPECULATION_MODE_LOOKAHEAD: SpeculationMode.ValueType  # 5
-"""Without a draft service: what the text repeats, lookahead decoding, and the verifier's own draft if it has one, where
-they pay.
-"""
-global___SpeculationMode = SpeculationMode
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
@@ -100,13 +53,13 @@ class GenerateRequest(google.protobuf.message.Message):
     """Samples to draw, 1 to 16; 0 means 1. Sample i uses a seed derived from (seed, i)."""
     logprobs: builtins.int
     """Log-probability of each token, and of this many of the most probable tokens, 0 to 20."""
-    rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
+    rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule."""
     json_schema: builtins.str
     """Structured output as a JSON schema. Not built yet: refused."""
     tenant: builtins.str
-    """Whose request it is: computed prompt prefixes are shared within a tenant only, since the time an answer
-    takes tells what is in memory. At most 256 characters; empty is one of the tenants.
+    """On whose behalf the request comes: computed prompt prefixes are shared within a tenant only, since the time an
+    answer takes tells what is in memory. At most 256 characters; empty is one of the tenants.
     """
     model_fingerprint: builtins.str
     """The revision of the model that the text was begun with, as the first response told it: the request is taken up on
@@ -135,7 +88,7 @@ class GenerateRequest(google.protobuf.message.Message):
         """Token ids that end the text besides the model's own."""
 
     @property
-    def speculation(self) -> global___SpeculationPolicy:
+    def speculation(self) -> global___Speculation:
         """How to speculate. Under the COUPLED rule it changes the speed, never the tokens."""
 
     @property
@@ -145,8 +98,8 @@ class GenerateRequest(google.protobuf.message.Message):
         """
 
     @property
-    def contrast(self) -> specdec.v1.model_pb2.Contrast:
-        """Of the CONTRASTIVE rule."""
+    def contrast(self) -> specdec.v2.model_pb2.Contrast:
+        """Parameters of the CONTRASTIVE rule."""
 
     def __init__(
         self,
@@ -163,12 +116,12 @@ class GenerateRequest(google.protobuf.message.Message):
         ignore_end_token: builtins.bool = ...,
         n: builtins.int = ...,
         logprobs: builtins.int | None = ...,
-        speculation: global___SpeculationPolicy | None = ...,
-        rule: specdec.v1.model_pb2.AcceptanceRule.ValueType = ...,
+        speculation: global___Speculation | None = ...,
+        rule: specdec.v2.model_pb2.AcceptanceRule.ValueType = ...,
         generated_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         json_schema: builtins.str = ...,
         tenant: builtins.str = ...,
-        contrast: specdec.v1.model_pb2.Contrast | None = ...,
+        contrast: specdec.v2.model_pb2.Contrast | None = ...,
         model_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
@@ -336,18 +289,22 @@ class SamplingParameters(google.protobuf.message.Message):
 global___SamplingParameters = SamplingParameters
 
 @typing.final
-class SpeculationPolicy(google.protobuf.message.Message):
-    """Whether and how to speculate."""
+class Speculation(google.protobuf.message.Message):
+    """How to speculate."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MODE_FIELD_NUMBER: builtins.int
+    DRAFTERS_FIELD_NUMBER: builtins.int
+    OFF_FIELD_NUMBER: builtins.int
+    FORCED_FIELD_NUMBER: builtins.int
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     LOOKAHEAD_FIELD_NUMBER: builtins.int
-    mode: global___SpeculationMode.ValueType
-    """On or off."""
+    off: builtins.bool
+    """Plain decoding: nobody proposes candidates."""
+    forced: builtins.bool
+    """Speculate whether or not it is found to pay."""
     max_candidates: builtins.int
     """Candidates verified in one step at most; 0 for the default."""
     max_depth: builtins.int
@@ -355,24 +312,28 @@ class SpeculationPolicy(google.protobuf.message.Message):
     max_branches: builtins.int
     """Alternatives at one place at most; 0 for the default."""
     @property
-    def lookahead(self) -> specdec.v1.model_pb2.Lookahead:
-        """A lookahead window of this size, whether or not it pays. Unset: one that pays, if any does. With AUTO and LOOKAHEAD
-        only.
-        """
+    def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
+        """Who may propose candidates; at most once each. Empty, and not `off`: all there are."""
+
+    @property
+    def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
+        """With LOOKAHEAD: a window of this size, whether or not it pays. Unset: one that pays, if any does."""
 
     def __init__(
         self,
         *,
-        mode: global___SpeculationMode.ValueType = ...,
+        drafters: collections.abc.Iterable[specdec.v2.model_pb2.Drafter.ValueType] | None = ...,
+        off: builtins.bool = ...,
+        forced: builtins.bool = ...,
         max_candidates: builtins.int = ...,
         max_depth: builtins.int = ...,
         max_branches: builtins.int = ...,
-        lookahead: specdec.v1.model_pb2.Lookahead | None = ...,
+        lookahead: specdec.v2.model_pb2.Lookahead | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lookahead", b"lookahead", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "mode", b"mode"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "lookahead", b"lookahead", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "off", b"off"]) -> None: ...
 
-global___SpeculationPolicy = SpeculationPolicy
+global___Speculation = Speculation
 
 @typing.final
 class GenerateResponse(google.protobuf.message.Message):
@@ -391,7 +352,7 @@ class GenerateResponse(google.protobuf.message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
-    DRAFTED_FIELD_NUMBER: builtins.int
+    OFFERED_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n samples this belongs to."""
     text: builtins.str
@@ -402,23 +363,23 @@ class GenerateResponse(google.protobuf.message.Message):
     """The revision of the model: ModelIdentity.model_fingerprint; on the first response of each sample."""
     steps: builtins.int
     """Target steps that made these tokens."""
-    drafted: builtins.int
+    offered: builtins.int
     """Candidates verified in them."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last response of this sample."""
 
     @property
-    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v1.model_pb2.TokenSource.ValueType]:
+    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.TokenSource.ValueType]:
         """Where each token came from."""
 
     @property
-    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v1.verifier_pb2.TokenLogprobs]:
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.verifier_pb2.TokenLogprobs]:
         """Log-probabilities, one entry a token, if asked for."""
 
     @property
     def timings(self) -> global___ChunkTimings:
-        """Of the step that made these tokens."""
+        """Times of the step that made these tokens."""
 
     @property
     def finish(self) -> global___Finish:
@@ -434,18 +395,18 @@ class GenerateResponse(google.protobuf.message.Message):
         index: builtins.int = ...,
         text: builtins.str = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
-        sources: collections.abc.Iterable[specdec.v1.model_pb2.TokenSource.ValueType] | None = ...,
-        logprobs: collections.abc.Iterable[specdec.v1.verifier_pb2.TokenLogprobs] | None = ...,
+        sources: collections.abc.Iterable[specdec.v2.model_pb2.TokenSource.ValueType] | None = ...,
+        logprobs: collections.abc.Iterable[specdec.v2.verifier_pb2.TokenLogprobs] | None = ...,
         timings: global___ChunkTimings | None = ...,
         finish: global___Finish | None = ...,
         seed: builtins.int | None = ...,
         token_texts: collections.abc.Iterable[builtins.str] | None = ...,
         model_fingerprint: builtins.str = ...,
         steps: builtins.int = ...,
-        drafted: builtins.int = ...,
+        offered: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "drafted", b"drafted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
@@ -463,9 +424,9 @@ class ChunkTimings(google.protobuf.message.Message):
     elapsed_us: builtins.int
     """Since the request arrived, microseconds."""
     forward_us: builtins.int
-    """Of the target's forward pass, microseconds."""
+    """The target's forward pass, microseconds."""
     step_us: builtins.int
-    """Of the whole verification step, microseconds."""
+    """The whole verification step, microseconds."""
     queued_us: builtins.int
     """Waited for memory before, microseconds."""
     def __init__(
@@ -494,7 +455,7 @@ class Finish(google.protobuf.message.Message):
     REPRODUCIBLE_FIELD_NUMBER: builtins.int
     NUMERICS_MODE_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
-    reason: specdec.v1.model_pb2.FinishReason.ValueType
+    reason: specdec.v2.model_pb2.FinishReason.ValueType
     """Why."""
     stop: builtins.str
     """The stop string that ended it, if one did."""
@@ -504,7 +465,7 @@ class Finish(google.protobuf.message.Message):
     """Whether the same request gives the same tokens again: false when the text moved between pods whose numerics
     differ, and under rules whose tokens depend on what the draft did (REJECTION with temperature, CONTRASTIVE).
     """
-    numerics_mode: specdec.v1.model_pb2.NumericsMode.ValueType
+    numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType
     """Whether the tokens may depend on who shared the steps."""
     preemptions: builtins.int
     """Times the text lost its memory to another and was computed anew."""
@@ -519,13 +480,13 @@ class Finish(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        reason: specdec.v1.model_pb2.FinishReason.ValueType = ...,
+        reason: specdec.v2.model_pb2.FinishReason.ValueType = ...,
         stop: builtins.str = ...,
         usage: global___Usage | None = ...,
         speculation: global___SpeculationStatistics | None = ...,
         numerics_fingerprint: builtins.str = ...,
         reproducible: builtins.bool = ...,
-        numerics_mode: specdec.v1.model_pb2.NumericsMode.ValueType = ...,
+        numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType = ...,
         preemptions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["speculation", b"speculation", "usage", b"usage"]) -> builtins.bool: ...
@@ -541,21 +502,21 @@ class Usage(google.protobuf.message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
-    FOUND_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """Tokens of the prompt."""
     completion_tokens: builtins.int
     """Tokens generated, resumed ones included."""
-    found_tokens: builtins.int
+    cached_tokens: builtins.int
     """Tokens of the prompt (and of resumed text) that were in memory already."""
     def __init__(
         self,
         *,
         prompt_tokens: builtins.int = ...,
         completion_tokens: builtins.int = ...,
-        found_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["completion_tokens", b"completion_tokens", "found_tokens", b"found_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
 
 global___Usage = Usage
 
@@ -582,7 +543,7 @@ class SpeculationStatistics(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     @typing.final
-    class SwitchesEntry(google.protobuf.message.Message):
+    class FailoverEventsEntry(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         KEY_FIELD_NUMBER: builtins.int
@@ -598,16 +559,16 @@ class SpeculationStatistics(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     STEPS_FIELD_NUMBER: builtins.int
-    DRAFTED_FIELD_NUMBER: builtins.int
+    OFFERED_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
     OVERRUN_FIELD_NUMBER: builtins.int
     ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
     UNDRAFTED_REASON_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
-    SWITCHES_FIELD_NUMBER: builtins.int
+    FAILOVER_EVENTS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Target steps that committed tokens."""
-    drafted: builtins.int
+    offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
     """Candidates accepted."""
@@ -626,24 +587,24 @@ class SpeculationStatistics(google.protobuf.message.Message):
         """Tokens by source; keys are TokenSource names in lower case without prefix."""
 
     @property
-    def switches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+    def failover_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """What changed under the text, by reason: "verifier_lost", "numerics_changed", "draft_lost", "draft_useless",
-        "draft_back"; "draft_rests" and "draft_works" when drafting was found not to pay, and to pay again.
+        "draft_back"; "draft_paused" and "draft_resumed" when drafting was found not to pay, and to pay again.
         """
 
     def __init__(
         self,
         *,
         steps: builtins.int = ...,
-        drafted: builtins.int = ...,
+        offered: builtins.int = ...,
         accepted: builtins.int = ...,
         overrun: builtins.int = ...,
         accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
         undrafted_reason: builtins.str = ...,
         sources: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
-        switches: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        failover_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "drafted", b"drafted", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "switches", b"switches", "undrafted_reason", b"undrafted_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "failover_events", b"failover_events", "offered", b"offered", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "undrafted_reason", b"undrafted_reason"]) -> None: ...
 
 global___SpeculationStatistics = SpeculationStatistics
 
@@ -710,11 +671,11 @@ class Completion(google.protobuf.message.Message):
         """Its tokens, resumed ones not included."""
 
     @property
-    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v1.model_pb2.TokenSource.ValueType]:
+    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.TokenSource.ValueType]:
         """Where each token came from."""
 
     @property
-    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v1.verifier_pb2.TokenLogprobs]:
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.verifier_pb2.TokenLogprobs]:
         """Log-probabilities, one entry a token, if asked for."""
 
     @property
@@ -726,8 +687,8 @@ class Completion(google.protobuf.message.Message):
         *,
         text: builtins.str = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
-        sources: collections.abc.Iterable[specdec.v1.model_pb2.TokenSource.ValueType] | None = ...,
-        logprobs: collections.abc.Iterable[specdec.v1.verifier_pb2.TokenLogprobs] | None = ...,
+        sources: collections.abc.Iterable[specdec.v2.model_pb2.TokenSource.ValueType] | None = ...,
+        logprobs: collections.abc.Iterable[specdec.v2.verifier_pb2.TokenLogprobs] | None = ...,
         finish: global___Finish | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["finish", b"finish"]) -> builtins.bool: ...

@@ -8,7 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
-import specdec.v1.model_pb2
+import specdec.v2.model_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -28,7 +28,7 @@ class VerifyRequest(google.protobuf.message.Message):
         """Begins the session. First message, and only there."""
 
     @property
-    def extend(self) -> specdec.v1.model_pb2.Extend:
+    def extend(self) -> specdec.v2.model_pb2.Extend:
         """Candidates for coming steps."""
 
     @property
@@ -43,7 +43,7 @@ class VerifyRequest(google.protobuf.message.Message):
         self,
         *,
         open: global___VerifyOpen | None = ...,
-        extend: specdec.v1.model_pb2.Extend | None = ...,
+        extend: specdec.v2.model_pb2.Extend | None = ...,
         policy: global___VerifyPolicy | None = ...,
         consumed: global___Consumed | None = ...,
     ) -> None: ...
@@ -61,7 +61,7 @@ class VerifyResponse(google.protobuf.message.Message):
 
     OPENED_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
-    PROGRESS_FIELD_NUMBER: builtins.int
+    HEARTBEAT_FIELD_NUMBER: builtins.int
     @property
     def opened(self) -> global___VerifyOpened:
         """Answers `open`."""
@@ -71,7 +71,7 @@ class VerifyResponse(google.protobuf.message.Message):
         """What one step added."""
 
     @property
-    def progress(self) -> specdec.v1.model_pb2.Progress:
+    def heartbeat(self) -> specdec.v2.model_pb2.Heartbeat:
         """Sent after 250 ms of silence, and every second or so."""
 
     def __init__(
@@ -79,11 +79,11 @@ class VerifyResponse(google.protobuf.message.Message):
         *,
         opened: global___VerifyOpened | None = ...,
         commit: global___Commit | None = ...,
-        progress: specdec.v1.model_pb2.Progress | None = ...,
+        heartbeat: specdec.v2.model_pb2.Heartbeat | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "message", b"message", "opened", b"opened", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "message", b"message", "opened", b"opened", "progress", b"progress"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "progress"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "heartbeat"] | None: ...
 
 global___VerifyResponse = VerifyResponse
 
@@ -100,31 +100,31 @@ class VerifyOpen(google.protobuf.message.Message):
     MAX_TOKENS_FIELD_NUMBER: builtins.int
     END_TOKENS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
-    LOGPROBS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
-    UNHURRIED_FIELD_NUMBER: builtins.int
-    rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
+    COALESCE_COMMITS_FIELD_NUMBER: builtins.int
+    rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
     """Most tokens to generate, `generated_tokens` included."""
     min_tokens: builtins.int
     """End tokens are not chosen before this many tokens were generated."""
-    logprobs: builtins.int
-    """Log-probabilities wanted for each token: 0 none, 1 the chosen token's, k + 1 the k best as well."""
+    top_logprobs: builtins.int
+    """Log-probabilities wanted for each token: the chosen token's, and those of so many of the best. Unset: none."""
     tenant: builtins.str
-    """Whose text it is: computed prefixes are shared within a tenant only. Empty is one of them."""
+    """On whose behalf the text is made: computed prefixes are shared within a tenant only. Empty is one of them."""
     attempt: builtins.int
-    """Which session of this text this is, from 1 on: the text moves when a verifier is lost. Who was taken up before is
-    not refused for want of waiting room.
+    """Which session of this text this is, from 1 on: the text moves when a verifier is lost. Later ones are not refused
+    for want of waiting room.
     """
     checksum: builtins.int
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
-    unhurried: builtins.bool
-    """Nobody reads along: what several steps add may be told together, a quarter of a second's worth."""
+    coalesce_commits: builtins.bool
+    """Nobody waits for single tokens: what several steps add may be sent together, a quarter of a second's worth."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -134,7 +134,7 @@ class VerifyOpen(google.protobuf.message.Message):
         """Tokens generated so far, when a text is taken up again."""
 
     @property
-    def sampling(self) -> specdec.v1.model_pb2.Sampling:
+    def sampling(self) -> specdec.v2.model_pb2.Sampling:
         """The request's sampling, unchanged."""
 
     @property
@@ -146,30 +146,33 @@ class VerifyOpen(google.protobuf.message.Message):
         """How to speculate at first."""
 
     @property
-    def contrast(self) -> specdec.v1.model_pb2.Contrast:
-        """Of the CONTRASTIVE rule."""
+    def contrast(self) -> specdec.v2.model_pb2.Contrast:
+        """Parameters of the CONTRASTIVE rule."""
 
     def __init__(
         self,
         *,
         prompt_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         generated_tokens: collections.abc.Iterable[builtins.int] | None = ...,
-        sampling: specdec.v1.model_pb2.Sampling | None = ...,
-        rule: specdec.v1.model_pb2.AcceptanceRule.ValueType = ...,
+        sampling: specdec.v2.model_pb2.Sampling | None = ...,
+        rule: specdec.v2.model_pb2.AcceptanceRule.ValueType = ...,
         max_tokens: builtins.int = ...,
         end_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         min_tokens: builtins.int = ...,
-        logprobs: builtins.int = ...,
+        top_logprobs: builtins.int | None = ...,
         policy: global___VerifyPolicy | None = ...,
         tenant: builtins.str = ...,
-        contrast: specdec.v1.model_pb2.Contrast | None = ...,
+        contrast: specdec.v2.model_pb2.Contrast | None = ...,
         attempt: builtins.int = ...,
         checksum: builtins.int | None = ...,
-        unhurried: builtins.bool = ...,
+        coalesce_commits: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "attempt", b"attempt", "checksum", b"checksum", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "unhurried", b"unhurried"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "policy", b"policy", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "top_logprobs", b"top_logprobs"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_logprobs", b"_top_logprobs"]) -> typing.Literal["top_logprobs"] | None: ...
 
 global___VerifyOpen = VerifyOpen
 
@@ -181,30 +184,34 @@ class VerifyOpened(google.protobuf.message.Message):
 
     IDENTITY_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
-    LOAD_FIELD_NUMBER: builtins.int
-    PRICE_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    DRAFTING_WANTED_FIELD_NUMBER: builtins.int
+    MIN_CANDIDATE_PROBABILITY_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
-    price: builtins.float
-    """As in Commit, for a session that joins the others: whether to ask a draft now, or once a commit has a lower one."""
+    drafting_wanted: builtins.bool
+    """As in Commit, for a session that joins the others."""
+    min_candidate_probability: builtins.float
+    """As in Commit, likewise."""
     @property
-    def identity(self) -> specdec.v1.model_pb2.ModelIdentity:
+    def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
 
     @property
-    def load(self) -> specdec.v1.model_pb2.Load:
+    def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
         """How full the pod is, this session included."""
 
     def __init__(
         self,
         *,
-        identity: specdec.v1.model_pb2.ModelIdentity | None = ...,
+        identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
         max_nodes: builtins.int = ...,
-        load: specdec.v1.model_pb2.Load | None = ...,
-        price: builtins.float = ...,
+        capacity: specdec.v2.model_pb2.PodCapacity | None = ...,
+        drafting_wanted: builtins.bool = ...,
+        min_candidate_probability: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["identity", b"identity", "load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "load", b"load", "max_nodes", b"max_nodes", "price", b"price"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity", "identity", b"identity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "identity", b"identity", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
 
 global___VerifyOpened = VerifyOpened
 
@@ -214,38 +221,36 @@ class VerifyPolicy(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPECULATE_FIELD_NUMBER: builtins.int
+    DRAFTERS_FIELD_NUMBER: builtins.int
+    FORCED_FIELD_NUMBER: builtins.int
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     PATIENCE_US_FIELD_NUMBER: builtins.int
-    ALWAYS_FIELD_NUMBER: builtins.int
-    GUESS_FIELD_NUMBER: builtins.int
     LOOKAHEAD_FIELD_NUMBER: builtins.int
-    speculate: builtins.bool
-    """False: no candidate of a draft is waited for."""
+    forced: builtins.bool
+    """Speculate whether or not the pod finds that it pays."""
     max_candidates: builtins.int
     """Candidates verified in one step at most. 0 is the verifier's default."""
     patience_us: builtins.int
     """Longest time a step is put off for candidates that are expected, microseconds. 0 never waits."""
-    always: builtins.bool
-    """Speculate even where the pod finds that it does not pay."""
-    guess: builtins.bool
-    """Verify what the text repeats, and what a lookahead window finds, as well."""
     @property
-    def lookahead(self) -> specdec.v1.model_pb2.Lookahead:
-        """With `guess`: a lookahead window of this size in every step. Unset: the pod chooses one that pays, if any does."""
+    def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
+        """Who may propose candidates. Empty: nobody."""
+
+    @property
+    def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
+        """With LOOKAHEAD: a window of this size in every step. Unset: the pod chooses one that pays, if any does."""
 
     def __init__(
         self,
         *,
-        speculate: builtins.bool = ...,
+        drafters: collections.abc.Iterable[specdec.v2.model_pb2.Drafter.ValueType] | None = ...,
+        forced: builtins.bool = ...,
         max_candidates: builtins.int = ...,
         patience_us: builtins.int = ...,
-        always: builtins.bool = ...,
-        guess: builtins.bool = ...,
-        lookahead: specdec.v1.model_pb2.Lookahead | None = ...,
+        lookahead: specdec.v2.model_pb2.Lookahead | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["always", b"always", "guess", b"guess", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "patience_us", b"patience_us", "speculate", b"speculate"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "patience_us", b"patience_us"]) -> None: ...
 
 global___VerifyPolicy = VerifyPolicy
 
@@ -282,19 +287,20 @@ class Commit(google.protobuf.message.Message):
     FORWARD_US_FIELD_NUMBER: builtins.int
     STEP_US_FIELD_NUMBER: builtins.int
     WAITED_US_FIELD_NUMBER: builtins.int
-    QUEUED_US_FIELD_NUMBER: builtins.int
-    FOUND_TOKENS_FIELD_NUMBER: builtins.int
-    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    ROUND_TRIP_US_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
-    PRICE_FIELD_NUMBER: builtins.int
+    DRAFTING_WANTED_FIELD_NUMBER: builtins.int
+    MIN_CANDIDATE_PROBABILITY_FIELD_NUMBER: builtins.int
     DRAFTED_SESSIONS_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
-    ROUND_TRIP_US_FIELD_NUMBER: builtins.int
+    QUEUED_US_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
     """Candidates accepted."""
-    finish_reason: specdec.v1.model_pb2.FinishReason.ValueType
+    finish_reason: specdec.v2.model_pb2.FinishReason.ValueType
     """Set on the last commit."""
     forward_us: builtins.int
     """Time of the (last) forward pass, microseconds; shared with the other sessions of the step."""
@@ -302,30 +308,34 @@ class Commit(google.protobuf.message.Message):
     """Time of the whole (last) step, microseconds."""
     waited_us: builtins.int
     """Time this session sat out waiting for candidates before the step, microseconds."""
-    queued_us: builtins.int
-    """Time this session waited for memory since its last commit, microseconds."""
-    found_tokens: builtins.int
-    """On the first commit: tokens of the text that were in memory already."""
-    preemptions: builtins.int
-    """Times this session has lost its memory to another so far."""
+    round_trip_us: builtins.int
+    """Time that a commit of this session takes to its draft and candidates take back, microseconds, of late; 0: unknown."""
     steps: builtins.int
-    """Steps this is of. Undrafted sessions of a busy pod are told of several at once."""
-    price: builtins.float
-    """Probability from which it pays to verify a candidate, as the pod is loaded now; at 1 none is verified."""
+    """Steps this commit is of. Several steps of sessions without a draft may be sent together."""
+    drafting_wanted: builtins.bool
+    """Whether candidates of a draft service are used now. If not, a draft that has none in preparation is not worth its
+    device's time.
+    """
+    min_candidate_probability: builtins.float
+    """The break-even probability, as the pod is busy now: a candidate that is less probable is not worth its row."""
     drafted_sessions: builtins.int
-    """Sessions of this pod for which there is a draft. The more there are, the fewer messages of candidates it can take of each."""
+    """Sessions of this pod that have a draft. The more there are, the fewer messages of candidates it can take of each."""
     checksum: builtins.int
     """The CRC-32 of VerifyOpen continued: over all tokens committed since, each as 4 bytes, little-endian, and the finish
     reason as one token more.
     """
-    round_trip_us: builtins.int
-    """Time that a commit of this session takes to its draft and candidates take back, microseconds, of late; 0: unknown."""
+    queued_us: builtins.int
+    """Time this session waited for memory since its last commit, microseconds."""
+    cached_tokens: builtins.int
+    """On the first commit: tokens of the text that were in memory already."""
+    preemptions: builtins.int
+    """Times this session has lost its memory to another so far."""
     @property
-    def committed(self) -> specdec.v1.model_pb2.Committed:
+    def committed(self) -> specdec.v2.model_pb2.Committed:
         """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
 
     @property
-    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v1.model_pb2.TokenSource.ValueType]:
+    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.TokenSource.ValueType]:
         """Where each token came from."""
 
     @property
@@ -335,26 +345,27 @@ class Commit(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        committed: specdec.v1.model_pb2.Committed | None = ...,
-        sources: collections.abc.Iterable[specdec.v1.model_pb2.TokenSource.ValueType] | None = ...,
+        committed: specdec.v2.model_pb2.Committed | None = ...,
+        sources: collections.abc.Iterable[specdec.v2.model_pb2.TokenSource.ValueType] | None = ...,
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
         offered: builtins.int = ...,
         accepted: builtins.int = ...,
-        finish_reason: specdec.v1.model_pb2.FinishReason.ValueType = ...,
+        finish_reason: specdec.v2.model_pb2.FinishReason.ValueType = ...,
         forward_us: builtins.int = ...,
         step_us: builtins.int = ...,
         waited_us: builtins.int = ...,
-        queued_us: builtins.int = ...,
-        found_tokens: builtins.int = ...,
-        preemptions: builtins.int = ...,
+        round_trip_us: builtins.int = ...,
         steps: builtins.int = ...,
-        price: builtins.float = ...,
+        drafting_wanted: builtins.bool = ...,
+        min_candidate_probability: builtins.float = ...,
         drafted_sessions: builtins.int = ...,
         checksum: builtins.int = ...,
-        round_trip_us: builtins.int = ...,
+        queued_us: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        preemptions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "found_tokens", b"found_tokens", "logprobs", b"logprobs", "offered", b"offered", "preemptions", b"preemptions", "price", b"price", "queued_us", b"queued_us", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "drafting_wanted", b"drafting_wanted", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "min_candidate_probability", b"min_candidate_probability", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 
@@ -368,7 +379,7 @@ class TokenLogprobs(google.protobuf.message.Message):
     TOP_TOKENS_FIELD_NUMBER: builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     chosen: builtins.float
-    """Of the token that was chosen."""
+    """The chosen token's."""
     @property
     def top_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids of the most probable tokens, best first."""
@@ -389,8 +400,8 @@ class TokenLogprobs(google.protobuf.message.Message):
 global___TokenLogprobs = TokenLogprobs
 
 @typing.final
-class GetLoadRequest(google.protobuf.message.Message):
-    """Asks for a pod's load."""
+class GetStatsRequest(google.protobuf.message.Message):
+    """Asks for a pod's statistics."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -398,11 +409,11 @@ class GetLoadRequest(google.protobuf.message.Message):
         self,
     ) -> None: ...
 
-global___GetLoadRequest = GetLoadRequest
+global___GetStatsRequest = GetStatsRequest
 
 @typing.final
-class GetLoadResponse(google.protobuf.message.Message):
-    """A pod's load. Counters run since it started."""
+class GetStatsResponse(google.protobuf.message.Message):
+    """A pod's statistics. Counters run since it started."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -414,16 +425,16 @@ class GetLoadResponse(google.protobuf.message.Message):
     STEPS_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: builtins.int
-    DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
-    ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    OFFERED_CANDIDATES_FIELD_NUMBER: builtins.int
+    ACCEPTED_CANDIDATES_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
-    FOUND_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     BUSY_US_FIELD_NUMBER: builtins.int
     UP_US_FIELD_NUMBER: builtins.int
     REFUSED_EXTENDS_FIELD_NUMBER: builtins.int
-    OUTCOMES_FIELD_NUMBER: builtins.int
-    FORESEEN_OUTCOMES_FIELD_NUMBER: builtins.int
+    DRAFTED_STEPS_FIELD_NUMBER: builtins.int
+    DRAFT_READY_STEPS_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Sessions that have memory."""
     waiting: builtins.int
@@ -440,13 +451,13 @@ class GetLoadResponse(google.protobuf.message.Message):
     """Counter: rows of all steps."""
     committed_tokens: builtins.int
     """Counter: tokens committed."""
-    drafted_tokens: builtins.int
+    offered_candidates: builtins.int
     """Counter: candidates verified."""
-    accepted_tokens: builtins.int
+    accepted_candidates: builtins.int
     """Counter: candidates accepted."""
     prompt_tokens: builtins.int
     """Counter: tokens that sessions came with."""
-    found_tokens: builtins.int
+    cached_tokens: builtins.int
     """Counter: of these, tokens that were in memory already."""
     preemptions: builtins.int
     """Counter: preemptions."""
@@ -456,10 +467,10 @@ class GetLoadResponse(google.protobuf.message.Message):
     """Time since the pod started, microseconds."""
     refused_extends: builtins.int
     """Counter: messages of candidates that made no sense, and were dropped."""
-    outcomes: builtins.int
-    """Counter: verdicts on sessions for which there is a draft, after which the text goes on."""
-    foreseen_outcomes: builtins.int
-    """Counter: of these, those whose next candidates had come before the step was over."""
+    drafted_steps: builtins.int
+    """Counter: steps of sessions that have a draft, after which the text goes on."""
+    draft_ready_steps: builtins.int
+    """Counter: of these, steps that ended with the next candidates already there."""
     def __init__(
         self,
         *,
@@ -471,17 +482,17 @@ class GetLoadResponse(google.protobuf.message.Message):
         steps: builtins.int = ...,
         rows: builtins.int = ...,
         committed_tokens: builtins.int = ...,
-        drafted_tokens: builtins.int = ...,
-        accepted_tokens: builtins.int = ...,
+        offered_candidates: builtins.int = ...,
+        accepted_candidates: builtins.int = ...,
         prompt_tokens: builtins.int = ...,
-        found_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
         preemptions: builtins.int = ...,
         busy_us: builtins.int = ...,
         up_us: builtins.int = ...,
         refused_extends: builtins.int = ...,
-        outcomes: builtins.int = ...,
-        foreseen_outcomes: builtins.int = ...,
+        drafted_steps: builtins.int = ...,
+        draft_ready_steps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "drafted_tokens", b"drafted_tokens", "foreseen_outcomes", b"foreseen_outcomes", "found_tokens", b"found_tokens", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "outcomes", b"outcomes", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "offered_candidates", b"offered_candidates", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
 
-global___GetLoadResponse = GetLoadResponse
+global___GetStatsResponse = GetStatsResponse

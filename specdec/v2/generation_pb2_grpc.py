@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from specdec.v1 import generation_pb2 as specdec_dot_v1_dot_generation__pb2
+from specdec.v2 import generation_pb2 as specdec_dot_v2_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in specdec/v1/generation_pb2_grpc.py depends on'
+        + f' but the generated code in specdec/v2/generation_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,19 +36,19 @@ class GenerationServiceStub(object):
             channel: A grpc.Channel.
         """
         self.Generate = channel.unary_stream(
-                '/specdec.v1.GenerationService/Generate',
-                request_serializer=specdec_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=specdec_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+                '/specdec.v2.GenerationService/Generate',
+                request_serializer=specdec_dot_v2_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Complete = channel.unary_unary(
-                '/specdec.v1.GenerationService/Complete',
-                request_serializer=specdec_dot_v1_dot_generation__pb2.CompleteRequest.SerializeToString,
-                response_deserializer=specdec_dot_v1_dot_generation__pb2.CompleteResponse.FromString,
+                '/specdec.v2.GenerationService/Complete',
+                request_serializer=specdec_dot_v2_dot_generation__pb2.CompleteRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_generation__pb2.CompleteResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
-                '/specdec.v1.GenerationService/ListModels',
-                request_serializer=specdec_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=specdec_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+                '/specdec.v2.GenerationService/ListModels',
+                request_serializer=specdec_dot_v2_dot_generation__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_generation__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
 
 
@@ -82,24 +82,24 @@ def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=specdec_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=specdec_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=specdec_dot_v2_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Complete': grpc.unary_unary_rpc_method_handler(
                     servicer.Complete,
-                    request_deserializer=specdec_dot_v1_dot_generation__pb2.CompleteRequest.FromString,
-                    response_serializer=specdec_dot_v1_dot_generation__pb2.CompleteResponse.SerializeToString,
+                    request_deserializer=specdec_dot_v2_dot_generation__pb2.CompleteRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_generation__pb2.CompleteResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
-                    request_deserializer=specdec_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
-                    response_serializer=specdec_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
+                    request_deserializer=specdec_dot_v2_dot_generation__pb2.ListModelsRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_generation__pb2.ListModelsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'specdec.v1.GenerationService', rpc_method_handlers)
+            'specdec.v2.GenerationService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('specdec.v1.GenerationService', rpc_method_handlers)
+    server.add_registered_method_handlers('specdec.v2.GenerationService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -121,9 +121,9 @@ class GenerationService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/specdec.v1.GenerationService/Generate',
-            specdec_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
-            specdec_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            '/specdec.v2.GenerationService/Generate',
+            specdec_dot_v2_dot_generation__pb2.GenerateRequest.SerializeToString,
+            specdec_dot_v2_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -148,9 +148,9 @@ class GenerationService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/specdec.v1.GenerationService/Complete',
-            specdec_dot_v1_dot_generation__pb2.CompleteRequest.SerializeToString,
-            specdec_dot_v1_dot_generation__pb2.CompleteResponse.FromString,
+            '/specdec.v2.GenerationService/Complete',
+            specdec_dot_v2_dot_generation__pb2.CompleteRequest.SerializeToString,
+            specdec_dot_v2_dot_generation__pb2.CompleteResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -175,9 +175,9 @@ class GenerationService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/specdec.v1.GenerationService/ListModels',
-            specdec_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
-            specdec_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+            '/specdec.v2.GenerationService/ListModels',
+            specdec_dot_v2_dot_generation__pb2.ListModelsRequest.SerializeToString,
+            specdec_dot_v2_dot_generation__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

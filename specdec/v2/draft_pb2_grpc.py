@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from specdec.v1 import draft_pb2 as specdec_dot_v1_dot_draft__pb2
+from specdec.v2 import draft_pb2 as specdec_dot_v2_dot_draft__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in specdec/v1/draft_pb2_grpc.py depends on'
+        + f' but the generated code in specdec/v2/draft_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub(object):
-    """Guesses ahead. A session is a stream: its cache lives exactly as long.
+    """Proposes what the target may say. A session is a stream: its cache lives exactly as long.
     """
 
     def __init__(self, channel):
@@ -36,14 +36,14 @@ class DraftServiceStub(object):
             channel: A grpc.Channel.
         """
         self.Draft = channel.stream_stream(
-                '/specdec.v1.DraftService/Draft',
-                request_serializer=specdec_dot_v1_dot_draft__pb2.DraftRequest.SerializeToString,
-                response_deserializer=specdec_dot_v1_dot_draft__pb2.DraftResponse.FromString,
+                '/specdec.v2.DraftService/Draft',
+                request_serializer=specdec_dot_v2_dot_draft__pb2.DraftRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_draft__pb2.DraftResponse.FromString,
                 _registered_method=True)
 
 
 class DraftServiceServicer(object):
-    """Guesses ahead. A session is a stream: its cache lives exactly as long.
+    """Proposes what the target may say. A session is a stream: its cache lives exactly as long.
     """
 
     def Draft(self, request_iterator, context):
@@ -58,19 +58,19 @@ def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Draft': grpc.stream_stream_rpc_method_handler(
                     servicer.Draft,
-                    request_deserializer=specdec_dot_v1_dot_draft__pb2.DraftRequest.FromString,
-                    response_serializer=specdec_dot_v1_dot_draft__pb2.DraftResponse.SerializeToString,
+                    request_deserializer=specdec_dot_v2_dot_draft__pb2.DraftRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_draft__pb2.DraftResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'specdec.v1.DraftService', rpc_method_handlers)
+            'specdec.v2.DraftService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('specdec.v1.DraftService', rpc_method_handlers)
+    server.add_registered_method_handlers('specdec.v2.DraftService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
-    """Guesses ahead. A session is a stream: its cache lives exactly as long.
+    """Proposes what the target may say. A session is a stream: its cache lives exactly as long.
     """
 
     @staticmethod
@@ -87,9 +87,9 @@ class DraftService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/specdec.v1.DraftService/Draft',
-            specdec_dot_v1_dot_draft__pb2.DraftRequest.SerializeToString,
-            specdec_dot_v1_dot_draft__pb2.DraftResponse.FromString,
+            '/specdec.v2.DraftService/Draft',
+            specdec_dot_v2_dot_draft__pb2.DraftRequest.SerializeToString,
+            specdec_dot_v2_dot_draft__pb2.DraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -75,6 +75,38 @@ ACCEPTANCE_RULE_CONTRASTIVE: AcceptanceRule.ValueType  # 3
 """Maximise log p - log q among tokens plausible to the target (Li et al. 2023)."""
 global___AcceptanceRule = AcceptanceRule
 
+class _Drafter:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DrafterEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Drafter.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DRAFTER_UNSPECIFIED: _Drafter.ValueType  # 0
+    """Refused."""
+    DRAFTER_REMOTE: _Drafter.ValueType  # 1
+    """A draft service."""
+    DRAFTER_NGRAM: _Drafter.ValueType  # 2
+    """The verifier, with what followed where the text said the same before."""
+    DRAFTER_LOOKAHEAD: _Drafter.ValueType  # 3
+    """The verifier, with n-grams from a lookahead window (Fu et al. 2024)."""
+    DRAFTER_LOCAL_MODEL: _Drafter.ValueType  # 4
+    """The verifier, with a draft model of its own, if it has one."""
+
+class Drafter(_Drafter, metaclass=_DrafterEnumTypeWrapper):
+    """Who proposes candidates."""
+
+DRAFTER_UNSPECIFIED: Drafter.ValueType  # 0
+"""Refused."""
+DRAFTER_REMOTE: Drafter.ValueType  # 1
+"""A draft service."""
+DRAFTER_NGRAM: Drafter.ValueType  # 2
+"""The verifier, with what followed where the text said the same before."""
+DRAFTER_LOOKAHEAD: Drafter.ValueType  # 3
+"""The verifier, with n-grams from a lookahead window (Fu et al. 2024)."""
+DRAFTER_LOCAL_MODEL: Drafter.ValueType  # 4
+"""The verifier, with a draft model of its own, if it has one."""
+global___Drafter = Drafter
+
 class _TokenSource:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -83,8 +115,8 @@ class _TokenSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     TOKEN_SOURCE_UNSPECIFIED: _TokenSource.ValueType  # 0
     """Not set."""
-    TOKEN_SOURCE_DRAFT: _TokenSource.ValueType  # 1
-    """Proposed by the draft model, accepted by the target."""
+    TOKEN_SOURCE_REMOTE_DRAFT: _TokenSource.ValueType  # 1
+    """Proposed by a draft service, accepted by the target."""
     TOKEN_SOURCE_CORRECTION: _TokenSource.ValueType  # 2
     """Chosen by the target where the candidates offered others."""
     TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 3
@@ -94,8 +126,8 @@ class _TokenSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     TOKEN_SOURCE_NGRAM: _TokenSource.ValueType  # 5
     """Proposed by n-gram lookup, accepted by the target."""
     TOKEN_SOURCE_LOOKAHEAD: _TokenSource.ValueType  # 6
-    """Proposed by lookahead decoding, accepted by the target."""
-    TOKEN_SOURCE_OWN_DRAFT: _TokenSource.ValueType  # 7
+    """Proposed by a lookahead window, accepted by the target."""
+    TOKEN_SOURCE_LOCAL_MODEL: _TokenSource.ValueType  # 7
     """Proposed by the verifier's own draft model, accepted by the target."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
@@ -103,8 +135,8 @@ class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
 
 TOKEN_SOURCE_UNSPECIFIED: TokenSource.ValueType  # 0
 """Not set."""
-TOKEN_SOURCE_DRAFT: TokenSource.ValueType  # 1
-"""Proposed by the draft model, accepted by the target."""
+TOKEN_SOURCE_REMOTE_DRAFT: TokenSource.ValueType  # 1
+"""Proposed by a draft service, accepted by the target."""
 TOKEN_SOURCE_CORRECTION: TokenSource.ValueType  # 2
 """Chosen by the target where the candidates offered others."""
 TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 3
@@ -114,8 +146,8 @@ TOKEN_SOURCE_PLAIN: TokenSource.ValueType  # 4
 TOKEN_SOURCE_NGRAM: TokenSource.ValueType  # 5
 """Proposed by n-gram lookup, accepted by the target."""
 TOKEN_SOURCE_LOOKAHEAD: TokenSource.ValueType  # 6
-"""Proposed by lookahead decoding, accepted by the target."""
-TOKEN_SOURCE_OWN_DRAFT: TokenSource.ValueType  # 7
+"""Proposed by a lookahead window, accepted by the target."""
+TOKEN_SOURCE_LOCAL_MODEL: TokenSource.ValueType  # 7
 """Proposed by the verifier's own draft model, accepted by the target."""
 global___TokenSource = TokenSource
 
@@ -149,7 +181,7 @@ global___FinishReason = FinishReason
 
 @typing.final
 class ModelIdentity(google.protobuf.message.Message):
-    """What a pod serves. Compared at every handshake, so that nothing is ever paired by name alone."""
+    """What a pod serves. Peers compare it at every handshake: nothing is paired by name alone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -162,7 +194,7 @@ class ModelIdentity(google.protobuf.message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     NUMERICS_MODE_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
-    """Version of this protocol that the pod speaks; a peer with another major refuses the session."""
+    """Version of this protocol that the pod speaks; a peer of another version refuses the session."""
     model: builtins.str
     """Name the model is served under."""
     tokenizer_fingerprint: builtins.str
@@ -199,7 +231,7 @@ global___ModelIdentity = ModelIdentity
 
 @typing.final
 class Contrast(google.protobuf.message.Message):
-    """Of the CONTRASTIVE rule."""
+    """Parameters of the CONTRASTIVE rule."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -297,7 +329,7 @@ class Sampling(google.protobuf.message.Message):
     min_p: builtins.float
     """Keep tokens at least this many times as probable as the most probable one. In [0, 1); 0 keeps all."""
     seed: builtins.int
-    """Of the noise. With the same seed the same request gives the same tokens."""
+    """Seeds the noise. With the same seed the same request gives the same tokens."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """Added to the logits of the given token ids, 4096 at most."""
@@ -335,16 +367,15 @@ class Extend(google.protobuf.message.Message):
     BASE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     PARENTS_FIELD_NUMBER: builtins.int
-    SCORES_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
-    HELD_US_FIELD_NUMBER: builtins.int
-    SCORE_BYTES_FIELD_NUMBER: builtins.int
+    LOGPROB_BYTES_FIELD_NUMBER: builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: builtins.int
+    BASE_AGE_US_FIELD_NUMBER: builtins.int
     base: builtins.int
     """Committed tokens (prompt included) the paths start from."""
-    held_us: builtins.int
-    """Time that the sender has known of `base` for, microseconds; 0: it does not say."""
-    score_bytes: builtins.bytes
+    logprob_bytes: builtins.bytes
     """For each node a byte b: P(the target takes this token, given that it reaches the parent) = exp(-(b / 96)^2)."""
+    base_age_us: builtins.int
+    """How long the sender has known of `base`, microseconds; 0: it does not say."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token of each node."""
@@ -356,13 +387,7 @@ class Extend(google.protobuf.message.Message):
         """
 
     @property
-    def scores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """log P(the target takes this token, given that it reaches the parent); at most 0. Of drafts that do not know
-        `score_bytes`.
-        """
-
-    @property
-    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DraftRow]:
+    def distributions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DraftDistribution]:
         """The draft's distribution over the children of a prefix, where the rule needs it (REJECTION,
         CONTRASTIVE).
         """
@@ -373,17 +398,16 @@ class Extend(google.protobuf.message.Message):
         base: builtins.int = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
         parents: collections.abc.Iterable[builtins.int] | None = ...,
-        scores: collections.abc.Iterable[builtins.float] | None = ...,
-        rows: collections.abc.Iterable[global___DraftRow] | None = ...,
-        held_us: builtins.int = ...,
-        score_bytes: builtins.bytes = ...,
+        logprob_bytes: builtins.bytes = ...,
+        distributions: collections.abc.Iterable[global___DraftDistribution] | None = ...,
+        base_age_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "held_us", b"held_us", "parents", b"parents", "rows", b"rows", "score_bytes", b"score_bytes", "scores", b"scores", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_age_us", b"base_age_us", "distributions", b"distributions", "logprob_bytes", b"logprob_bytes", "parents", b"parents", "tokens", b"tokens"]) -> None: ...
 
 global___Extend = Extend
 
 @typing.final
-class DraftRow(google.protobuf.message.Message):
+class DraftDistribution(google.protobuf.message.Message):
     """The draft's distribution at one prefix."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -410,7 +434,7 @@ class DraftRow(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["ids", b"ids", "parent", b"parent", "values", b"values"]) -> None: ...
 
-global___DraftRow = DraftRow
+global___DraftDistribution = DraftDistribution
 
 @typing.final
 class Committed(google.protobuf.message.Message):
@@ -437,8 +461,8 @@ class Committed(google.protobuf.message.Message):
 global___Committed = Committed
 
 @typing.final
-class Load(google.protobuf.message.Message):
-    """How full a pod is, and for how many more it has room."""
+class PodCapacity(google.protobuf.message.Message):
+    """How full a pod is, and for how many more sessions it has room."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -450,7 +474,7 @@ class Load(google.protobuf.message.Message):
     room: builtins.int
     """Sessions more that it would take now, waiting ones included. Texts that were taken up before are taken beyond it."""
     wait_us: builtins.int
-    """Time after which one that finds no room should come again, microseconds."""
+    """Time after which a session that finds no room should come again, microseconds."""
     def __init__(
         self,
         *,
@@ -460,16 +484,16 @@ class Load(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["room", b"room", "sessions", b"sessions", "wait_us", b"wait_us"]) -> None: ...
 
-global___Load = Load
+global___PodCapacity = PodCapacity
 
 @typing.final
-class Progress(google.protobuf.message.Message):
-    """Sign of life: a worker that steps is alive, one that only answers is not."""
+class Heartbeat(google.protobuf.message.Message):
+    """A sign of life: a worker that steps is alive, one that only answers is not."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: builtins.int
-    LOAD_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
     STEP_AGE_US_FIELD_NUMBER: builtins.int
     STEP_EXPECTED_US_FIELD_NUMBER: builtins.int
     steps: builtins.int
@@ -479,18 +503,18 @@ class Progress(google.protobuf.message.Message):
     step_expected_us: builtins.int
     """How long a step of its size usually takes, microseconds."""
     @property
-    def load(self) -> global___Load:
+    def capacity(self) -> global___PodCapacity:
         """How full it is."""
 
     def __init__(
         self,
         *,
         steps: builtins.int = ...,
-        load: global___Load | None = ...,
+        capacity: global___PodCapacity | None = ...,
         step_age_us: builtins.int = ...,
         step_expected_us: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["load", b"load", "step_age_us", b"step_age_us", "step_expected_us", b"step_expected_us", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "step_age_us", b"step_age_us", "step_expected_us", b"step_expected_us", "steps", b"steps"]) -> None: ...
 
-global___Progress = Progress
+global___Heartbeat = Heartbeat

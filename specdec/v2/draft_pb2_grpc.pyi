@@ -7,7 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
-import specdec.v1.draft_pb2
+import specdec.v2.draft_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -18,33 +18,33 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class DraftServiceStub:
-    """Guesses ahead. A session is a stream: its cache lives exactly as long."""
+    """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Draft: grpc.StreamStreamMultiCallable[
-        specdec.v1.draft_pb2.DraftRequest,
-        specdec.v1.draft_pb2.DraftResponse,
+        specdec.v2.draft_pb2.DraftRequest,
+        specdec.v2.draft_pb2.DraftResponse,
     ]
     """One session. The first request is `open`; the first response is `opened`."""
 
 class DraftServiceAsyncStub:
-    """Guesses ahead. A session is a stream: its cache lives exactly as long."""
+    """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
 
     Draft: grpc.aio.StreamStreamMultiCallable[
-        specdec.v1.draft_pb2.DraftRequest,
-        specdec.v1.draft_pb2.DraftResponse,
+        specdec.v2.draft_pb2.DraftRequest,
+        specdec.v2.draft_pb2.DraftResponse,
     ]
     """One session. The first request is `open`; the first response is `opened`."""
 
 class DraftServiceServicer(metaclass=abc.ABCMeta):
-    """Guesses ahead. A session is a stream: its cache lives exactly as long."""
+    """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
 
     @abc.abstractmethod
     def Draft(
         self,
-        request_iterator: _MaybeAsyncIterator[specdec.v1.draft_pb2.DraftRequest],
+        request_iterator: _MaybeAsyncIterator[specdec.v2.draft_pb2.DraftRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[specdec.v1.draft_pb2.DraftResponse], collections.abc.AsyncIterator[specdec.v1.draft_pb2.DraftResponse]]:
+    ) -> typing.Union[collections.abc.Iterator[specdec.v2.draft_pb2.DraftResponse], collections.abc.AsyncIterator[specdec.v2.draft_pb2.DraftResponse]]:
         """One session. The first request is `open`; the first response is `opened`."""
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

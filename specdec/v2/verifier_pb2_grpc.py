@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from specdec.v1 import verifier_pb2 as specdec_dot_v1_dot_verifier__pb2
+from specdec.v2 import verifier_pb2 as specdec_dot_v2_dot_verifier__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in specdec/v1/verifier_pb2_grpc.py depends on'
+        + f' but the generated code in specdec/v2/verifier_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,14 +36,14 @@ class VerifierServiceStub(object):
             channel: A grpc.Channel.
         """
         self.Verify = channel.stream_stream(
-                '/specdec.v1.VerifierService/Verify',
-                request_serializer=specdec_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
-                response_deserializer=specdec_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
+                '/specdec.v2.VerifierService/Verify',
+                request_serializer=specdec_dot_v2_dot_verifier__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_verifier__pb2.VerifyResponse.FromString,
                 _registered_method=True)
-        self.GetLoad = channel.unary_unary(
-                '/specdec.v1.VerifierService/GetLoad',
-                request_serializer=specdec_dot_v1_dot_verifier__pb2.GetLoadRequest.SerializeToString,
-                response_deserializer=specdec_dot_v1_dot_verifier__pb2.GetLoadResponse.FromString,
+        self.GetStats = channel.unary_unary(
+                '/specdec.v2.VerifierService/GetStats',
+                request_serializer=specdec_dot_v2_dot_verifier__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_verifier__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
 
 
@@ -59,7 +59,7 @@ class VerifierServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetLoad(self, request, context):
+    def GetStats(self, request, context):
         """How full and how busy this pod is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,19 +71,19 @@ def add_VerifierServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Verify': grpc.stream_stream_rpc_method_handler(
                     servicer.Verify,
-                    request_deserializer=specdec_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
-                    response_serializer=specdec_dot_v1_dot_verifier__pb2.VerifyResponse.SerializeToString,
+                    request_deserializer=specdec_dot_v2_dot_verifier__pb2.VerifyRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_verifier__pb2.VerifyResponse.SerializeToString,
             ),
-            'GetLoad': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetLoad,
-                    request_deserializer=specdec_dot_v1_dot_verifier__pb2.GetLoadRequest.FromString,
-                    response_serializer=specdec_dot_v1_dot_verifier__pb2.GetLoadResponse.SerializeToString,
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=specdec_dot_v2_dot_verifier__pb2.GetStatsRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_verifier__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'specdec.v1.VerifierService', rpc_method_handlers)
+            'specdec.v2.VerifierService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('specdec.v1.VerifierService', rpc_method_handlers)
+    server.add_registered_method_handlers('specdec.v2.VerifierService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -105,9 +105,9 @@ class VerifierService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/specdec.v1.VerifierService/Verify',
-            specdec_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
-            specdec_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
+            '/specdec.v2.VerifierService/Verify',
+            specdec_dot_v2_dot_verifier__pb2.VerifyRequest.SerializeToString,
+            specdec_dot_v2_dot_verifier__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -119,7 +119,7 @@ class VerifierService(object):
             _registered_method=True)
 
     @staticmethod
-    def GetLoad(request,
+    def GetStats(request,
             target,
             options=(),
             channel_credentials=None,
@@ -132,9 +132,9 @@ class VerifierService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/specdec.v1.VerifierService/GetLoad',
-            specdec_dot_v1_dot_verifier__pb2.GetLoadRequest.SerializeToString,
-            specdec_dot_v1_dot_verifier__pb2.GetLoadResponse.FromString,
+            '/specdec.v2.VerifierService/GetStats',
+            specdec_dot_v2_dot_verifier__pb2.GetStatsRequest.SerializeToString,
+            specdec_dot_v2_dot_verifier__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
-class CarryRequest(google.protobuf.message.Message):
+class ConnectRequest(google.protobuf.message.Message):
     """From the caller."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -30,10 +30,10 @@ class CarryRequest(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["frames", b"frames"]) -> None: ...
 
-global___CarryRequest = CarryRequest
+global___ConnectRequest = ConnectRequest
 
 @typing.final
-class CarryResponse(google.protobuf.message.Message):
+class ConnectResponse(google.protobuf.message.Message):
     """From the callee."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -50,27 +50,29 @@ class CarryResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["frames", b"frames"]) -> None: ...
 
-global___CarryResponse = CarryResponse
+global___ConnectResponse = ConnectResponse
 
 @typing.final
 class Frame(google.protobuf.message.Message):
-    """A piece of one stream. One of a stream that is over, or that never began, means nothing."""
+    """A piece of one stream. A frame of a stream that is over, or that never began, is ignored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STREAM_FIELD_NUMBER: builtins.int
     BEGIN_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
-    TAKEN_FIELD_NUMBER: builtins.int
+    CREDIT_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
     stream: builtins.int
-    """Number of the stream, from 1 on, chosen by the caller. None is used twice. 0 is the trunk itself: its `end`, from the
-    callee, says that no stream may begin on it any more.
+    """Number of the stream, from 1 on, chosen by the caller. None is used twice. 0 is the connection itself: its `end`,
+    from the callee, says that no stream may begin on it any more.
     """
     message: builtins.bytes
     """A message of the method's type, serialized."""
-    taken: builtins.int
-    """So many bytes of messages more were read, 64 counted for each message besides: their sender may send as many more."""
+    credit: builtins.int
+    """Flow control: the receiver has read so many bytes more, with 64 counted for each message besides, and the sender
+    may send as many more.
+    """
     @property
     def begin(self) -> global___Begin:
         """It begins. From the caller, and first."""
@@ -85,12 +87,12 @@ class Frame(google.protobuf.message.Message):
         stream: builtins.int = ...,
         begin: global___Begin | None = ...,
         message: builtins.bytes = ...,
-        taken: builtins.int = ...,
+        credit: builtins.int = ...,
         end: global___End | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["begin", b"begin", "end", b"end", "event", b"event", "message", b"message", "taken", b"taken"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["begin", b"begin", "end", b"end", "event", b"event", "message", b"message", "stream", b"stream", "taken", b"taken"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["begin", "message", "taken", "end"] | None: ...
+    def HasField(self, field_name: typing.Literal["begin", b"begin", "credit", b"credit", "end", b"end", "event", b"event", "message", b"message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "credit", b"credit", "end", b"end", "event", b"event", "message", b"message", "stream", b"stream"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["begin", "message", "credit", "end"] | None: ...
 
 global___Frame = Frame
 
@@ -120,7 +122,7 @@ class Begin(google.protobuf.message.Message):
     TIMEOUT_US_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     method: builtins.str
-    """Full name, as in "/specdec.v1.VerifierService/Verify"."""
+    """Full name, as in "/specdec.v2.VerifierService/Verify"."""
     timeout_us: builtins.int
     """Time that it may take, microseconds. Unset: any."""
     @property

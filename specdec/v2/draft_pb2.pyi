@@ -8,7 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
-import specdec.v1.model_pb2
+import specdec.v2.model_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -28,12 +28,12 @@ class DraftRequest(google.protobuf.message.Message):
         """Begins the session. First message, and only there."""
 
     @property
-    def committed(self) -> specdec.v1.model_pb2.Committed:
+    def committed(self) -> specdec.v2.model_pb2.Committed:
         """What the target decided."""
 
     @property
     def policy(self) -> global___DraftPolicy:
-        """Changes how the tree is grown."""
+        """Changes how the tree is expanded."""
 
     @property
     def resend(self) -> global___Resend:
@@ -43,7 +43,7 @@ class DraftRequest(google.protobuf.message.Message):
         self,
         *,
         open: global___DraftOpen | None = ...,
-        committed: specdec.v1.model_pb2.Committed | None = ...,
+        committed: specdec.v2.model_pb2.Committed | None = ...,
         policy: global___DraftPolicy | None = ...,
         resend: global___Resend | None = ...,
     ) -> None: ...
@@ -61,29 +61,29 @@ class DraftResponse(google.protobuf.message.Message):
 
     OPENED_FIELD_NUMBER: builtins.int
     EXTEND_FIELD_NUMBER: builtins.int
-    PROGRESS_FIELD_NUMBER: builtins.int
+    HEARTBEAT_FIELD_NUMBER: builtins.int
     @property
     def opened(self) -> global___DraftOpened:
         """Answers `open`."""
 
     @property
-    def extend(self) -> specdec.v1.model_pb2.Extend:
+    def extend(self) -> specdec.v2.model_pb2.Extend:
         """New candidates, pushed as the tree grows."""
 
     @property
-    def progress(self) -> specdec.v1.model_pb2.Progress:
+    def heartbeat(self) -> specdec.v2.model_pb2.Heartbeat:
         """Sent after 250 ms of silence, and every second or so."""
 
     def __init__(
         self,
         *,
         opened: global___DraftOpened | None = ...,
-        extend: specdec.v1.model_pb2.Extend | None = ...,
-        progress: specdec.v1.model_pb2.Progress | None = ...,
+        extend: specdec.v2.model_pb2.Extend | None = ...,
+        heartbeat: specdec.v2.model_pb2.Heartbeat | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["extend", b"extend", "message", b"message", "opened", b"opened", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["extend", b"extend", "message", b"message", "opened", b"opened", "progress", b"progress"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "extend", "progress"] | None: ...
+    def HasField(self, field_name: typing.Literal["extend", b"extend", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["extend", b"extend", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "extend", "heartbeat"] | None: ...
 
 global___DraftResponse = DraftResponse
 
@@ -103,14 +103,14 @@ class DraftOpen(google.protobuf.message.Message):
     MIN_TOKENS_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
-    rule: specdec.v1.model_pb2.AcceptanceRule.ValueType
+    rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
     """Most tokens that will be generated, `generated_tokens` included."""
     min_tokens: builtins.int
     """End tokens are not chosen before this many tokens were generated."""
     vocabulary_size: builtins.int
-    """Token ids that the target can name: there is nothing to guess beyond them. 0: as many as the draft."""
+    """Token ids that the target can name: there is nothing to propose beyond them. 0: as many as the draft."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -120,8 +120,8 @@ class DraftOpen(google.protobuf.message.Message):
         """Tokens generated so far: a draft is asked when candidates may pay."""
 
     @property
-    def sampling(self) -> specdec.v1.model_pb2.Sampling:
-        """The request's sampling, unchanged: the draft guesses by the same rule with the same noise."""
+    def sampling(self) -> specdec.v2.model_pb2.Sampling:
+        """The request's sampling, unchanged: the draft chooses by the same rule with the same noise."""
 
     @property
     def end_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -129,24 +129,24 @@ class DraftOpen(google.protobuf.message.Message):
 
     @property
     def policy(self) -> global___DraftPolicy:
-        """How to grow the tree at first."""
+        """How to expand the tree at first."""
 
     @property
-    def contrast(self) -> specdec.v1.model_pb2.Contrast:
-        """Of the CONTRASTIVE rule."""
+    def contrast(self) -> specdec.v2.model_pb2.Contrast:
+        """Parameters of the CONTRASTIVE rule."""
 
     def __init__(
         self,
         *,
         prompt_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         generated_tokens: collections.abc.Iterable[builtins.int] | None = ...,
-        sampling: specdec.v1.model_pb2.Sampling | None = ...,
-        rule: specdec.v1.model_pb2.AcceptanceRule.ValueType = ...,
+        sampling: specdec.v2.model_pb2.Sampling | None = ...,
+        rule: specdec.v2.model_pb2.AcceptanceRule.ValueType = ...,
         max_tokens: builtins.int = ...,
         end_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         policy: global___DraftPolicy | None = ...,
         min_tokens: builtins.int = ...,
-        contrast: specdec.v1.model_pb2.Contrast | None = ...,
+        contrast: specdec.v2.model_pb2.Contrast | None = ...,
         vocabulary_size: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
@@ -162,13 +162,13 @@ class DraftOpened(google.protobuf.message.Message):
 
     IDENTITY_FIELD_NUMBER: builtins.int
     @property
-    def identity(self) -> specdec.v1.model_pb2.ModelIdentity:
+    def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
 
     def __init__(
         self,
         *,
-        identity: specdec.v1.model_pb2.ModelIdentity | None = ...,
+        identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["identity", b"identity"]) -> None: ...
@@ -177,25 +177,26 @@ global___DraftOpened = DraftOpened
 
 @typing.final
 class DraftPolicy(google.protobuf.message.Message):
-    """How a draft grows its tree. Zero leaves a value as the draft's own default."""
+    """How a draft expands its tree. Zero leaves a value as the draft's own default."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MAX_NODES_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
-    MIN_REACH_FIELD_NUMBER: builtins.int
+    MIN_PATH_PROBABILITY_FIELD_NUMBER: builtins.int
     EXTEND_INTERVAL_US_FIELD_NUMBER: builtins.int
     ROUND_TRIP_US_FIELD_NUMBER: builtins.int
+    PAUSED_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
-    """Live nodes sent at most, the credit the verifier granted, and live nodes read at most."""
+    """Live nodes sent at most, the credit the verifier granted, and live nodes computed at most."""
     max_depth: builtins.int
     """Tokens ahead of the committed text at most."""
     max_branches: builtins.int
     """Children of one node at most."""
-    min_reach: builtins.float
-    """Nodes that the target reaches with less than this probability are not grown, below the draft's own limit
-    none are. At 1 the draft rests: it reads what is committed, but for the last tokens.
+    min_path_probability: builtins.float
+    """Nodes that the target reaches with less than this probability are not expanded, below the draft's own limit
+    none are. In [0, 1).
     """
     extend_interval_us: builtins.int
     """Least time between two Extend messages, microseconds, unless the verifier has nothing to verify."""
@@ -203,17 +204,20 @@ class DraftPolicy(google.protobuf.message.Message):
     """Time that a commit takes to the draft and its candidates take to the verifier, microseconds; 0: unknown. Where there
     is one message for a step of the verifier, it is sent so much before the next one can begin.
     """
+    paused: builtins.bool
+    """Propose nothing: only compute what is committed, but for the last tokens."""
     def __init__(
         self,
         *,
         max_nodes: builtins.int = ...,
         max_depth: builtins.int = ...,
         max_branches: builtins.int = ...,
-        min_reach: builtins.float = ...,
+        min_path_probability: builtins.float = ...,
         extend_interval_us: builtins.int = ...,
         round_trip_us: builtins.int = ...,
+        paused: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_reach", b"min_reach", "round_trip_us", b"round_trip_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_path_probability", b"min_path_probability", "paused", b"paused", "round_trip_us", b"round_trip_us"]) -> None: ...
 
 global___DraftPolicy = DraftPolicy
 

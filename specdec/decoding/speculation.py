@@ -1,0 +1,47 @@
+"""How a request speculates: one value, the same from the client to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from specdec.decoding.lookahead import Lookahead
+
+
+class Drafter(IntEnum):
+    """Who proposes candidates; numbers as in specdec.v2.Drafter."""
+
+    REMOTE = 1
+    NGRAM = 2
+    LOOKAHEAD = 3
+    LOCAL_MODEL = 4
+
+
+ALL_DRAFTERS = frozenset(Drafter)
+OWN_DRAFTERS = ALL_DRAFTERS - {Drafter.REMOTE}
+"""Drafters inside the verifier."""
+
+NO_DRAFTERS: frozenset[Drafter] = frozenset()
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Who may propose candidates, and how many; 0 leaves a number to the services."""
+
+    drafters: frozenset[Drafter] = ALL_DRAFTERS
+    forced: bool = False  # whether or not it is found to pay
+    max_candidates: int = 0  # verified in one step
+    max_depth: int = 0  # tokens ahead of the text
+    max_branches: int = 0  # alternatives at one place
+    lookahead: Lookahead | None = None  # the window that is wanted in every step; None: one that pays
+
+    @property
+    def remote(self) -> bool:
+        """True if draft services may propose candidates."""
+        return Drafter.REMOTE in self.drafters
+
+
+def drafters_of(numbers: Iterable[int]) -> frozenset[Drafter]:
+    """The drafters with these numbers; ValueError if there is none with one of them."""
+    return frozenset(map(Drafter, numbers))
