@@ -23,7 +23,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward pass over t tokens."""
+    """A packed batch: one forward pass over t tokens."""
 
     tokens: NDArray[np.int64]  # [t]
     positions: NDArray[np.int64]  # [t] absolute

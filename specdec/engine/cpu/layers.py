@@ -60,7 +60,7 @@ class Buffers(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Where the work of each kind of loop is cut for the OpenMP team."""
+    """The cuts that share the work of each kind of loop among the OpenMP team."""
 
     norms: Cuts
     heads: Cuts
