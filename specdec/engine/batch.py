@@ -1,9 +1,9 @@
 """A packed batch: the tokens of many sessions as one forward pass.
 
-What a row may see is said in one of two layouts, each with a packer of its own: *paths* (`paths.py`), a list
-of key slots in order of position for every row, read by the CPU's attention; and *lanes*
-(`lanes.py`), rectangles of keys and rows with a mask, for engines that attend with tensor operations. A
-packer knows nothing about sessions or trees.
+Which keys a row sees is written in one of three layouts, each with its own packer: a *ragged batch* (`cpu/layout.py`)
+lists every row's key slots in order of position; a *padded batch* (`padded/layout.py`) has rectangles of keys and rows
+with a mask, for attention by tensor operations; a *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys.
+A packer knows nothing about sessions or token trees.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward pass over t tokens."""
+    """A packed batch: one forward pass over t tokens."""
 
     tokens: NDArray[np.int64]  # [t]
     positions: NDArray[np.int64]  # [t] absolute
     slots: Slots  # [t] where each token's key and value are written
-    wanted: NDArray[np.int64]  # [n] rows whose logits are wanted; padding repeats the first
+    wanted: NDArray[np.int64]  # [n] rows whose logits are returned; padding repeats the first
 
 
 @dataclass
 class Packer(ABC):
-    """Collects rows and what they see, then packs them. Every row belongs to one path or tree.
+    """A collector of rows and of the keys they see, which packs them. Every row belongs to one path or tree.
 
-    `rows` is the class of numbers of rows that the batch is padded to, if any; so are the wanted ones.
+    `rows` are the invariant row counts, if any: the batch is padded to one of them, and so are the wanted rows.
     """
 
     rows: InvariantRowCounts | None = None
@@ -45,7 +45,7 @@ class Packer(ABC):
     wanted: list[int] = field(default_factory=list)
 
     def add_rows(self, tokens: Sequence[int], first_position: int, slots: Sequence[int] | Slots) -> range:
-        """Append consecutive tokens of one text; their row indices."""
+        """Append consecutive tokens of one text; return their row indices."""
         start = len(self.tokens)
         self.tokens += tokens
         self.positions += range(first_position, first_position + len(tokens))
@@ -59,29 +59,28 @@ class Packer(ABC):
         return len(self.tokens) - 1
 
     def want(self, row: int) -> int:
-        """Ask for a row's logits; the index of its row among the results."""
+        """Ask for a row's logits; return its index among the results."""
         self.wanted.append(row)
         return len(self.wanted) - 1
 
     @abstractmethod
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        """Rows along one text whose key at index i is its token at position i."""
+        """Let rows see one text, each up to its own position; keys[i] is the slot of the token at position i."""
 
     @abstractmethod
     def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        """Rows that see a subset of keys, one for each position up to their own: `visible`
-        [len(rows), len(keys)]."""
+        """Let each row see a subset of keys, one for each position up to its own: `visible` [len(rows), len(keys)]."""
 
     @abstractmethod
     def pack(self) -> PackedBatch:
-        """The batch; the packer is used up."""
+        """Return the batch; the packer cannot be used again."""
 
     def _pad(self) -> None:
-        """Add tokens that nobody asked for, up to a member of the class."""
+        """Add padding rows up to an invariant row count; repeat the first wanted row likewise."""
         if self.rows is None:
             return
         missing = self.rows.padded(len(self.tokens)) - len(self.tokens)
         if missing:
             self.add_path(np.asarray([PADDING_SLOT]), [self.add_row(0, 0, PADDING_SLOT) for _ in range(missing)])
-        wanted = self.wanted or [0]  # an empty selection is a case of its own to a compiler
+        wanted = self.wanted or [0]  # a compiler would treat an empty selection as a case of its own
         self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))

@@ -1,4 +1,4 @@
-"""What services ask of an engine: one packed forward pass, and moving rows of its memory."""
+"""The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache."""
 
 from __future__ import annotations
 
@@ -15,45 +15,47 @@ from specdec.engine.kv.slots import Slots
 
 
 class UnsupportedModelError(Exception):
-    """The model cannot run in a packed batch, and why."""
+    """An error that says why a model cannot run in a packed batch."""
 
 
 class Engine(Protocol):
-    """A loaded model and its key/value memory. Used by one thread."""
+    """A loaded model and its KV cache. Used by one thread."""
 
-    capacity: int  # slots of key/value memory
+    capacity: int  # slots of the KV cache
     vocabulary: int
-    numerics: str  # fingerprint: equal ones give equal bits
+    numerics: str  # numerics fingerprint: equal ones give equal bits
     exact: bool  # a row's bits do not depend on its batch: checked at start
-    threads: tuple[int, ...]  # numbers of them that it can compute with, the largest first, with which it starts
+    threads: tuple[int, ...]  # thread counts it can compute with, the largest first: the one it starts with
 
     def packer(self) -> Packer:
-        """An empty batch in the layout this engine wants."""
+        """Return an empty packer for the layout that this engine reads."""
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        """Logits [n, vocabulary] of the wanted rows; stores the keys and values of all rows."""
+        """Return the logits [n, vocabulary] of the wanted rows; store the keys and values of all rows."""
 
     def copy(self, source: Slots, target: Slots) -> None:
-        """Copy rows of key/value memory from slots to slots, in every layer."""
+        """Copy keys and values from slots to slots, in every layer."""
 
     def use_threads(self, count: int) -> None:
-        """Compute with so many of `threads` from now on."""
+        """Compute with `count` threads, one of `threads`, from now on."""
 
 
 @runtime_checkable
 class GpuSampling(Engine, Protocol):
-    """One whose logits are better left where they are."""
+    """An engine whose logits stay on the GPU, which samples from them there."""
 
     def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> StepLogits:
-        """A forward pass, and the wanted rows; what is `asked` of them, by their index, is known in advance."""
+        """Run a forward pass and return its wanted rows. `asked` are the sampling queries known in advance, by the
+        index of their row among the wanted ones."""
 
 
 Step = Callable[[PackedBatch, Callable[[], Mapping[int, SamplingQuery]]], StepLogits]
-"""A forward pass and its wanted rows; what may be asked of them is worked out only for those who want to know."""
+"""A function that runs a forward pass and returns its wanted rows. Its second argument works out the rows' sampling
+queries; it is called only for engines that use them in advance."""
 
 
 def step_of(engine: Engine) -> Step:
-    """However this engine makes one."""
+    """Return the function that runs a step of this engine."""
     if isinstance(engine, GpuSampling):
         return lambda batch, asked: engine.step(batch, asked())
     return lambda batch, _: HostLogits(engine.forward(batch))

@@ -1,4 +1,4 @@
-"""From a model directory to a running engine, whichever kind is asked for."""
+"""Loading a model directory into an engine of any kind."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.providers import place_of, providers
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # imports torch
     from specdec.engine.distributed.ranks import Ranks
 
 log = structlog.get_logger()
 
 Kind = Literal["torch", "eager", "onnx"]
-"""On a GPU `torch` is the engine that is made for it. `eager`, the model's own layers and attention by tensor
-operations, is slower anywhere: what others can be compared with, on any device."""
+"""The kinds of engine. On a GPU `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
+attention by tensor operations: slower everywhere, and a reference to compare with on any device."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 MOST_THREADS = 1024
-"""Of a forward pass. Where the system does not give so many as are asked for, OpenMP ends the process."""
+"""Threads that a forward pass may be given at most. Where the system cannot start as many as are asked for, OpenMP ends
+the process."""
 
 
 def load_engine(
@@ -40,9 +41,11 @@ def load_engine(
     compiled: bool = False,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """ModelDirectoryError or UnsupportedModelError say in one line what is in the way. Without a `dtype` an exported
-    model computes in its own, any other in float32. With `ranks`, the engine of this one: for rank 0 one like any
-    other, for the rest a `FollowingEngine`."""
+    """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
+
+    Without a `dtype` an exported model computes in its own, any other in float32. With `ranks`, return this rank's part
+    of a parallel engine: on rank 0 it is used like any other engine, elsewhere it is a `FollowingEngine`.
+    """
     if ranks is not None:
         ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
     if compiled and (kind != "torch" or device != "cpu" or ranks is not None):
@@ -63,7 +66,8 @@ def load_engine(
 
 
 def has_bfloat16() -> bool:
-    """Whether this processor computes in bfloat16. Where it is not known how to tell, it is taken to."""
+    """Return whether this processor computes in bfloat16; True on processors other than x86-64, which cannot be
+    asked."""
     import torch
 
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -72,7 +76,7 @@ def has_bfloat16() -> bool:
 
 
 def check_torch(device: str) -> None:
-    """UnsupportedModelError unless torch has this device."""
+    """Raise UnsupportedModelError unless torch has this device."""
     import torch
 
     try:
@@ -88,7 +92,7 @@ def check_torch(device: str) -> None:
 def _torch(
     kind: Kind, directory: ModelDirectory, device: str, *, threads: Sequence[int], compiled: bool, **options: Any
 ) -> Engine:
-    """The whole of a torch engine, on a device that torch has."""
+    """Load a torch engine in one process, on a device that torch has."""
     import torch
 
     from specdec.engine.torch_engine import TorchEngine
@@ -98,15 +102,15 @@ def _torch(
             return _gpu(directory, device, **options)
         padded = kind == "eager"
         return TorchEngine(directory, device=device, threads=threads, compiled=compiled, padded=padded, **options)
-    except torch.OutOfMemoryError as error:  # a GPU's
-        reason = str(error).partition(". ")[0]  # what comes behind it is statistics
+    except torch.OutOfMemoryError as error:  # raised for GPU memory only
+        reason = str(error).partition(". ")[0]  # only statistics follow
         raise UnsupportedModelError(
             f"device {device}: {reason}; a smaller model may fit, or fewer --kv-tokens"
         ) from error
 
 
 def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
-    """The engine for GPUs."""
+    """Load the engine for GPUs."""
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedModelError(
             f"device {device}: the kernels want triton, which is not installed (specdec[cuda] brings it); "
@@ -118,7 +122,7 @@ def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
 
 
 def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capacity: int | None, threads: int) -> Engine:
-    """ONNX Runtime's, of a graph that is exported if it is not yet."""
+    """Load the ONNX Runtime engine; export the model first if its directory has no graph."""
     if dtype == "bfloat16":
         raise UnsupportedModelError("the ONNX engine computes in float32 or float16, not bfloat16")
     import onnxruntime
@@ -139,7 +143,7 @@ def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capaci
 
 
 def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) -> Engine:
-    """This rank's part of an engine."""
+    """Load this rank's part of a parallel engine."""
     from specdec.engine.parallel_engine import FollowingEngine, LeadingEngine
 
     own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
@@ -148,7 +152,7 @@ def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) 
 
 
 def _own_device(device: str, local_rank: int) -> str:
-    """Of a rank."""
+    """Return the device of the rank with this number on its machine; UnsupportedModelError if it cannot have one."""
     import torch
 
     if device not in ("cpu", "cuda"):

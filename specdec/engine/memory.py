@@ -1,4 +1,4 @@
-"""How much key/value memory there is room for, and what becomes of memory that a step has used."""
+"""Memory: how many slots of KV cache fit, and malloc settings that keep what a step has freed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from specdec.engine.engine import UnsupportedModelError
 
 SHARE = 0.5
 TEXTS = 64
-"""Where nobody says otherwise, there is memory for so many texts of a model's full length, but no more than this share
-of what is free: more would take long to fetch, and be of use to prefixes only."""
+"""Texts of a model's full length that the KV cache has room for by default, but in no more than SHARE of the free
+memory: more would take long to allocate, and serve prefix caching only."""
 
 LEAST_SLOTS = 512
 
@@ -21,8 +21,8 @@ MOST_KEPT = 1 << 30
 
 
 def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1) -> int:
-    """The number of slots of `slot_bytes` for a model of `context` tokens on a device that so many processes share
-    evenly; UnsupportedModelError if there is room for next to none."""
+    """Return the number of slots of `slot_bytes` each for a model of `context` tokens, on a device that `sharers`
+    processes share evenly; UnsupportedModelError if fewer than LEAST_SLOTS fit."""
     slots = min(max(LEAST_SLOTS, TEXTS * context), int(SHARE * free_bytes(device)) // sharers // slot_bytes)
     if slots < LEAST_SLOTS:
         raise UnsupportedModelError(
@@ -33,12 +33,12 @@ def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1) -> i
 
 
 def free_bytes(device: str) -> int:
-    """Memory that can be taken: of a CUDA device; of the machine, within what a container may have."""
+    """Return the free bytes of a CUDA device, or of the machine within its container's limit."""
     if device.startswith("cuda"):
         with contextlib.suppress(ImportError, AssertionError):  # without torch, or with one that has no CUDA
             import torch
 
-            torch.cuda.empty_cache()  # what torch keeps of freed memory, of weights that were joined for one
+            torch.cuda.empty_cache()  # gives back what torch has kept, such as the weights before they were joined
             return int(torch.cuda.mem_get_info(device)[0])
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -51,13 +51,13 @@ def free_bytes(device: str) -> int:
     with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
         limit = int((group / "memory.max").read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached_files = int(statistics["inactive_file"])  # the weights just read, for one; given back when needed
+        cached_files = int(statistics["inactive_file"])  # such as the weights just read; given back when needed
         free = min(free, limit - int((group / "memory.current").read_text()) + cached_files)
     return max(0, free)
 
 
 def free_by_driver(driver: Any, index: int) -> int:
-    """Free bytes of a CUDA device by the driver's own interface: an ONNX service has no torch to ask."""
+    """Return the free bytes of a CUDA device by the driver's own interface: an ONNX service has no torch to ask."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     for name, *arguments in (
@@ -75,10 +75,10 @@ def free_by_driver(driver: Any, index: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have this process's allocator keep what is freed, up to MOST_KEPT bytes, for the next who asks.
+    """Have malloc keep freed memory, up to MOST_KEPT bytes, for the next allocation.
 
-    glibc gives large pieces back to the system at once, and the kernel hands out cleared ones again: for a wide
-    model's intermediate results that was a third of a step of 64 rows. Without glibc nothing is changed.
+    By default glibc gives large pieces back to the system at once, and the kernel clears the pieces it hands out again:
+    for a wide model's intermediate results that was a third of a step of 64 rows. Without glibc nothing is changed.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -87,11 +87,12 @@ def keep_freed_memory() -> None:
 
 
 def share_memory_among_threads() -> None:
-    """Have all threads of this process, none of which may have begun, take memory from the same arena.
+    """Have all threads of this process allocate from one malloc arena; none of them may have started yet.
 
-    glibc gives each thread one of its own, made of pieces of 64 MiB, and what does not fit is fetched from the system
-    and given back each time, whatever it was told to keep: products over 512 rows of 60M parameters that took 49 ms in
-    the main thread took 65 to 69 in another, and 50 to 52 so (by hand). Without glibc nothing is changed.
+    By default glibc gives each thread an arena of its own, made of pieces of 64 MiB. What does not fit there is taken
+    from the system and given back each time, whatever malloc was told to keep: products over 512 rows of 60M parameters
+    that took 49 ms in the main thread took 65 to 69 ms in another one, and 50 to 52 ms with a single arena (measured by
+    hand). Without glibc nothing is changed.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)

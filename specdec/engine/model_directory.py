@@ -17,32 +17,34 @@ from specdec.engine.model_file import ModelDirectoryError as ModelDirectoryError
 GRAPH = "model.onnx"
 COPY_GRAPH = "copy.onnx"
 DESCRIPTION = "specdec.json"
-"""What an exported model has beside configuration and tokenizer."""
+"""Files that an exported model has besides its configuration and tokenizer (GRAPH, COPY_GRAPH, DESCRIPTION)."""
 
 SAMPLED_BYTES = 1 << 20
-"""Of each weight file this much, in 64 evenly spaced pieces, enters the fingerprint beside header and
-size: enough to tell two trainings apart, quick for 140 GB."""
+"""Bytes of each weight file that enter the model's fingerprint, in 64 evenly spaced pieces, together with the file's
+name and size: enough to tell two trainings apart, and quick for 140 GB."""
 
 LEAST_CONTEXT = 64
-"""Checks and measurements at start read texts of some thirty tokens."""
+"""Tokens of the shortest context that a model may have: checks and measurements at start read texts of about thirty
+tokens."""
 
 LARGEST_VOCABULARY = 1 << 24
 LONGEST_CONTEXT = 1 << 30
-"""Far beyond any model we know, and within what token ids and positions are kept in: 32 bits."""
+"""Tokens of the longest context; LARGEST_VOCABULARY is the most token ids. Both are far beyond any model we know, and
+fit into the 32 bits in which positions and token ids are kept."""
 
 MOST_END_TOKENS = 1000
-"""Every request carries them."""
+"""End tokens that a model may have: every request carries them."""
 
 MOST_ID = (1 << 32) - 1
-"""Of tokenizer.json, where ids may lie beyond the model's vocabulary."""
+"""Largest token id in tokenizer.json, whose ids may lie beyond the model's vocabulary."""
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """What can be known of a model without loading it.
+    """A model's directory, and what it tells of the model without loading it.
 
-    All of it is read and checked when the object is made, so that a broken directory ends the start of a service
-    and not its requests; only the weights are looked at when they are asked for.
+    Everything but the weights is read and checked when the object is made, so that a broken directory fails the start
+    of a service and not its requests. The weights are opened when they are asked for.
     """
 
     path: Path
@@ -52,7 +54,7 @@ class ModelDirectory:
         _ = self.tokenizer_config, self.tokenizer_fingerprint
 
     def _check_configuration(self) -> None:
-        """Read everything that needs no tokenizer."""
+        """Read and check everything but the tokenizer."""
         try:
             is_directory = stat.S_ISDIR(self.path.stat().st_mode)
         except FileNotFoundError:
@@ -63,7 +65,7 @@ class ModelDirectory:
             raise ModelDirectoryError(f"{self.path}: no such directory")
         _ = self.name, self.vocabulary, self.context, self.end_tokens
         text = self._text_config
-        for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # pretrained.py looks into them
+        for key in ("quantization_config", "rope_parameters", "rope_scaling"):  # `hf/pretrained.py` reads them
             if text.has(key):
                 text.fields(key)
         if text.has("sliding_window"):
@@ -77,7 +79,7 @@ class ModelDirectory:
         return found
 
     def _optional(self, name: str) -> Fields:
-        """Read a file that may be missing: then it has no fields."""
+        """Read a file that may be missing; it then has no fields."""
         file = self.path / name
         return read_fields(file) or Fields(file, {})
 
@@ -92,7 +94,7 @@ class ModelDirectory:
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json; for a multimodal wrapper, its text part."""
+        """The fields of config.json; for a multimodal model those of its text part."""
         return self._text_config.content
 
     @cached_property
@@ -110,12 +112,12 @@ class ModelDirectory:
 
     @cached_property
     def vocabulary(self) -> int:
-        """Width of the logits, padding included."""
+        """The width of the logits, padding included."""
         return self._text_config.integer("vocab_size", 2, LARGEST_VOCABULARY)
 
     @cached_property
     def context(self) -> int:
-        """Longest text in tokens."""
+        """Tokens of the longest text that the model takes."""
         config = self._text_config
         for key in ("max_position_embeddings", "n_positions"):
             if config.has(key):
@@ -126,8 +128,8 @@ class ModelDirectory:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text, from generation_config.json, else config.json. What the first of them that names any
-        overrules is not looked at: models are corrected in generation_config.json alone."""
+        """Ids that end a text, from generation_config.json, else config.json. The first file that names any decides,
+        and later ones are not read: models are corrected in generation_config.json alone."""
         for source in (self._optional("generation_config.json"), self._text_config, self._whole_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MOST_END_TOKENS))
@@ -135,18 +137,18 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """SHA-256, hex, over which id means which text, however the file spells it."""
+        """SHA-256, in hex, of which id means which text, independent of how the file is written."""
         pieces = _pieces(self._needed("tokenizer.json"))
         meaning = sorted((number, token) for token, number in pieces.items())
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
     def check_pair(self, other: ModelDirectory) -> None:
-        """ModelDirectoryError unless one can guess for the other."""
+        """Raise ModelDirectoryError unless one of the two models can draft for the other."""
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
             raise ModelDirectoryError(f"the tokenizers of {other.path} and {self.path} differ: they cannot be paired")
 
     def weights(self) -> list[Path]:
-        """List the files of weights, each of which is there and can be read."""
+        """Return the files of weights; ModelDirectoryError unless each can be read."""
         try:
             names = sorted(os.listdir(self.path))
         except OSError as error:
@@ -159,7 +161,7 @@ class ModelDirectory:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """SHA-256, hex, over configuration and weights (see SAMPLED_BYTES)."""
+        """SHA-256, in hex, of configuration and weights (see SAMPLED_BYTES)."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         weights = self.weights()
         if not weights:
@@ -176,7 +178,7 @@ class ModelDirectory:
 
 
 def _pieces(tokenizer: Fields) -> dict[str, int]:
-    """Read the tokens of tokenizer.json, added ones included, and their ids."""
+    """Return the ids of all tokens in tokenizer.json, added ones included."""
     model = tokenizer.fields("model")
     vocabulary = model.content.get("vocab")
     if isinstance(vocabulary, list):  # unigram: [token, score], in the order of their ids

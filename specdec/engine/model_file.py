@@ -1,7 +1,7 @@
-"""Reads one file of a model directory into values that are known to be good.
+"""Reading one file of a model directory into checked values.
 
-Whatever is wrong is told in one line that names the file, the field, its value and the limit. Nothing here knows
-which files and which fields a model has.
+Every error is one line that names the file, the field, its value and the limit. Nothing here knows which files and
+fields a model has.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 MOST_BYTES = 1 << 28
-"""Largest text file that is read: eight times the largest tokenizer.json of models we know."""
+"""Bytes of the largest text file that is read: eight times the largest tokenizer.json of models we know."""
 
 MOST_LEVELS = 64
-"""Deepest nesting of lists and objects. More is no configuration, and ends what walks it recursively: json, copy,
-transformers."""
+"""Levels to which lists and objects may be nested. No configuration has more, and more breaks what walks it
+recursively: json, copy, transformers."""
 
 SHOWN_CHARACTERS = 60
 REASON_CHARACTERS = 300
 
 
 class ModelDirectoryError(Exception):
-    """The directory is missing, incomplete, or holds what cannot be served; the message is one line."""
+    """An error that says in one line that a model directory is missing, incomplete, or holds what cannot be served."""
 
 
 def shown(value: object) -> str:
@@ -38,13 +38,13 @@ def shown(value: object) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Say an error of another library in one line, cut if it is long."""
+    """Return the message of another library's error in one line, cut if it is long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]}..."
 
 
 def unreadable(path: Path, error: OSError) -> ModelDirectoryError:
-    """Make the error that says why a file or directory cannot be read, and where it links to."""
+    """Return the error that says why a file or directory cannot be read, and where it links to."""
     link = f" (a link to {shown(os.readlink(path))})" if os.path.islink(path) else ""
     return ModelDirectoryError(f"{path}{link}: cannot be read: {error.strerror or error}")
 
@@ -53,7 +53,7 @@ def unreadable(path: Path, error: OSError) -> ModelDirectoryError:
 def opened(file: Path) -> Iterator[BinaryIO]:
     """Open a regular file; ModelDirectoryError if it is missing, or opening or reading it fails."""
     try:
-        if not stat.S_ISREG(file.stat().st_mode):  # a named pipe would be waited for
+        if not stat.S_ISREG(file.stat().st_mode):  # opening a named pipe would block
             raise ModelDirectoryError(f"{file}: is not a regular file")
         with file.open("rb") as stream:
             yield stream
@@ -62,7 +62,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def read_text(file: Path) -> str | None:
-    """Return what a UTF-8 file holds, None if there is no file of this name. A link to nothing is an error."""
+    """Return what a UTF-8 file holds; None if there is no file of this name. A dangling link is an error."""
     try:
         file.lstat()
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def read_text(file: Path) -> str | None:
 
 
 def read_fields(file: Path) -> Fields | None:
-    """Return the JSON object that a file holds, None if there is no file of this name."""
+    """Return the JSON object that a file holds; None if there is no file of this name."""
     text = read_text(file)
     if text is None:
         return None
@@ -100,7 +100,7 @@ def read_fields(file: Path) -> Fields | None:
 
 
 def _is_deeper(content: object, levels: int) -> bool:
-    """Tell whether lists and objects are nested more than so many levels deep, level by level."""
+    """Return whether lists and objects are nested more than `levels` deep; walks them level by level."""
     level: list[Any] = [content] if isinstance(content, (dict, list)) else []
     for _ in range(levels):
         insides = (each.values() if isinstance(each, dict) else each for each in level)
@@ -109,14 +109,14 @@ def _is_deeper(content: object, levels: int) -> bool:
 
 
 def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
-    """Tell whether a JSON value is an integer of this range; true and 1.0 are none."""
+    """Return whether a JSON value is an integer of this range; true and 1.0 are not."""
     return type(value) is int and least <= value <= most
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object, its fields read by name and checked: each method raises ModelDirectoryError unless the field is
-    what is asked for."""
+    """A JSON object whose fields are read by name and checked: methods that read a field raise ModelDirectoryError
+    unless it is what they ask for."""
 
     file: Path
     content: dict[str, Any]
@@ -124,11 +124,11 @@ class Fields:
     """The place of the object in the file, as a prefix of its fields' names: `text_config.`"""
 
     def has(self, key: str) -> bool:
-        """Tell whether the field is there; null counts as missing."""
+        """Return whether the field is there; null counts as missing."""
         return self.content.get(key) is not None
 
     def refusal(self, key: str, limit: str) -> ModelDirectoryError:
-        """Make the error that names the field, its value and what it must be."""
+        """Return the error that names the field, its value and what it must be."""
         found = f"is {shown(self.content[key])}" if key in self.content else "is missing"
         return ModelDirectoryError(f"{self.file}: {self.place}{key} {found}, must be {limit}")
 
@@ -153,7 +153,7 @@ class Fields:
     def text(self, key: str) -> str:
         value = self.content.get(key)
         if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
-            raise self.refusal(key, "a string of Unicode characters")  # half of a surrogate pair is none
+            raise self.refusal(key, "a string of Unicode characters")  # half of a surrogate pair is not one
         return value
 
     def fields(self, key: str) -> Fields:

@@ -1,8 +1,8 @@
-"""One engine out of several processes, each with its part of every layer and its own heads' keys and values.
+"""One engine in several processes, each with its part of every layer and its own heads' keys and values.
 
-Rank 0 has every call told to the others before it runs its own part of it, and decides alone: what numbers of rows to
-compute with, whether rows are exact, and everything above the engine. (Which tiles of a class are the quickest is each
-one's own finding, and changes no bit.) The others run the same calls in the same order.
+Rank 0 tells the others every call before it runs its own part of it, and decides alone: the row counts, whether rows
+are exact, and everything above the engine. (Each rank measures for itself which tiles are the quickest; that changes no
+bit.) The other ranks run the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = structlog.get_logger()
 
 
 class PartEngine(TorchEngine):
-    """Any rank's. A call that fails ends the process: the other ranks have run it, or wait in it."""
+    """One rank's part of a parallel engine. A call that fails ends the process: the other ranks have run it, or wait in
+    it."""
 
     def __init__(self, directory: ModelDirectory, *, ranks: Ranks, **options: Any) -> None:
         self._ranks = ranks
@@ -39,7 +40,7 @@ class PartEngine(TorchEngine):
 
 
 class LeadingEngine(PartEngine):
-    """Rank 0's: to its user an engine like any other."""
+    """Rank 0's part: for its user an engine like any other."""
 
     def logits(self, batch: PackedBatch) -> Tensor:
         found: Tensor = self._with_all("logits", batch)
@@ -63,13 +64,13 @@ class LeadingEngine(PartEngine):
 
 
 class FollowingEngine(PartEngine):
-    """Any other rank's."""
+    """The part of any rank but 0."""
 
     def _settle(self, own: ReferenceCheck, *, exact: bool, compiled: bool) -> None:
-        """Rank 0 checks and decides."""
+        """Do nothing: rank 0 checks and decides."""
 
     def follow(self) -> NoReturn:
-        """Do as rank 0 tells, until the process ends with it."""
+        """Run the calls that rank 0 tells, until the process ends with it."""
         for name, *arguments in self._ranks.commands():
             try:
                 getattr(self, name)(*arguments)
@@ -79,8 +80,8 @@ class FollowingEngine(PartEngine):
 
 
 def follow(ranks: Ranks, load: Callable[[], Engine]) -> NoReturn:
-    """Load a part of a model, and do as rank 0 tells until the process ends with it. What the model is refused for is
-    rank 0's to say."""
+    """Load this rank's part of a model and run the calls that rank 0 tells, until the process ends with it. If the
+    model is refused, rank 0 reports why."""
     try:
         engine = load()
     except (UnsupportedModelError, ModelDirectoryError):

@@ -1,4 +1,4 @@
-"""Finds out, after a forward pass has failed, whether the engine still computes."""
+"""A test, after a forward pass has failed, of whether the engine still computes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ log = structlog.get_logger()
 
 
 def recovers(engine: Engine, written: Slots) -> bool:
-    """Tell whether a forward pass over a single token succeeds, once the slots that a failed one may have `written` are
-    overwritten: a NaN in them would spread to whoever reads them, masked or not."""
+    """Overwrite the slots that a failed forward pass may have `written`, and return whether a pass over a single token
+    succeeds. A NaN in those slots would spread to the rows that read them, masked or not."""
     try:
         engine.copy(np.full(len(written), PADDING_SLOT), written)
         packer = engine.packer()

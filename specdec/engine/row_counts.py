@@ -1,10 +1,10 @@
-"""Row classes: the numbers of rows at which a matrix product gives every row the same bits.
+"""Invariant row counts: numbers of rows at which a matrix product gives a row the same bits.
 
-A kernel may split its sums otherwise for one row than for eight, or for sixty-four; then a token's logits would
-depend on how many others share its step. At a fixed number of rows they never do. So the numbers of rows are
-sorted into classes of equal bits when a model is loaded (`invariance.py`), for each shape of product, and each runs
-at the members of one class only: a batch is padded to a number that all of them can make up, and a product of which
-that is no member runs as several tiles.
+A kernel may split its sums differently for one row, for eight and for sixty-four; then a token's logits would depend
+on how many others share its step. At a fixed number of rows they never do. So when a model is loaded,
+`hf/batch_invariance.py` groups the row counts of each shape of product by equal bits, and a product runs at the counts
+of one group only. A batch is padded to a number of rows that every product can make up of its own counts; a product
+that does not have that number itself runs as several tiles.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Shape = tuple[int, int]
-"""Of a product: columns of its input and of its result."""
+"""The shape of a product: columns of its input and of its result."""
 
 
 @dataclass(frozen=True)
 class InvariantRowCounts:
-    """Ascending numbers of rows with equal bits."""
+    """Numbers of rows that give equal bits, in ascending order."""
 
     counts: tuple[int, ...]
 
     def tiles(self, rows: int) -> list[int]:
-        """Numbers of rows that add up to at least `rows`: the largest as often as it fits, then the smallest that
-        holds the rest."""
+        """Return counts that add up to at least `rows`: the largest as often as it fits, then the smallest that holds
+        the rest."""
         largest = self.counts[-1]
         whole, rest = divmod(rows, largest)
         return [largest] * whole + ([next(count for count in self.counts if count >= rest)] if rest else [])
@@ -34,7 +34,7 @@ class InvariantRowCounts:
         return sum(self.tiles(rows))
 
     def exact_tiles(self, rows: int) -> list[int] | None:
-        """Members that add up to `rows`, always the largest that fits; None if that leaves a rest."""
+        """Return counts that add up to exactly `rows`, always the largest that fits; None if that leaves a rest."""
         tiles: list[int] = []
         for count in reversed(self.counts):
             whole, rows = divmod(rows, count)
@@ -47,30 +47,34 @@ class InvariantRowCounts:
 
 @dataclass(frozen=True)
 class ShapeRowCounts:
-    """One for each shape of product, and the numbers of rows of a `batch`, which have tiles in all of them."""
+    """Invariant row counts of each shape of product, and those of a `batch`, which all products can make up in
+    tiles."""
 
     batch: InvariantRowCounts
     products: Mapping[Shape, InvariantRowCounts]
 
     @classmethod
     def alike(cls, counts: tuple[int, ...], shapes: Iterable[Shape]) -> ShapeRowCounts:
-        """One class for everything."""
+        """Use the same counts for batches and for all shapes."""
         rows = InvariantRowCounts(counts)
         return cls(rows, dict.fromkeys(shapes, rows))
 
     def tiles(self, shape: Shape, rows: int) -> list[int]:
-        """Of a product in a batch of so many rows, which must be padded. A shape that another rank of a model in parts
-        may have, and nobody knows, has those of the batch: the check of the whole says whether that will do."""
+        """Return the tiles of a product of this shape in a batch of `rows`, which must be padded.
+
+        An unknown shape, as another rank of a parallel engine may have, gets the tiles of the batch; the check of the
+        whole engine says whether that keeps rows exact.
+        """
         own, tiles = self.products.get(shape, self.batch), []
         for tile in self.batch.tiles(rows):
             parts = own.exact_tiles(tile)
-            assert parts is not None  # else it were no number of rows of a batch
+            assert parts is not None  # or it would not be a row count of batches
             tiles += parts
         return tiles
 
     def cut(self, largest: Mapping[Shape, int]) -> ShapeRowCounts:
-        """With no tiles larger than these, where they are members and the batch's numbers of rows can be made up of
-        them and smaller ones."""
+        """Return counts without tiles above each shape's `largest`. A shape keeps its own counts if `largest` is not
+        one of them, or if the batch's counts cannot be made up without the larger ones."""
         products = dict(self.products)
         for shape, own in self.products.items():
             if (most := largest.get(shape)) not in own.counts:
@@ -81,6 +85,6 @@ class ShapeRowCounts:
         return ShapeRowCounts(self.batch, products)
 
     def __str__(self) -> str:
-        """Tells other classes, from which other bits may follow, apart."""
+        """Return a name that differs where the counts do, since other counts may give other bits."""
         whole = sorted((shape, rows.counts) for shape, rows in self.products.items())
         return f"{self.batch}-{zlib.crc32(repr(whole).encode()):08x}"

@@ -1,7 +1,7 @@
-"""How many rows had best be computed at once: those at which a row takes the least time.
+"""The number of rows to compute at once: the one at which a row takes the least time.
 
-A weight that is read serves all rows of a tile; but results that fit no cache are fetched again by whoever reads them,
-and not every product over many rows is shared among threads as it might be.
+In a large tile each weight that is read serves more rows; but results that do not fit into a cache must be read from
+memory again, and not every product over many rows is shared well among threads.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 SIZES = (128, 256, 512)
 REPEATS = 3
 CHEAPER = 0.93
-"""Part of the time for a row of larger tiles that it must come down to: what is less may be chance."""
+"""Fraction of the time for a row in larger tiles that smaller ones must stay below: a smaller gain may be chance."""
 
 
 def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf) -> int:
-    """The number of rows, up to `most`, at which a row is cheapest, if so many take seconds(rows). Beyond one that
-    takes a `long` time, in seconds, no other is tried."""
+    """Return the number of rows, up to `most`, at which a row takes the least time; seconds(rows) measures a tile.
+    Once a tile takes more than `long` seconds, larger ones are not tried any more."""
     sizes = [*(n for n in SIZES if n < most), most]
     if len(sizes) == 1:
         return most
     least = dict.fromkeys(sizes, math.inf)
-    for _ in range(REPEATS):  # in turns: a slow spell of the machine falls on all alike
+    for _ in range(REPEATS):  # in turns, so that a slow spell of the machine affects all sizes alike
         for rows in sizes:
             least[rows] = min(least[rows], seconds(rows))
             if least[rows] > long:

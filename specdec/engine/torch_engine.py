@@ -1,4 +1,4 @@
-"""The torch engine: any causal language model of transformers over packed batches."""
+"""The torch engine: runs any causal language model of transformers over packed batches."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from specdec.engine.padded.layout import LEAST_ROWS, PaddedBatch, PaddedGroup, P
 from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
 
 Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""A forward pass: tokens [t], positions [t], wanted rows [n] and the batch's attention to logits [n, vocabulary]."""
+"""A forward pass: a function of tokens [t], positions [t], wanted rows [n] and the batch's attention, which returns
+logits [n, vocabulary]."""
 
 
 @dataclass
 class EagerPools:
-    """Memory that is written in place."""
+    """Keys and values of all layers that are written in place."""
 
     keys: Sequence[Tensor] | Tensor
     values: Sequence[Tensor] | Tensor
@@ -54,14 +55,14 @@ class EagerPools:
 
 
 class TorchEngine:
-    """A model and its key/value memory on one device.
+    """A model and its KV cache on one device.
 
-    `capacity` is in slots; None takes what memory there is room for. `exact` asks for rows that do not depend on
-    their batch, nor on which of the numbers of `threads` it computes with, the largest first; the attribute says
-    whether the check at start found it to be so. On a CPU attention goes by paths,
-    elsewhere, or if so asked, by lanes. Layers of the Llama kind are run by `decoder.py`, others by the model's own
-    code; `compiled` has torch fuse that (`compiled.py`). With `ranks` the model is in parts, and this is one of them
-    (`parallel.py`).
+    `capacity` is in slots; None takes as many as memory has room for. `exact` asks for rows that depend neither on
+    their batch nor on how many of `threads` (thread counts, the largest first) compute them; the attribute of this name
+    says whether the check at start found this to hold. Attention reads ragged batches on a CPU, and padded batches
+    elsewhere or if `padded`. On a CPU layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own
+    code, which torch fuses if `compiled` (`cpu/compiled.py`). With `ranks` the model is cut into parts, and this engine
+    is one of them (`parallel_engine.py`).
     """
 
     def __init__(
@@ -104,16 +105,16 @@ class TorchEngine:
         sizes = [(capacity, each.kv_heads)[::order] for each in layers]
         keys = _pool([(*size, each.width) for size, each in zip(sizes, layers, strict=True)], **place)
         values = _pool([(*size, each.value_width) for size, each in zip(sizes, layers, strict=True)], **place)
-        keep_freed_memory()  # from here on: the pools themselves are fetched faster in huge pages, from the system
+        keep_freed_memory()  # only now: the pools themselves are allocated faster from the system, in huge pages
         self._pools = EagerPools(keys, values)
         self._memory = RaggedMemory(keys, values, self.threads[0]) if self._by_path else None
-        self._rows: InvariantRowCounts | None = None  # numbers of them that batches have
+        self._rows: InvariantRowCounts | None = None  # row counts of batches; None: any
         self._classes: ShapeRowCounts | None = None
         self._compiled = False
-        head = set(self.model.get_output_embeddings().modules())  # has fewer rows
+        head = set(self.model.get_output_embeddings().modules())  # left out: it has fewer rows
         products = [each for each in self.model.modules() if isinstance(each, PackedLinear) and each not in head]
         self._largest_tiles = largest = largest_tiles(products)
-        # oneDNN compiles a product for each number of rows, in milliseconds, and keeps it, in a quarter of a megabyte.
+        # oneDNN compiles a product for each row count, which takes milliseconds, and keeps it: a quarter of a megabyte.
         self._usual = ShapeRowCounts.alike(CANDIDATES, largest).cut(largest) if packed and self._by_path else None
         self.tile(None)
         self.exact = False
@@ -143,8 +144,8 @@ class TorchEngine:
         return np.asarray(self.logits(batch).cpu().numpy())
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        """A forward pass, whose logits [n, vocabulary] stay where they are."""
-        # In inference mode torch's compiler would not freeze the weights, and be slower than no compiler.
+        """Run a forward pass and return its logits [n, vocabulary], which stay on the device."""
+        # In inference mode torch's compiler does not freeze the weights, and is then slower than no compiler.
         with torch.no_grad() if self._compiled else torch.inference_mode():
             tensors = (self._tensor(batch.tokens), self._tensor(batch.positions), self._tensor(batch.wanted))
             return self._run(*tensors, self._attention(batch))
@@ -152,7 +153,7 @@ class TorchEngine:
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
         source_rows, target_rows = self._tensor(source), self._tensor(target)
-        slots = 1 if self._by_path else 0  # which dimension they are
+        slots = 1 if self._by_path else 0  # the dimension of slots
         for pool in (*self._pools.keys, *self._pools.values):
             pool.index_copy_(slots, target_rows, pool.index_select(slots, source_rows))
 
@@ -162,8 +163,8 @@ class TorchEngine:
             self._memory.threads = count
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        """Run products at the members of their classes only; None: at any number of rows, or at usual ones. Those
-        that were measured have no larger tiles than are the quickest."""
+        """Run products at their invariant row counts only; with None at any number of rows, or prepacked ones at the
+        usual counts. Prepacked products use no tiles larger than those measured to be the quickest."""
         self._classes = classes
         self._rows = None if classes is None else classes.batch
         untile(self.model)
@@ -175,14 +176,14 @@ class TorchEngine:
 
     @staticmethod
     def _room(slot_bytes: int, context: int, device: str, ranks: Ranks | None) -> int:
-        """Slots there is memory for, with every rank."""
+        """Return the number of slots that memory has room for, on every rank."""
         if ranks is None:
             return slots_for(slot_bytes, context, device)
         sharers = ranks.local_degree if device == "cpu" else 1
         return min(ranks.all(ranks.together(lambda: slots_for(slot_bytes, context, device, sharers))))
 
     def _settle(self, own: ReferenceCheck, *, exact: bool, compiled: bool) -> None:
-        """Compare with the model's own forward, and choose how to compute."""
+        """Run the reference check, then compile the model or make rows exact if so asked."""
         own.check(self)
         if compiled:
             self._compile()
@@ -190,7 +191,7 @@ class TorchEngine:
             self._make_exact()
 
     def _assembled(self) -> Run:
-        """The layers as they are now."""
+        """Return the forward pass over the layers as they are now."""
         return Decoder(self.model, self._layers) if self._joined else self._own_layers
 
     def _own_layers(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
@@ -215,8 +216,8 @@ class TorchEngine:
             raise UnsupportedModelError(f"{name} cannot be compiled: {type(error).__name__}: {reason}") from error
 
     def _make_exact(self) -> None:
-        """Run at the members of row classes only, if then rows do not depend on their batch indeed."""
-        if self._compiled or is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
+        """Run at invariant row counts only, if a check finds that rows then do not depend on their batch."""
+        if self._compiled or is_quantised(self.model):  # these layers cannot be tiled: exact as they are, or not at all
             self.exact = rows_are_independent(self)
             return
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
@@ -259,7 +260,7 @@ class TorchEngine:
 
 
 def _pool(shapes: Sequence[tuple[int, ...]], **place: Any) -> Sequence[Tensor] | Tensor:
-    """Memory of these shapes: one tensor if they are the same."""
+    """Return memory of these shapes: one tensor if all are the same, else a list."""
     if len(set(shapes)) == 1:
         return torch.zeros(len(shapes), *shapes[0], **place)
     return [torch.zeros(*shape, **place) for shape in shapes]

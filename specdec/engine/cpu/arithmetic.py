@@ -1,6 +1,6 @@
-"""What the compiled loops of the CPU share: numbers as they are stored and as they are computed with.
+"""Arithmetic that all compiled loops of the CPU use: conversion between stored and computed numbers, and exp.
 
-Memory, weights and what goes from one loop to the next may be bfloat16, which NumPy sees as its bits (uint16); all
+The KV cache, weights and what one loop passes to the next may be bfloat16, which NumPy sees as its bits (uint16); all
 arithmetic is float32.
 """
 
@@ -18,23 +18,24 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 NUMBA = f"{numba.__version__}-{llvm.get_host_cpu_name()}"
-"""What compiles the loops, and for which processor: its order of sums may differ elsewhere."""
+"""Numba's version and the processor that it compiles the loops for: others may sum in another order."""
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered, once and for all, when a loop is compiled; infinities and NaNs keep their meaning."""
+"""LLVM's fast-math flags: a sum may be reordered, once and for all, when a loop is compiled; infinities and NaNs keep
+their meaning."""
 
 
 Array = np.ndarray[Any, Any]
 
 
 def array_of(tensor: Tensor) -> Array:
-    """The tensor's memory: float32, or bfloat16 as uint16."""
+    """Return the tensor's memory as an array: float32, or bfloat16 as uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widened(_context: Any, stored: Any) -> Any:
-    """float32 of a stored number: itself, or the bits of a bfloat16 and sixteen zeros."""
+    """Convert a stored number to float32: itself, or the bits of a bfloat16 followed by sixteen zeros."""
 
     def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (number,) = arguments
@@ -48,7 +49,7 @@ def widened(_context: Any, stored: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrowed(_context: Any, number: Any, like: Any) -> Any:
-    """A float32 as it is stored where `like` is stored: itself, or the nearest bfloat16, of two the even one."""
+    """Convert a float32 to the type in which `like` is stored: itself, or the nearest bfloat16, ties to even."""
 
     def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if signature.return_type == types.float32:
@@ -59,7 +60,7 @@ def narrowed(_context: Any, number: Any, like: Any) -> Any:
         odd = builder.and_(half, ir.Constant(word, 1))
         rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF))), ir.Constant(word, 16))
         is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        quiet = builder.or_(half, ir.Constant(word, 0x40))  # rounding up could make an infinity of it
+        quiet = builder.or_(half, ir.Constant(word, 0x40))  # rounding could make a NaN an infinity
         return builder.trunc(builder.select(is_nan, quiet, rounded), ir.IntType(16))
 
     return like(types.float32, like), generate
@@ -67,7 +68,7 @@ def narrowed(_context: Any, number: Any, like: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _from_bits(_context: Any, bits: Any) -> Any:
-    """The float32 with these bits (int32)."""
+    """Return the float32 with these bits (int32)."""
 
     def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -77,7 +78,7 @@ def _from_bits(_context: Any, bits: Any) -> Any:
 
 @numba.njit(inline="always", fastmath=REORDERED)  # type: ignore[untyped-decorator]
 def exp(x: Any) -> Any:
-    """e**x for x <= 0 to five units in the last place, in a form that loops over it are vectorised (after
+    """Return e**x for x <= 0, to five units in the last place, in a form that lets loops over it be vectorised (after
     Cephes' expf: a power of two times a polynomial)."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))

@@ -1,10 +1,10 @@
-"""Attention over paths on the CPU: one loop, compiled by Numba.
+"""Attention over a ragged batch on the CPU: one loop, compiled by Numba.
 
-For a row: the dot products with its keys in order of position, their softmax, the sum of its values. Nothing is
-gathered, padded or masked, and keys and values are read where they lie. Queries that read the same keys, of rows of one
-path and of heads that share theirs, are taken a few at a time, and read them once; but no row's arithmetic depends on
-another's (`vectors.py`): the same token at the same place of the same text has the same bits in every batch. Memory and
-queries may be bfloat16; all arithmetic is float32.
+For each row it computes the dot products with the row's keys in order of position, their softmax, and the weighted sum
+of the values. Nothing is gathered, padded or masked; keys and values are read where they lie. Queries that read the
+same keys, from rows of one path or from heads that share a key head, are computed a few at a time and read them once.
+But no row's arithmetic depends on another's (`cpu/vectors.py`): the same token at the same place of the same text has
+the same bits in every batch. Keys, values and queries may be bfloat16; all arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from specdec.engine.cpu.layout import RaggedBatch
 from specdec.engine.cpu.vectors import dots, weighted_sums
 
 GROUP = 4
-"""Queries that are taken at a time."""
+"""Queries that are computed at a time."""
 
 PIECE = 32
-"""Rows of a path that are computed by one thread, head by head, at most."""
+"""Rows of a path, at most, in a piece: the part that one thread computes for one key head."""
 
 SHARED_FROM = 1 << 16
-"""Numbers in the keys of all rows from which it pays to share them among threads: some ten microseconds' work."""
+"""Numbers in the keys of all rows from which sharing them among threads pays: about ten microseconds' work."""
 
 EVERYTHING = np.iinfo(np.int64).max
-"""A window that is none."""
+"""Tokens of a window that hides nothing: a layer without a sliding window."""
 
 
 @dataclass
 class RaggedMemory:
-    """Keys and values of all layers, [kv_heads, slots, width] each, and how many threads read them. Where all layers'
-    have the same shape they may be one tensor. (All keys of a head are together: that is how a text reads them.)"""
+    """Keys and values of all layers, [kv_heads, slots, width] each, and the number of threads that read them. If all
+    layers have the same shape they may be one tensor. (All keys of a head lie together, since a text reads them so.)"""
 
     keys: Sequence[Tensor] | Tensor
     values: Sequence[Tensor] | Tensor
@@ -54,14 +54,14 @@ class RaggedMemory:
 
 
 class RaggedAttention:
-    """What the model's layers ask in one forward pass."""
+    """The attention of one forward pass, which the model's layers call."""
 
     def __init__(self, memory: RaggedMemory, batch: RaggedBatch) -> None:
         batch.check(memory.keys[0].shape[1])
         self.batch = batch
         self.memory = memory
         self.pieces = pieces(batch.first, memory.threads)
-        self._cuts: dict[tuple[int, int], openmp.Cuts] = {}  # by the shape of a key
+        self._cuts: dict[tuple[int, int], openmp.Cuts] = {}  # by key heads and width of a key
 
     def attend(
         self,
@@ -96,11 +96,11 @@ class RaggedAttention:
 
     @property
     def threads(self) -> int:
-        """That compute."""
+        """The number of threads that compute."""
         return self.memory.threads
 
     def shares_of(self, kv_heads: int, width: int) -> openmp.Cuts:
-        """Of the batch, for keys of this shape."""
+        """Return the `shares` of the batch for keys of this shape; they are computed once."""
         cuts = self._cuts.get((kv_heads, width))
         if cuts is None:
             cuts = shares(self.batch.positions, self.pieces, kv_heads, width, self.threads)
@@ -109,8 +109,8 @@ class RaggedAttention:
 
 
 def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
-    """[p + 1] Where rows are cut, whose paths begin there, into pieces: neighbours on one path, a few for each
-    thread."""
+    """Cut rows, whose paths begin at `first`, into pieces of neighbours on one path, a few for each thread; return
+    their bounds [p + 1]."""
     rows = np.arange(len(first))
     size = min(PIECE, max(GROUP, len(first) // (4 * threads)))
     begins = np.concatenate([[True], first[1:] != first[:-1]])  # a path
@@ -121,8 +121,8 @@ def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
 def shares(
     positions: NDArray[np.int64], pieces: NDArray[np.int64], kv_heads: int, width: int, threads: int
 ) -> openmp.Cuts:
-    """The batch's kv heads, piece by piece, cut so that each thread computes with about as many keys; a single share
-    where there are few."""
+    """Cut the batch's key heads, counted piece by piece, so that each thread reads about as many keys; into a single
+    share where there are few."""
     keys = np.repeat(np.add.reduceat(positions + 1, pieces[:-1]), kv_heads)
     ends = np.cumsum(keys)
     if not openmp.AVAILABLE or ends[-1] * width < SHARED_FROM:
@@ -134,7 +134,7 @@ def shares(
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -> None:
-    """Write the new rows [t, kv_heads, width] to their slots."""
+    """Write new keys and values [t, kv_heads, width] to their slots."""
     for r in range(len(slots)):
         for kv_head in range(len(keys)):
             keys[kv_head, slots[r]] = new_keys[r, kv_head]
@@ -143,7 +143,7 @@ def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -
 
 @functools.cache
 def kernel(width: int, value_width: int) -> Callable[..., None]:
-    """The loop for heads of these widths, which are constants in it."""
+    """Return the loop for heads of these widths, which are compiled into it."""
     dots_of_one, dots_of_row, dots_of_rows = (
         dots(1, width, fetched=value_width),
         dots(GROUP, width, fetched=value_width),
@@ -159,12 +159,12 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
         path: Any,  # slots of all paths
         first: Any,  # [t] where a row's path begins
         positions: Any,  # [t]
-        pieces: Any,  # [p + 1] at which rows pieces begin
+        pieces: Any,  # [p + 1] rows at which pieces begin
         window: Any,  # how many tokens back a row sees, itself included
         scale: Any,
         softcap: Any,  # 0: none
         out: Any,  # as stored [t, heads, value_width]
-        cuts: Any,  # [2] from which kv head to which, counted piece by piece
+        cuts: Any,  # [2] the first key head and the end, counted piece by piece
     ) -> None:
         kv_heads, slots = keys.shape[:2]
         shared = query.shape[1] // kv_heads  # query heads of one key head
@@ -172,9 +172,9 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
         longest = 0
         for r in range(pieces[cuts[0] // kv_heads], pieces[-(-cuts[1] // kv_heads)]):
             longest = max(longest, positions[r] + 1)
-        # Of a group: a query is a row and one of its heads.
+        # These arrays hold one group of queries: a query is a row and one of its heads.
         queries = np.empty((GROUP, width), np.float32)
-        begins, ends = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)  # of what each sees
+        begins, ends = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)  # the keys that each query sees
         weights = np.empty((GROUP, longest), np.float32)
         sums = np.empty((GROUP, value_width), np.float32)
         key_at, value_at = np.empty(longest, np.int64), np.empty(longest, np.int64)
@@ -192,7 +192,7 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
             for start in range(0, count, GROUP):
                 members = min(GROUP, count - start)
                 for i in range(1 if members == 1 else GROUP):
-                    number = start + min(i, members - 1)  # one query is there as often as it takes to fill the group
+                    number = start + min(i, members - 1)  # the last query is repeated to fill the group
                     r, head = row + number // shared, kv_head * shared + number % shared
                     ends[i] = positions[r] + 1
                     begins[i] = max(0, ends[i] - window)
@@ -201,7 +201,7 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
                 if members == 1:
                     begin, end = begins[0], ends[0]
                     dots_of_one(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
-                elif count == shared:  # all of one row, which has its keys for itself
+                elif count == shared:  # all queries are of one row, which shares its keys with no other
                     begin, end = begins[0], ends[0]
                     dots_of_row(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
                 else:
@@ -213,7 +213,8 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
                 if members == 1:
                     sums_of_one(sums, weights, flat_values, value_at, begin, end)
                 else:
-                    # What all of them see at once; what only some see, by itself: it may be no number.
+                    # Keys that all of them see are summed together. Those that only some see are summed for each
+                    # query alone, since what a query does not see may be NaN.
                     begin, end = begins.max(), max(begins.max(), ends.min())
                     for i in range(members):
                         sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(begin, ends[i]))
@@ -230,12 +231,12 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
 
 @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
 def _soften(weights: Any, softcap: Any) -> None:
-    """The softmax of scores, in their place."""
+    """Replace scores by their softmax, after the softcap if there is one (0: none)."""
     if softcap > 0:
         for j in range(len(weights)):
             weights[j] = np.tanh(weights[j] / softcap) * softcap
     best = np.float32(-np.inf)
-    for j in range(len(weights)):  # what is no number is never the best, and stays what it is
+    for j in range(len(weights)):  # NaN is never the best, and stays NaN
         best = weights[j] if weights[j] > best else best
     total = np.float32(0.0)
     for j in range(len(weights)):

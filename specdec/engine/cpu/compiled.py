@@ -1,6 +1,6 @@
-"""A model compiled by torch: its layers fused into a few kernels, with the packed attention as one operator.
+"""A model compiled by torch: its layers fused into a few kernels, with our attention as one operator.
 
-Worth about a quarter of a small model's step, at the price of a C++ compiler and a minute or so at start.
+It saves about a quarter of a small model's step, and needs a C++ compiler and about a minute at start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.engine.hf.attention_hook import PackedAttention
 
 _running: dict[int, PackedAttention] = {}
-"""What the pass under way sees, by the number of its `CompiledModel`: operators take no objects."""
+"""The attention of each pass under way, by the number of its `CompiledModel`: an operator takes no objects."""
 
 _numbers = itertools.count()
 
@@ -39,7 +39,7 @@ def _(
 
 
 class _Operator:
-    """The packed attention as the compiler sees it: always the same."""
+    """The attention as the compiler sees it: the same object in every pass."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -62,7 +62,7 @@ class _Operator:
 
 
 class CompiledModel:
-    """One graph serves every number of rows from LEAST_ROWS."""
+    """A compiled model: one graph for every number of rows from LEAST_ROWS."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._operator = _Operator(next(_numbers))
@@ -87,11 +87,12 @@ class CompiledModel:
 
 
 def frozen() -> AbstractContextManager[None]:
-    """For the call that compiles, outside inference mode: weights become constants, laid out for the CPU's kernels as
-    `linear.py` does without a compiler. (As an option of `torch.compile` it comes too late to have an effect.)"""
+    """Return a context for the call that compiles, which must be outside inference mode: in it weights become
+    constants, laid out for the CPU's kernels as `hf/linear.py` does without a compiler. (As an option of
+    `torch.compile` the setting comes too late to have an effect.)"""
     patch: AbstractContextManager[None] = torch._inductor.config.patch(freezing=True)
     return patch
 
 
 LEAST_ROWS = 2
-"""A single row would be compiled for itself, with kernels that may round otherwise."""
+"""Rows of the smallest batch: a single row would be compiled by itself, with kernels that may round differently."""

@@ -1,8 +1,9 @@
-"""A decoder of the Llama kind in few operators, as CPUs run it.
+"""A decoder of the Llama kind on the CPU, in few operators.
 
-transformers' layers are some forty small operators each, which for the few rows of a decoding step take as long as
-the matrix products. Here a layer is four products and five compiled loops. The weights stay the model's: what is one
-product here is there a part of it (`linear.Part`). Models of any other kind keep their own layers.
+Each of transformers' layers is about forty small operators, which for the few rows of a decoding step take as long as
+the matrix products. Here a layer is four products and five compiled loops. It uses the model's own weights; the model's
+linear layers are parts of the joined products here (`hf/linear.py`: `Part`). Models of any other kind keep their own
+layers.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from specdec.engine.hf.batch_invariance import TiledLinear
 from specdec.engine.hf.pretrained import LayerAttention
 
 FIRST_POSITIONS = 1024
-"""Whose cosines and sines are computed at once."""
+"""Positions whose cosines and sines are computed at once, beyond twice the last position that is needed."""
 
 SHARED_FROM = 1 << 13
-"""Numbers from which it pays to share a pass over them among threads: some ten microseconds' work."""
+"""Numbers from which sharing a pass over them among threads pays: about ten microseconds' work."""
 
 
 @dataclass(frozen=True)
 class _Workspace:
-    """What a step of so many rows computes with: all layers have the same shapes, and one after the other the same
-    memory."""
+    """Memory for steps of one number of rows. All layers have the same shapes, and use the same memory one after the
+    other."""
 
     normal: Tensor  # [t, hidden]
-    inputs: list[Tensor]  # of the products, one for each kind
-    buffers: Buffers  # the same memory
-    tiled: TiledInputs | None  # the inputs, if compiled code is to read them
+    inputs: list[Tensor]  # the products' inputs, one for each kind
+    buffers: Buffers  # the same memory as arrays
+    tiled: TiledInputs | None  # the inputs for prepacked GEMMs in compiled code, if they are used
 
 
 class Decoder:
-    """Runs a model's joined layers. Made anew when they have been replaced."""
+    """A decoder that runs a model's joined layers. When layers have been replaced, a new one must be made."""
 
     def __init__(self, model: PreTrainedModel, attends: list[LayerAttention]) -> None:
         config = model.config
@@ -54,7 +55,7 @@ class Decoder:
         self._head = model.get_output_embeddings()
         self._dtype = model.dtype
         self._hidden = config.hidden_size
-        # What there is of them here: a model may be in parts.
+        # The heads of this process only: a model may be cut into parts.
         self._heads = attends[0].kv_heads * (config.num_attention_heads // config.num_key_value_heads)
         self._width = attends[0].width
         self._projected = (self._heads + 2 * attends[0].kv_heads) * self._width
@@ -68,7 +69,7 @@ class Decoder:
         self._make_room(1)
 
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: RaggedAttention) -> Tensor:
-        """Logits [n, vocabulary], float32, of the wanted rows."""
+        """Return the logits [n, vocabulary], float32, of the wanted rows."""
         batch = attention.batch
         rows = len(tokens)
         self._know_angles(int(batch.positions.max()))
@@ -96,13 +97,14 @@ class Decoder:
         return logits
 
     def _products(self, work: _Workspace) -> tuple[Any, Callable[..., None]]:
-        """As the layers take them that come with them."""
+        """Return the products and the function that runs the layers with them: compiled for prepacked GEMMs, else
+        interpreted."""
         if self._packed is not None and work.tiled is not None:
             return self._packed.of(work.tiled, like=work.buffers.normal), compiled(self._width)
         return list(map(_product, self._linears, itertools.cycle(work.inputs))), interpreted(self._width)
 
     def _workspace(self, rows: int) -> _Workspace:
-        """The first rows of the largest."""
+        """Return the workspace for this number of rows: the first rows of the largest buffers, which grow if needed."""
         if rows > len(self._largest[0]):
             self._make_room(rows)
         found = self._workspaces.get(rows)
@@ -128,7 +130,7 @@ class Decoder:
         self._largest.append(torch.zeros(rows, self._heads, self._width))
 
     def _know_angles(self, last: int) -> None:
-        """Cosines and sines of all positions up to the last, at least."""
+        """Compute the cosines and sines of all positions up to `last`, and beyond, unless they are there."""
         if last < len(self._weights.cos):
             return
         positions = torch.arange(2 * last + FIRST_POSITIONS)[None]
@@ -139,7 +141,7 @@ class Decoder:
 
 
 def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weights:
-    """The angles are still to come."""
+    """Collect the weights of all layers, except those of products; cosines and sines are left empty."""
     around = [norm for layer in inside.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms = np.stack([_weight(norm) for norm in (*around, inside.norm)])
     of_heads = [
@@ -158,14 +160,14 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:
-    """Of one layer, in the order in which they are used."""
+    """Return the linear layers of one decoder layer, in the order in which they are used."""
     attention, mlp = layer.self_attn, layer.mlp
     return attention.q_proj.joined.linear, attention.o_proj, mlp.gate_proj.joined.linear, mlp.down_proj
 
 
 def _embedding(embed: Any) -> Callable[[Tensor], Array]:
-    """Rows [t, hidden], as stored, of tokens [t]. A plain table is read as an array: torch would give the interpreter's
-    lock away for it."""
+    """Return the function from tokens [t] to their embeddings [t, hidden], as stored. A plain table is read as an
+    array, since torch would release the interpreter's lock for it."""
     if type(embed) is torch.nn.Embedding and type(embed.weight) is torch.nn.Parameter and not embed._forward_hooks:
         table = array_of(embed.weight.detach())
         return lambda tokens: table[tokens.numpy()]

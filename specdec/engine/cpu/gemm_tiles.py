@@ -1,7 +1,7 @@
-"""In how large tiles a model's products are the quickest, as measured when it is loaded.
+"""The tile sizes at which a model's products are the quickest, measured when it is loaded.
 
-oneDNN runs some shapes of many rows in one thread alone: on AMX 512 rows of 7936 inputs and 384 outputs take four times
-as long as 256 of them (`docs/decisions/2026-11-23-quickest-tiles.md`).
+oneDNN runs products of some shapes over many rows in a single thread: on AMX, 512 rows of 7936 inputs and 384 outputs
+take four times as long as 256 rows (`docs/decisions/2026-11-23-quickest-tiles.md`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 @torch.inference_mode()
 def largest_tiles(layers: Iterable[PackedLinear]) -> dict[Shape, int]:
-    """Rows of them, for each shape; with the threads that torch has now."""
+    """Measure, for each shape of layer, the rows of the quickest tile, with the threads that torch has now."""
     shapes: dict[Shape, list[PackedLinear]] = defaultdict(list)
     for layer in layers:
         shapes[layer.in_features, layer.out_features].append(layer)
@@ -35,8 +35,8 @@ def largest_tiles(layers: Iterable[PackedLinear]) -> dict[Shape, int]:
 
 
 def _timing(layers: list[PackedLinear]) -> Callable[[int], float]:
-    """Seconds of a product over so many rows, their copying to where the others are included; of a layer after the
-    other, as in a step."""
+    """Return a function that measures the seconds of a tile of `rows`, copying into the joint result included. It runs
+    one layer after the other, as a step does."""
     x = torch.zeros(SIZES[-1], layers[0].in_features, dtype=layers[0].dtype)
     together = np.empty((SIZES[-1], layers[0].out_features), array_of(x).dtype)
     turns = itertools.cycle(layers)
@@ -47,7 +47,7 @@ def _timing(layers: list[PackedLinear]) -> Callable[[int], float]:
         done = 0
         for tile in tiles:
             result = array_of(layer(tile))
-            if len(tiles) > 1:  # by one thread, as in `packed_products.product`
+            if len(tiles) > 1:  # by one thread, as `cpu/packed_gemm.py` does
                 together[done : done + len(result)] = result
                 done += len(result)
         return (time.perf_counter() - start) / len(tiles)

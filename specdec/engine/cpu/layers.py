@@ -1,7 +1,7 @@
-"""The layers of a decoder of the Llama kind, one after the other: written once, run as compiled code or as Python.
+"""The layers of a decoder of the Llama kind: written once, run as compiled code or as Python.
 
-Compiled, all layers of a step are one call, without the interpreter's lock between. As Python they take any kind of
-product: of ranks that sum theirs, or of weights that are not packed.
+Compiled, all layers of a step are one call that does not touch the interpreter's lock in between. As Python they take
+any kind of product: those of ranks that sum theirs, or of weights that are not prepacked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.engine.cpu.openmp import Cuts
 from specdec.engine.cpu.packed_gemm import product
 
 PRODUCTS = 4
-"""Of a layer. They read, in this order, the buffers `normal`, `attended`, `normal` and `gated`."""
+"""Products in a layer. They read, in this order, the buffers `normal`, `attended`, `normal` and `gated`."""
 
 QKV, BACK, GATE_AND_UP, DOWN = range(PRODUCTS)
 
@@ -28,10 +28,10 @@ NO_SOFTCAP = np.float32(0.0)
 
 
 class Weights(NamedTuple):
-    """Of all layers, but for those of products."""
+    """Weights and constants of all layers, except the weights of products."""
 
-    norms: Array  # [2 * layers + 1, hidden] before attention, before the gates; after all of them
-    head_norms: Array  # [layers, 2, width] of queries and of keys, or [layers, 0, width]
+    norms: Array  # [2 * layers + 1, hidden] each layer's norms before attention and before the gate; the last norm
+    head_norms: Array  # [layers, 2, width] norms of queries and of keys, or [layers, 0, width]
     epsilon: Any
     cos: Array  # float32 [positions, width / 2]
     sin: Array
@@ -40,17 +40,17 @@ class Weights(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """What a batch asks."""
+    """The arrays of a ragged batch that the layers read."""
 
     positions: Array  # [t]
     slots: Array  # [t]
     path: Array  # slots of all paths
     first: Array  # [t] where a row's path begins
-    pieces: Array  # [p + 1] at which rows pieces of paths begin
+    pieces: Array  # [p + 1] rows at which pieces of paths begin
 
 
 class Buffers(NamedTuple):
-    """What one layer after the other computes with; as stored, except queries."""
+    """Memory that one layer after the other computes in; in the stored dtype, except queries."""
 
     residual: Array  # [t, hidden]
     normal: Array  # [t, hidden]
@@ -60,7 +60,7 @@ class Buffers(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Where the work on rows is cut for a team."""
+    """The cuts that share the work of each kind of loop among the OpenMP team."""
 
     norms: Cuts
     heads: Cuts
@@ -69,8 +69,8 @@ class Shares(NamedTuple):
 
 
 def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
-    """The layers, with attention by a kernel for their heads; multiply(products, number) gives the result of a
-    product."""
+    """Return the function that runs all layers, with `attend` as the attention kernel for their heads;
+    multiply(products, number) must return the result of a product."""
 
     def layers(
         products: Any,
@@ -82,8 +82,8 @@ def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array])
         shares: Any,
         update: Any,  # [t, hidden]
     ) -> None:
-        """Add the update, which are embedded tokens, and what all layers make of it, to the residual; `normal` is the
-        last norm."""
+        """Run all layers: add the update (the embedded tokens) and the output of each layer to the residual, and leave
+        its last norm in `normal`."""
         residual, normal, norms = buffers.residual, buffers.normal, weights.norms
         for layer in range(len(keys)):
             own = PRODUCTS * layer
@@ -126,11 +126,11 @@ def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array])
 
 @functools.cache
 def compiled(width: int) -> Callable[..., None]:
-    """For heads of this width, and packed products (`packed_products.Products`)."""
+    """Compile the layers for heads of this width and prepacked GEMMs (`cpu/packed_gemm.py`: `Products`)."""
     return numba.njit(nogil=True)(sequence(kernel(width, width), product))  # type: ignore[no-any-return]
 
 
 @functools.cache
 def interpreted(width: int) -> Callable[..., None]:
-    """For heads of this width, and a sequence of functions that each give a product."""
+    """Return the layers as Python, for heads of this width; `products` are functions that each return a product."""
     return sequence(kernel(width, width), lambda products, number: products[number]())

@@ -1,7 +1,7 @@
-"""The path layout: every row names the slots of its text, in order of position.
+"""The ragged batch: every row names the slots of its keys, in order of position.
 
-A row's attention then depends on its own text alone, whether it came in a prompt, a tree or a plain step, and
-whoever shares the batch: nothing is padded, masked or rearranged.
+A row's attention then depends on its own text alone, not on the batch's other rows nor on whether the row is part of a
+prompt, a tree or a plain step: nothing is padded, masked or rearranged.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from specdec.engine.kv.slots import Slots
 
 @dataclass(frozen=True)
 class RaggedBatch(PackedBatch):
-    """Row r sees the slots keys[first[r] : first[r] + positions[r] + 1]."""
+    """A ragged batch: row r sees the slots keys[first[r] : first[r] + positions[r] + 1]."""
 
-    keys: Slots
-    first: NDArray[np.int64]  # [t]
+    keys: Slots  # slots of all paths, one after the other
+    first: NDArray[np.int64]  # [t] where a row's path begins
 
     def check(self, capacity: int) -> None:
-        """ValueError unless every slot exists: what reads them is compiled, and looks at nothing twice."""
+        """Raise ValueError unless every slot exists: the compiled code that reads them checks no bounds."""
         highest = max(int(self.keys.max()), int(self.slots.max()))
         if highest >= capacity or min(int(self.keys.min()), int(self.slots.min())) < 0:
             raise ValueError(f"slots must lie in 0..{capacity - 1}, one is {highest}")
@@ -32,7 +32,7 @@ class RaggedBatch(PackedBatch):
 
 @dataclass
 class RaggedPacker(Packer):
-    """Rows of one path share its list of slots."""
+    """A packer of ragged batches, in which rows of one path share its list of slots."""
 
     _keys: list[Slots] = field(default_factory=list)
     _length: int = 0

@@ -1,7 +1,7 @@
-"""What lies between a decoder layer's matrix products, each one pass over memory, compiled by Numba.
+"""The loops between a decoder layer's matrix products, each a single pass over memory, compiled by Numba.
 
-Arrays are as stored (`arithmetic.py`); rows are computed one by one, in float32, and rounded once when they are
-stored, so that no row's arithmetic depends on another's.
+Arrays are in their stored dtype (`cpu/arithmetic.py`); rows are computed one by one, in float32, and rounded once when
+they are stored, so that no row's arithmetic depends on another's.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def add_and_normalise(
     weight: Any,  # [hidden]
     epsilon: Any,
     out: Any,  # [t, hidden]
-    cuts: Any,  # from which row to which
+    cuts: Any,  # [2] the first row and the end
 ) -> None:
-    """Add the update to the residual; RMS norm of the sum (Zhang and Sennrich 2019, "Root mean square layer
-    normalization", eq. 4)."""
+    """Add the update to the residual, and write the RMS norm of the sum to `out` (Zhang and Sennrich 2019, "Root mean
+    square layer normalization", eq. 4)."""
     hidden = residual.shape[1]
     for r in range(cuts[0], cuts[1]):
         x, added, y = residual[r], update[r], out[r]
@@ -43,19 +43,19 @@ def add_and_normalise(
 @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
 def rotate(
     projected: Any,  # [t, (heads + 2 * kv_heads) * width]: queries, keys, values
-    norms: Any,  # [2, width] RMS norm of each query and key head, or [0, width]
+    norms: Any,  # [2, width] weights of the RMS norm of query and key heads, or [0, width]
     epsilon: Any,
     cos: Any,  # float32 [positions, width / 2]
     sin: Any,
     positions: Any,  # [t]
-    slots: Any,  # [t] where keys and values go
+    slots: Any,  # [t] where keys and values are stored
     query: Any,  # float32 [t, heads, width], written
     keys: Any,  # [kv_heads, slots, width], written
     values: Any,
-    cuts: Any,  # from which row to which
+    cuts: Any,  # [2] the first row and the end
 ) -> None:
-    """Split a row into heads, turn queries and keys by their position (Su et al. 2021, "RoFormer", eq. 34, halves
-    instead of neighbours), and store keys and values."""
+    """Split a row into heads, rotate queries and keys by their position (Su et al. 2021, "RoFormer", eq. 34, with the
+    halves of a head as pairs instead of neighbours), and store keys and values."""
     heads, width = query.shape[1:]
     kv_heads = len(keys)
     turned = np.empty(width, np.float32)
@@ -93,11 +93,11 @@ def rotate(
 @openmp.shared
 @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
 def gate(
-    projected: Any,  # [t, 2 * inner]: gates, then what they let through
+    projected: Any,  # [t, 2 * inner]: gates, then ups
     out: Any,  # [t, inner]
-    cuts: Any,  # from which row to which
+    cuts: Any,  # [2] the first row and the end
 ) -> None:
-    """silu(gate) * up (Shazeer 2020, "GLU variants improve transformer", eq. 6)."""
+    """Write silu(gate) * up to `out` (Shazeer 2020, "GLU variants improve transformer", eq. 6)."""
     inner = out.shape[1]
     for r in range(cuts[0], cuts[1]):
         gates, ups, y = projected[r, :inner], projected[r, inner:], out[r]

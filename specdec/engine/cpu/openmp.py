@@ -1,8 +1,8 @@
-"""Compiled loops, shared among the threads that torch computes with.
+"""Compiled loops, shared among the OpenMP team that torch computes with.
 
-A matrix product leaves its helper threads spinning, in wait for the next one. Threads of any other pool would have to
-wrest the cores from them (`docs/decisions/2026-11-22-one-team.md`). So loops are run by the same team, through the
-OpenMP runtime that torch has brought into the process.
+After a matrix product the team's threads spin, waiting for the next one. Threads of any other pool would have to
+compete with them for the cores (`docs/decisions/2026-11-22-one-team.md`). So loops are run by the same team, through
+the OpenMP runtime that torch has loaded into the process.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 Cuts = NDArray[np.int64]
-"""[shares + 1] Where the shares of a loop begin; the last one's end."""
+"""The bounds [shares + 1] of a loop's shares: where each begins, and the end of the last."""
 
 _process = ctypes.CDLL(None)
 AVAILABLE = hasattr(_process, "GOMP_parallel")
-"""GNU's interface, which LLVM's and Intel's runtimes have as well. Without it a loop is run by its caller alone."""
+"""True if the process has GNU's OpenMP interface, which LLVM's and Intel's runtimes have as well. Without it a loop is
+run by its caller alone."""
 
 if AVAILABLE:
     # Called from compiled code, without the interpreter; addresses are integers.
     _parallel: Any = _process.GOMP_parallel  # (function, its argument, threads, 0): called by each thread
     _parallel.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint]
     _parallel.restype = None
-    _thread: Any = _process.omp_get_thread_num  # of the one that asks, within the team
-    _team: Any = _process.omp_get_num_threads  # in it: fewer than were asked for, if the runtime has a limit
+    _thread: Any = _process.omp_get_thread_num  # the calling thread's number in the team
+    _team: Any = _process.omp_get_num_threads  # threads in the team: fewer than asked for, if the runtime has a limit
     for _function in (_thread, _team):
         _function.argtypes = []
         _function.restype = ctypes.c_int
@@ -43,21 +44,24 @@ if AVAILABLE:
 
 @functools.cache
 def evenly(rows: int, threads: int, least: int) -> Cuts:
-    """As many of the rows for each thread, if there is one for each, and the `least` that pay the handing over. Kept
-    for whoever asks again: not to be written to."""
+    """Cut rows into equal shares, one for each thread; into a single share if there are fewer rows than threads, or
+    than `least`, from which sharing pays. The result is cached and must not be written to."""
     shares = threads if AVAILABLE and rows >= max(least, threads) else 1
     return np.arange(shares + 1) * rows // shares
 
 
 def shared(loop: Any) -> Callable[..., None]:
-    """A compiled loop(*arguments, cuts) over what lies between the first two of its cuts, as one that takes any number
-    of them and has a team run its shares, one in each thread if it gets as many. Arrays are the same memory in all."""
+    """Make a loop that the OpenMP team shares of a compiled loop(*arguments, cuts), which runs from cuts[0] to cuts[1].
+
+    The new one takes any number of cuts, and each thread runs one share, or several if the team has fewer threads than
+    shares. All threads see the same arrays.
+    """
     if not AVAILABLE:
         return loop  # type: ignore[no-any-return]
 
     @intrinsic  # type: ignore[untyped-decorator]
     def share_of(_context: Any, arguments: Any) -> Any:
-        """Address of the function that finds the arguments and runs its thread's shares."""
+        """Return the address of the function that reads the arguments and runs its thread's shares."""
 
         @intrinsic  # type: ignore[untyped-decorator]
         def found(_context: Any, address: Any) -> Any:
@@ -89,12 +93,12 @@ def shared(loop: Any) -> Callable[..., None]:
 
 
 _kept: list[Any] = []
-"""What was compiled, while its address is in use: for good."""
+"""Compiled functions whose addresses are in use; they are kept until the process ends."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _address(_context: Any, arguments: Any) -> Any:
-    """Where the arguments lie for the rest of the call."""
+    """Return the address at which the arguments lie for the rest of the call."""
 
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         return builder.ptrtoint(cgutils.alloca_once_value(builder, values[0]), ir.IntType(64))

@@ -1,9 +1,9 @@
-"""Products with packed weights (`linear.PackedLinear`), called from compiled code.
+"""Prepacked GEMM: products with prepacked weights (`hf/linear.py`: `PackedLinear`), called from compiled code.
 
-From Python each takes five microseconds more, and the interpreter's lock is given back and taken. torch has the same
-operator as a C function too, for programs that its ahead-of-time compiler has written: compiled loops call that, and
-all layers of a step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Tensors are handles there: addresses
-of tensor objects, here integers, which count as references until they are given back.
+A call from Python takes five microseconds more, and releases and takes the interpreter's lock. torch has the same
+operator as a C function, for programs made by its ahead-of-time compiler: compiled loops call that function, so that
+all layers of a step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Its tensors are handles: addresses
+of tensor objects, here as integers, each of which is a reference until it is given back.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from specdec.engine.hf.linear import PackedLinear
 Handles = NDArray[np.int64]
 
 TESTED = ("2.13.",)
-"""Versions of torch whose function takes what is given to it here. A C function cannot be asked."""
+"""Beginnings of the torch versions whose C functions were tested with the arguments used here; a C function cannot be
+asked for its signature."""
 
 FUNCTIONS = ("aoti_torch_cpu__linear_pointwise", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
 
 
 def _library() -> Any:
-    """torch's own, or None if it has not the functions as we know them."""
+    """Return torch's library; None if its version is not tested or a function is missing."""
     if not torch.__version__.startswith(TESTED):
         return None
     try:
@@ -49,10 +50,10 @@ _torch = _library()
 AVAILABLE = _torch is not None
 
 if AVAILABLE:
-    # Called from compiled code, without the interpreter; addresses are integers. All return 0, or else have failed.
+    # Called from compiled code, without the interpreter; addresses are integers. All return 0 unless they fail.
     _linear: Any = _torch.aoti_torch_cpu__linear_pointwise  # x, weight, &bias, name, 0, 0, &name, &result
     _linear.argtypes = [ctypes.c_size_t] * 5 + [ctypes.c_int64] + [ctypes.c_size_t] * 2
-    _data: Any = _torch.aoti_torch_get_data_ptr  # of a tensor, to where
+    _data: Any = _torch.aoti_torch_get_data_ptr  # tensor, &pointer to its numbers
     _data.argtypes = [ctypes.c_size_t] * 2
     _give_back: Any = _torch.aoti_torch_delete_tensor_object
     _give_back.argtypes = [ctypes.c_size_t]
@@ -64,8 +65,8 @@ _ATTRIBUTE, _ALGORITHM = (ctypes.addressof(each) for each in _nothing_after)
 
 
 class Products(NamedTuple):
-    """What compiled code needs for the products of all layers, of so many kinds each; those of a kind share input and
-    output."""
+    """The arrays that compiled code needs for the products of all layers. Each layer has one product of each kind; all
+    products of a kind share input and output."""
 
     weights: Handles  # [layers * kinds]
     biases: Handles  # [layers * kinds] addresses of handles; 0: none
@@ -73,13 +74,13 @@ class Products(NamedTuple):
     rows: NDArray[np.int64]  # [tiles of all kinds]
     first: NDArray[np.int64]  # [kinds + 1] where a kind's tiles begin
     outputs: NDArray[np.int64]  # [kinds] columns of the results
-    results: Handles  # [kinds] the latest; 0: none yet
-    address: NDArray[np.int64]  # [1] of the last result's numbers
-    together: Array  # as the inputs are stored; at least a result's numbers, if any kind has several tiles
+    results: Handles  # [kinds] the latest result; 0: none yet
+    address: NDArray[np.int64]  # [1] address of the last result's numbers
+    together: Array  # in the inputs' stored dtype; room for any result, if a kind has several tiles
 
 
 class References:
-    """To tensors, which exist as long as this."""
+    """Handles to tensors, which keep the tensors alive as long as this object exists."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
@@ -88,7 +89,7 @@ class References:
 
 
 class TiledInputs:
-    """Of products: for each kind a tensor [t, inputs], which its products take in tiles of so many rows."""
+    """The inputs of products: for each kind a tensor [t, inputs], cut into tiles of the given numbers of rows."""
 
     def __init__(self, inputs: Sequence[Tensor], tiles: Sequence[Sequence[int]]) -> None:
         parts = [part for each, sizes in zip(inputs, tiles, strict=True) for part in torch.split(each, list(sizes))]
@@ -100,7 +101,7 @@ class TiledInputs:
 
 
 class PackedGemm:
-    """Of a model's linear layers, `kinds` of them for each of its own layers, in order."""
+    """The prepacked GEMMs of a model's linear layers, `kinds` of them in each decoder layer, in order."""
 
     def __init__(self, linears: Sequence[PackedLinear], kinds: int) -> None:
         biases = [linear.bias for linear in linears]
@@ -115,15 +116,16 @@ class PackedGemm:
 
     @classmethod
     def fitting(cls, linears: Sequence[Any], kinds: int) -> PackedGemm | None:
-        """If that is what these layers are, and torch is as we know it."""
+        """Return the prepacked GEMMs of these layers; None if a layer is not prepacked, layers of a kind differ in
+        shape, or this torch is not supported."""
         packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
         shapes = [(linear.in_features, linear.out_features) for linear in packed]
         alike = all(shape == shapes[number % kinds] for number, shape in enumerate(shapes))
         return cls(packed, kinds) if AVAILABLE and alike and len(packed) == len(linears) else None
 
     def of(self, inputs: TiledInputs, like: Array) -> Products:
-        """Of these inputs, with as many rows as `like`, and stored like it. Only good while this and the inputs are
-        there: compiled code holds no owners."""
+        """Return the products of these inputs, with as many rows as `like` and its stored dtype. They are valid only
+        while this object and the inputs exist: compiled code keeps no references."""
         numbers = 0 if inputs.whole else len(like) * int(self._outputs.max())
         if len(self._together) < numbers or self._together.dtype != like.dtype:
             self._together = np.empty(numbers, like.dtype)
@@ -141,7 +143,8 @@ class PackedGemm:
 
 
 def _give_back_after(owner: object, handles: Handles) -> None:
-    """When the owner is gone. At the end of the process it is left to the system: a step may still be under way."""
+    """Give the handles back when their owner is gone. At the end of the process they are left to the system, since a
+    step may still be under way."""
     weakref.finalize(owner, _give_all_back, handles).atexit = False
 
 
@@ -164,7 +167,7 @@ def _pointer_to(_context: Any, address: Any) -> Any:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def product(products: Any, number: Any) -> Any:
-    """[t, outputs], as stored: the product of this number. It holds until the next one."""
+    """Compute the product of this number, [t, outputs] in the stored dtype. The result is valid until the next one."""
     kind = number % len(products.outputs)
     begin, end, columns = products.first[kind], products.first[kind + 1], products.outputs[kind]
     if end - begin == 1:
@@ -181,7 +184,7 @@ def product(products: Any, number: Any) -> Any:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _tile(products: Any, number: Any, kind: Any, tile: Any) -> Any:
-    """Of a product. It holds until the next of its kind."""
+    """Compute one tile of a product. The result is valid until the next tile of its kind."""
     result = products.results[kind : kind + 1]
     if result[0]:
         _give_back(np.uintp(result[0]))

@@ -1,10 +1,11 @@
-"""Dot products and weighted sums of key/value memory for compiled loops, in an order of arithmetic that is spelt out.
+"""Dot products and weighted sums of keys and values for compiled loops, with a fixed order of arithmetic.
 
-Left to a compiler, sums of float32 are reordered as each loop allows: a row that shares its loads with three others may
-have other bits than one by itself. Here both are written in vectors of 16 numbers, whatever the processor has, with
-every sum in one order; so rows can be taken several at a time, and for each the result is the same.
+A compiler reorders sums of float32 as each loop allows: a row that shares its loads with three others may get other
+bits than a row by itself. Here both functions are written in vectors of 16 numbers, whatever the processor has, with
+every sum in one order; so rows can be computed several at a time, and each gets the same result.
 
-Memory is flat, `at` says where each key's or value's numbers begin. It may be bfloat16 (`arithmetic.py`).
+Keys and values are flat arrays; `at` says where each key's or value's numbers begin. They may be bfloat16
+(`cpu/arithmetic.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
-"""Numbers of a vector: one register of AVX-512, two of AVX2."""
+"""Numbers in a vector: one register of AVX-512, two of AVX2."""
 
 ACCUMULATORS = 8
 """Vectors that a weighted sum keeps in registers."""
 
 LINE = 64
-"""Bytes that a processor fetches at once."""
+"""Bytes in a cache line, which a processor fetches at once."""
 
 AHEAD = 32
-"""Keys from one that is read to the one that is fetched meanwhile. Processors find out by themselves what is read in
-order, up to the end of a page."""
+"""Keys by which the prefetch runs ahead of reading. Processors by themselves prefetch only what is read in order, and
+only to the end of a page."""
 
 _float, _half, _word, _size, _byte = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 
 
 @functools.cache
 def dots(rows: int, width: int, fetched: int = 0) -> Any:
-    """dots(queries, keys, key_at, values, value_at, begin, end, products): products[row, j] of each of the `rows`
-    queries [rows, width] with the keys key_at[begin:end]. Meanwhile the values that belong to them, if so many numbers
-    of each are to be `fetched`, and the keys that follow come nearer."""
+    """Return dots(queries, keys, key_at, values, value_at, begin, end, products), which writes to products[row, j] the
+    dot products of each of the `rows` queries [rows, width] with the keys key_at[begin:end]. If `fetched`, it meanwhile
+    prefetches the following keys, and `fetched` numbers of each value that belongs to these keys."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def compiled(
@@ -75,8 +76,8 @@ def dots(rows: int, width: int, fetched: int = 0) -> Any:
 
 @functools.cache
 def weighted_sums(rows: int, width: int) -> Any:
-    """weighted_sums(sums, weights, values, at, begin, end): add, to each of the `rows` sums [rows, width], the values
-    at[begin:end] times weights[row, begin:end], in order."""
+    """Return weighted_sums(sums, weights, values, at, begin, end), which adds to each of the `rows` sums [rows, width]
+    the values at[begin:end] times weights[row, begin:end], in order."""
     vectors = list(_vectors(width))
     at_once = max(1, ACCUMULATORS // rows)
 
@@ -111,12 +112,12 @@ def weighted_sums(rows: int, width: int) -> Any:
 
 
 def _vectors(width: int) -> Iterator[tuple[int, int]]:
-    """Where each vector of so many numbers begins, and how many are in it."""
+    """Return where each vector of `width` numbers begins, and how many numbers are in it."""
     return ((d, min(LANES, width - d)) for d in range(0, width, LANES))
 
 
 def _data(context: Any, b: Any, kind: Any, array: Any) -> Any:
-    """Address of a contiguous array's numbers."""
+    """Return the address of a contiguous array's numbers."""
     return context.make_array(kind)(context, b, array).data
 
 
@@ -134,11 +135,11 @@ def _plus(b: Any, place: Any, offset: int) -> Any:
 
 
 def _load(b: Any, pointer: Any, stored: Any, count: int, *, fill: bool = True) -> Any:
-    """So many stored numbers, as a vector of float32; with zeros behind them if it is to be `fill`ed."""
+    """Load `count` stored numbers as a vector of float32; with `fill` it is filled up with zeros to LANES."""
     kind = _float if stored == types.float32 else _half
     vector = b.load(b.bitcast(pointer, ir.VectorType(kind, count).as_pointer()))
     vector.align = 4 if kind is _float else 2
-    if kind is _half:  # the bits of a bfloat16 and sixteen zeros
+    if kind is _half:  # the bits of a bfloat16 followed by sixteen zeros
         bits = b.shl(b.zext(vector, ir.VectorType(_word, count)), _all(_word, 16, count))
         vector = b.bitcast(bits, ir.VectorType(_float, count))
     if fill and count < LANES:
@@ -148,7 +149,7 @@ def _load(b: Any, pointer: Any, stored: Any, count: int, *, fill: bool = True) -
 
 
 def _sum(b: Any, vector: Any) -> Any:
-    """Of all numbers: the halves are added until there is one."""
+    """Return the sum of all numbers: the halves of the vector are added until one number is left."""
     count = LANES
     while count > 1:
         count //= 2
@@ -158,19 +159,19 @@ def _sum(b: Any, vector: Any) -> Any:
 
 
 def _spread(b: Any, number: Any, count: int) -> Any:
-    """A vector of nothing but this number."""
+    """Return a vector that repeats this number."""
     single = ir.Constant(ir.VectorType(_float, count), ir.Undefined)
     return b.shuffle_vector(b.insert_element(single, number, ir.Constant(_word, 0)), single, _lanes([0] * count))
 
 
 def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
     kind = ir.FunctionType(x.type, [x.type] * 3)
     return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{x.type.count}f32"), [x, y, z])
 
 
 def _fetch(b: Any, memory: Any, place: Any, width: int, stored: Any) -> None:
-    """Have a key or value come into the nearest cache."""
+    """Prefetch a key or value into the nearest cache."""
     size = stored.bitwidth // 8
     kind = ir.FunctionType(ir.VoidType(), [_byte.as_pointer(), _word, _word, _word])
     prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")

@@ -1,0 +1,1 @@
+"""The processes of a parallel engine, and what goes between them."""

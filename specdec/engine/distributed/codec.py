@@ -1,6 +1,7 @@
-"""Packed batches as few bytes: they go to every rank of a parallel engine, in every step.
+"""A compact encoding of packed batches, which go to every rank of a parallel engine in every step.
 
-Most of a batch are slots, which stand in long runs of consecutive numbers, and masks, of which a byte can hold eight.
+Most of a batch is slots, which come in long runs of consecutive numbers, and masks, of which eight entries fit into a
+byte.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORTH_IT = 64
-"""Numbers from which runs are looked for."""
+"""Numbers in an array from which it is encoded as runs, if it has any."""
 
 
 def dumps(thing: Any) -> bytes:
-    """Anything that can be pickled, with the arrays in it made small. `pickle.loads` takes it back."""
+    """Pickle anything, with a compact form for the arrays in it. `pickle.loads` reads the result."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(thing)
     return buffer.getvalue()

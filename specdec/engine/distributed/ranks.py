@@ -1,10 +1,10 @@
-"""The processes that hold one model's parts between them: rank 0, which leads, and those that follow.
+"""The ranks of a parallel engine: processes that each hold one part of a model. Rank 0 leads, the others follow.
 
-Tensors go through torch.distributed, by NCCL between CUDA devices and by gloo between CPUs. What is to be run, rank 0
-says on a connection of its own to every follower. A follower waits there for as long as there is nothing to do, without
-a collective that would time out; and a process that is gone is the end of a connection, which the others see at once,
-idle or in the midst of a collective that would never end. Without all its parts a model is of no use: whoever sees the
-end of another ends as well, by LOST.
+Tensors go through torch.distributed, by NCCL between CUDA devices and by gloo between CPUs. Rank 0 has a separate
+connection to every follower, on which it tells what is to be run. A follower waits there for as long as there is
+nothing to do, without a collective that would time out. When a process is gone its connections end, which the others
+see at once, whether they are idle or in the midst of a collective that would never end. A model is of no use without
+all its parts: a rank that sees the end of another ends as well, with the exit status LOST.
 
 Nothing here knows what a command means, or what a model is.
 """
@@ -41,28 +41,29 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What torchrun tells each process in its environment: numbers."""
+"""The environment variables in which torchrun gives each process its numbers."""
 
 LOST = 70
-"""Exit status of a rank that ends because another has, or because it could not do its part."""
+"""Exit status of a rank that ends because another has ended, or because it could not do its part."""
 
 PATIENCE = timedelta(hours=2)
-"""For the others to come, and to have read a large model. Who is gone is noticed otherwise."""
+"""Time that the other ranks have to start and to read a large model. The connections show when a rank is gone."""
 
 SILENT_SECONDS = 25
-"""A machine that does not even acknowledge what is sent to it, nor that it is there, is gone."""
+"""Seconds after which a machine counts as gone that acknowledges neither data nor keep-alive probes."""
 
 CONCLUSION_SECONDS = 3.0
-"""In which the end of a process that has broken a collective is seen on its connection."""
+"""Seconds within which the end of a process that has broken a collective shows on its connection."""
 
 END = b""
-"""Rank 0's last word."""
+"""The last message that rank 0 sends."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
-    """This process among the others. `tell` is for rank 0, `commands` for the rest; everything else all do together."""
+    """This process and its connections to the other ranks. Rank 0 calls `tell`, the others call `commands`; all ranks
+    call `all`, `together` and `agree` at the same time."""
 
     def __init__(
         self, rank: int, degree: int, local_rank: int, local_degree: int, connections: dict[Connection, int], group: Any
@@ -71,18 +72,18 @@ class Ranks:
         self.degree = degree
         self.local_rank = local_rank  # on this machine
         self.local_degree = local_degree  # ranks of this machine
-        self._connections = connections  # to the rank at the other end
-        self._group = group  # for what is no tensor, and lies in the machine's memory
+        self._connections = connections  # each with the rank at its other end
+        self._group = group  # for Python objects, which lie in the machine's memory
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sending = threading.Lock()
-        self._ends = False  # because it is time to
-        context = contextvars.copy_context()  # with what every line of the log says
+        self._ends = False  # True once this process is to stop, so that the end of others is expected
+        context = contextvars.copy_context()  # carries the fields that every log line has
         self._watcher = threading.Thread(target=context.run, args=(self._watch,), name="ranks", daemon=True)
 
     @classmethod
     @contextmanager
     def joined(cls, device: str) -> Iterator[Ranks]:
-        """Find the others, as torchrun's environment tells; part from them in peace if this is rank 0."""
+        """Join the other ranks, which torchrun's environment names; at the end rank 0 tells them to stop."""
         rank, degree, local_rank, local_degree = (int(os.environ[name]) for name in PLACE)
         _end_with_launcher()
         if device.startswith("cuda") and torch.cuda.is_available():
@@ -103,14 +104,14 @@ class Ranks:
             ranks._part()
 
     def all(self, thing: T) -> list[T]:
-        """Everybody's, by rank. Small and picklable."""
+        """Return the `thing` of every rank, by rank; it must be small and picklable."""
         things: list[Any] = [None] * self.degree
         dist.all_gather_object(things, thing, group=self._group)
         return things
 
     def together(self, action: Callable[[], T]) -> T:
-        """What the action gives here, once it has been done everywhere; if it was refused anywhere, the same error
-        everywhere."""
+        """Run the action on all ranks and return its result here once all are done. If a rank refuses it
+        (UnsupportedModelError, ModelDirectoryError), all raise that error."""
         result: T | None = None
         refusal: Exception | None = None
         try:
@@ -123,7 +124,8 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def agree(self, **options: Any) -> None:
-        """UnsupportedModelError everywhere unless all have been told the same: each machine has its own command."""
+        """Raise UnsupportedModelError on all ranks unless they have the same options: each machine has its own command
+        line."""
         first, *others = self.all(options)
         for rank, theirs in enumerate(others, 1):
             for name, value in theirs.items():
@@ -133,7 +135,7 @@ class Ranks:
                     )
 
     def tell(self, *command: Any) -> None:
-        """Have all the others run a command as well. It is not waited for."""
+        """Send a command to all other ranks, without waiting for it to be run."""
         message = dumps(command)
         try:
             self._send(message)
@@ -141,28 +143,28 @@ class Ranks:
             self.fail(error)
 
     def commands(self) -> Iterator[tuple[Any, ...]]:
-        """What rank 0 tells, in order, for ever: when rank 0 ends, so does this process."""
+        """Yield the commands of rank 0, in order and without end: when rank 0 ends, so does this process."""
         while True:
             yield pickle.loads(self._inbox.get())
 
     def await_end(self) -> NoReturn:
-        """Rank 0's, and with it this process's."""
+        """Wait for the end of rank 0, which ends this process too."""
         self._watcher.join()
         raise AssertionError("the watch never ends here")
 
     def fail(self, error: Exception) -> NoReturn:
-        """End this process, and so all: it has not done its part of something, which none of the others can take back.
-        If that is because another is gone, that is what is told."""
+        """End this process, and so all: it has not done its part of a command, and the others cannot undo theirs. If
+        the reason is that another rank is gone, that is logged instead of the error."""
         self._watcher.join(CONCLUSION_SECONDS)
         log.critical("rank_failed", rank=self.rank, exc_info=error)
         os._exit(LOST)
 
     def _part(self) -> None:
-        if wait(list(self._connections), timeout=0):  # there is an end on one, perhaps why this process ends
+        if wait(list(self._connections), timeout=0):  # a connection has ended, perhaps the reason why this process ends
             self._watcher.join(CONCLUSION_SECONDS)
         if self.rank == 0:
             self._ends = True
-            for connection in list(self._connections):  # from which the watch takes those who have ended already
+            for connection in list(self._connections):  # a copy: `_watch` removes ranks that have ended already
                 with self._sending, contextlib.suppress(OSError):
                     connection.send_bytes(END)
 
@@ -172,7 +174,7 @@ class Ranks:
                 connection.send_bytes(message)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        """A follower leaves it to rank 0, which is told likewise, when to end; and then is not surprised."""
+        """Note that an end is expected: a follower ends when rank 0 does, which gets the same signal."""
         self._ends = True
 
     def _watch(self) -> None:
@@ -204,13 +206,13 @@ class Ranks:
 
 
 def _end_with_launcher() -> None:
-    """Be told to end, as torchrun would tell it, when torchrun is gone without a word: on Linux."""
+    """Have this process get SIGTERM, as torchrun would send it, when torchrun dies without a word (on Linux)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _connections(rank: int, degree: int, group: Any) -> dict[Connection, int]:
-    """Between rank 0 and every other one."""
+    """Make the connections between rank 0 and every other rank."""
     connections: dict[Connection, int] = {}
     if rank:
         invitation: list[Any] = [None]
@@ -224,7 +226,7 @@ def _connections(rank: int, degree: int, group: Any) -> dict[Connection, int]:
         with Listener((os.environ["MASTER_ADDR"], 0), backlog=degree, authkey=secret) as listener:
             dist.broadcast_object_list([(listener.address, secret)], src=0, group=group)
             while len(connections) < degree - 1:
-                with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):  # it was none of us
+                with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):  # it was not a rank
                     connection = listener.accept()
                     connections[connection] = connection.recv()
     for connection in connections:
@@ -233,7 +235,7 @@ def _connections(rank: int, degree: int, group: Any) -> dict[Connection, int]:
 
 
 def _attentive(connection: Connection) -> None:
-    """Send small messages at once, and notice a machine that has gone without a word."""
+    """Make a connection send small messages at once, and notice when the machine at its other end is gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,13 +1,14 @@
-"""Attention over units on a GPU, as Triton kernels.
+"""Attention over a split-KV batch on a GPU, as Triton kernels.
 
-One program reads one unit with the heads of one key head: scores, softmax and values tile by tile (Dao et al. 2022,
-"FlashAttention", alg. 1), keys and values gathered from their slots. What it finds of a split, the largest score, the
-sum of weights and the weighted values, waits in float32 for a second kernel, which adds up the splits of each row in
-order of position (split along keys as in Dao et al. 2023, "Flash-Decoding").
+One program of the first kernel computes one split-KV tile for the query heads of one key head: scores, softmax and
+values for a few keys at a time (Dao et al. 2022, "FlashAttention", alg. 1), with keys and values gathered from their
+slots. Its result for a row and split is a partial: the largest score, the sum of weights and the weighted values, in
+float32. A second kernel adds up the partials of each row in order of position (split along keys as in Dao et al. 2023,
+"Flash-Decoding").
 
-Products take numbers as they are stored, with sums in float32; all else is float32. The tiles that a row does not see
-leave no trace in its sums: with the layout's fixed splits a row's bits are its own (`tiles.py`). What is no number is
-dealt with when it is stored (`device_loops.py`).
+Products take numbers in their stored dtype, with sums in float32; all else is float32. Keys that a row does not see
+leave no trace in its sums: with the layout's fixed splits a row's bits do not depend on other rows (`gpu/layout.py`).
+NaNs and infinities are dealt with when keys and values are stored (`gpu/kernels.py`).
 """
 
 from __future__ import annotations
@@ -25,53 +26,54 @@ from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
 from specdec.engine.gpu.staging import SplitKvTensors
 
 TILES = (64, 32, 16)
-"""Numbers of keys that are read at once: the first of which keys and values take no more than STAGE_BYTES, but the
-first not for float32, whose products want many registers."""
+"""Numbers of keys that may be read at once. The first is used whose keys and values take no more than STAGE_BYTES,
+without 64 for float32, whose products take many registers."""
 
 STAGE_BYTES = 1 << 15
-"""With it, heads of up to 128 numbers fit into the 99 KiB of shared memory that a block may have on the smallest of
-processors that have tensor cores for bfloat16. Heads of 256 fit there too, but in float32 want one that has 164 KiB."""
+"""Bytes of the keys and values that are read at once, at most. So heads of up to 128 numbers fit into the 99 KiB of
+shared memory that a block may have on the smallest GPUs with tensor cores for bfloat16. Heads of 256 fit there too,
+but in float32 they need a GPU with 164 KiB."""
 
 PRECISION = tl.constexpr("tf32x3")
-"""Of products of float32: three of a tensor core, nearly as exact as float32 itself. (Exact ones, "ieee", are computed
-without tensor cores, with more numbers under way than there are registers for.)"""
+"""The precision of float32 products: each is three products of a tensor core, nearly as exact as float32 itself.
+(Exact ones, "ieee", do not use tensor cores, and need more registers than there are.)"""
 
 SPLITS_AT_ONCE = 16
-"""That the second kernel reads."""
+"""Splits that the second kernel reads at once."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Triton's interpreter, with which the tests run where there is no GPU, has no products of bfloat16: there they are
-products of the same numbers in float32."""
+"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no products of bfloat16: there the
+same numbers are multiplied in float32."""
 
 
 class Tiling(NamedTuple):
-    """How the first kernel goes about heads of one shape."""
+    """The launch parameters of the first kernel for heads of one shape."""
 
-    block: int  # of a key's numbers: a power of two
-    value_block: int
+    block: int  # numbers of a key, padded to a power of two
+    value_block: int  # numbers of a value, padded likewise
     tile: int  # keys that are read at once
     warps: int
-    stages: int  # tiles that are under way
+    stages: int  # reads of `tile` keys that are under way
 
     @classmethod
     def of(cls, width: int, value_width: int, item_bytes: int) -> Tiling:
-        """For keys and values of these widths, in numbers of so many bytes."""
+        """Choose the parameters for keys and values of these widths, whose numbers take `item_bytes` each."""
         block, value_block = (triton.next_power_of_2(max(16, each)) for each in (width, value_width))
         key_bytes = (block + value_block) * item_bytes
         wide = item_bytes > 2
         tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
-        room = (1 if wide else 2) * STAGE_BYTES  # as compiled, products of float32 take room of their own
+        room = (1 if wide else 2) * STAGE_BYTES  # the compiler uses shared memory for float32 products as well
         stages = 1 if tile == TILES[-1] else min(3, room // (tile * key_bytes))
         return cls(block, value_block, tile, warps=4 if tile == TILES[0] else 8, stages=stages)
 
 
 @dataclass
 class SplitKvMemory:
-    """Keys and values of all layers, [slots, kv_heads, width] each, and room for what programs find of splits."""
+    """Keys and values of all layers, [slots, kv_heads, width] each, and room for the partials of a forward pass."""
 
     keys: list[Tensor]
     values: list[Tensor]
-    partials: int = field(init=False, default=0)  # that there is room for
+    partials: int = field(init=False, default=0)  # partials that there is room for
     _width: int = field(init=False, default=0)
     _found: Tensor = field(init=False)
 
@@ -79,21 +81,23 @@ class SplitKvMemory:
         self._found = torch.empty(0, dtype=torch.float32, device=self.keys[0].device)
 
     def reserve(self, partials: int, heads: int) -> bool:
-        """Make room for so many partials (`SplitKvBatch.partials`) of `heads` query heads; whether the room is a new
-        one: then CUDA graphs that were captured before write to memory that is no longer theirs. Where there is no
-        memory for it (torch's error), there is no room at all until it is asked for again."""
+        """Make room for `partials` (`SplitKvBatch.partials`) of `heads` query heads; return whether it is new memory.
+
+        If so, CUDA graphs that were captured before must not run again: they write to memory that is no longer theirs.
+        If the GPU has not enough memory (torch's error), there is no room at all until the next successful call.
+        """
         width = heads * (2 + max(values.shape[2] for values in self.values))
         if partials <= self.partials and width <= self._width:
             return False
         partials, width = max(partials, self.partials), max(width, self._width)
-        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # who gets none does not keep the old
+        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # frees the old room first
         self._found = self._found.new_empty(partials * width)
         self.partials, self._width = partials, width
         return True
 
     def found(self, heads: int, value_width: int) -> tuple[Tensor, Tensor]:
-        """Room for largest scores and sums of weights [2, partials, heads], and weighted values [partials, heads,
-        value_width]."""
+        """Return the room for largest scores and sums of weights [2, partials, heads], and for weighted values
+        [partials, heads, value_width]."""
         if heads * (2 + value_width) > self._width:
             raise ValueError(f"no room is reserved for {heads} heads of width {value_width}")
         count = self.partials * heads
@@ -102,8 +106,8 @@ class SplitKvMemory:
 
 
 class SplitKvAttention:
-    """What the model's layers ask in one forward pass; ValueError if the memory has no room for the batch's
-    partials."""
+    """The attention of one forward pass, which the model's layers call. Making it raises ValueError if the memory has
+    no room for the batch's partials."""
 
     def __init__(self, memory: SplitKvMemory, batch: SplitKvTensors) -> None:
         if batch.partials > memory.partials:
@@ -130,14 +134,14 @@ class SplitKvAttention:
         return out
 
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [slots, kv_heads, width]."""
+        """Return the keys and values of a layer, [slots, kv_heads, width] each."""
         return self._memory.keys[layer], self._memory.values[layer]
 
     def read(
         self, layer: int, query: Tensor, out: Tensor, *, scale: float, softcap: float | None, window: int | None
     ) -> None:
-        """Write to `out` [t, heads, value_width], contiguous, what the rows of `query` [t, heads, width] see; the
-        batch's own keys and values are in place."""
+        """Write the attention of `query` [t, heads, width] to `out` [t, heads, value_width], contiguous. The batch's
+        own keys and values must be stored already."""
         keys, values = self.memory_of(layer)
         batch = self.batch
         query = query if query.stride(2) == 1 else query.contiguous()
@@ -228,7 +232,7 @@ def _read(
     WINDOW: tl.constexpr,
     WIDENED: tl.constexpr,
 ) -> None:
-    """A program for each unit and key head."""
+    """Compute the partials of one split-KV tile and key head: a program for each pair."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     count = tl.load(tile_counts + tile)
@@ -236,12 +240,12 @@ def _read(
         return
     split = tl.load(tile_splits + tile)
     start = split * SPLIT
-    line = tl.arange(0, ROWS)  # of the product: a place's heads one after the other
+    line = tl.arange(0, ROWS)  # rows of the product: the tile's first row with each of its heads, then the next row
     place = line // SHARED
     head = kv_head * SHARED + line % SHARED
     inside = place < count
     row = tl.load(tile_row_indices + tile * TILE_CAPACITY + place, mask=inside, other=0).to(tl.int64)
-    position = tl.load(positions + row, mask=inside, other=-1).to(tl.int32)  # -1 sees nothing
+    position = tl.load(positions + row, mask=inside, other=-1).to(tl.int32)  # position -1 sees nothing
     d = tl.arange(0, BLOCK)
     dv = tl.arange(0, VALUE_BLOCK)
     q = tl.load(
@@ -275,7 +279,7 @@ def _read(
             seen &= start + n[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1))
-        level = tl.where(new == float("-inf"), 0.0, new)  # who has seen nothing yet has weights of zero
+        level = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet has weights of zero
         weights = tl.exp(scores - level[:, None])
         kept = tl.exp(best - level)
         total = total * kept + tl.sum(weights, 1)
@@ -312,7 +316,8 @@ def _add_up(
     AT_ONCE: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """A program for each head of a row. Which splits are added up, and in what order, its position says."""
+    """Add up the partials of one row and head: a program for each pair. The row's position alone decides which splits
+    are added up, and in which order."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row).to(tl.int32)

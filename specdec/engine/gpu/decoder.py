@@ -1,7 +1,7 @@
-"""A decoder of the Llama kind in few kernels, as GPUs run it: `decoder.py`'s twin.
+"""A decoder of the Llama kind on a GPU, in few kernels: the counterpart of `cpu/decoder.py`.
 
-A layer is four matrix products and six Triton kernels. The weights stay the model's, joined where products share their
-input (`decoder.join_products`). A pass never waits for the device and no shape depends on what is in a tensor, so that
+A layer is four matrix products and six Triton kernels. It uses the model's own weights, joined where products share
+their input (`hf/llama_like.py`). A pass never waits for the GPU, and no shape depends on what is in a tensor, so that
 it can be captured as a CUDA graph; under Triton's interpreter the same code runs on a CPU.
 """
 
@@ -32,8 +32,8 @@ class _Layer:
 
 
 class GpuDecoder:
-    """Runs a model's joined layers, for texts of up to `context` tokens. `decoder.fits` says which models can be
-    run. Made anew when the layers have been replaced."""
+    """A decoder that runs a model's joined layers, for texts of up to `context` tokens. `hf/llama_like.py` says which
+    models it can run. When layers have been replaced, a new one must be made."""
 
     def __init__(self, model: PreTrainedModel, attends: list[LayerAttention], context: int) -> None:
         config = model.config
@@ -48,12 +48,13 @@ class GpuDecoder:
         self._cos, self._sin = _angles(inside.rotary_emb, context, model.device)
 
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: SplitKvAttention) -> Tensor:
-        """Logits [n, vocabulary], float32, of the wanted rows. `positions` are those of the attention's batch."""
+        """Return the logits [n, vocabulary], float32, of the wanted rows. `positions` are those of the attention's
+        batch."""
         update = self._embed(tokens)
         rows, width = len(tokens), self._layers[0].attends.width
         residual = torch.zeros_like(update)
         normal = torch.empty_like(update)
-        # All layers have the same shapes, and one after the other the same memory.
+        # All layers have the same shapes, and use the same memory one after the other.
         query = update.new_empty(rows, self._heads, width)
         attended = torch.empty_like(query)
         gated = update.new_empty(rows, self._inner)
@@ -96,7 +97,7 @@ def _layer(layer: Any, attends: LayerAttention) -> _Layer:
 
 
 def _angles(rotary: Any, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, float32 [context, width / 2]."""
+    """Return the cosines and sines of all positions, float32 [context, width / 2] each."""
     positions = torch.arange(context, device=device)[None]
     with torch.inference_mode():
         cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), positions)

@@ -1,7 +1,7 @@
-"""The engine for GPUs: attention over units, layers in few kernels, steps as CUDA graphs, choices on the device.
+"""The engine for GPUs: split-KV attention, layers in few kernels, steps as CUDA graphs, sampling on the GPU.
 
-Layers of the Llama kind are run by `device_decoder.py`, and their steps are graphs; any other model runs its own
-layers, kernel by kernel, around the same attention.
+`gpu/decoder.py` runs layers of the Llama kind, and its steps are CUDA graphs; any other model runs its own layers,
+kernel by kernel, around the same attention.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
 
 LEAST_PARTIALS = 1 << 12
-"""What rows find in their splits: room for so many at first. A new room is twice as large, and graphs are recorded
-anew."""
+"""Partials that there is room for at first. A step that needs more gets room for the next power of two, and graphs are
+recorded anew."""
 
 
 class GpuEngine:
-    """A model and its key/value memory on one GPU. `capacity` is in slots; None takes what memory there is room for.
-    `exact` asks for rows that do not depend on their batch; the attribute says whether the check at start found it to
-    be so. On "cpu" it runs under Triton's interpreter, for tests."""
+    """A model and its KV cache on one GPU. `capacity` is in slots; None takes as many as memory has room for. `exact`
+    asks for rows that do not depend on their batch; the attribute of this name says whether the check at start found
+    this to hold. On "cpu" it runs under Triton's interpreter, for tests."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class GpuEngine:
         device: str = "cuda",
         exact: bool = True,
     ) -> None:
-        self.threads: tuple[int, ...] = (torch.get_num_threads(),)  # they compute nothing
+        self.threads: tuple[int, ...] = (torch.get_num_threads(),)  # the forward pass does not use them
         self.model = load(directory, DTYPES[dtype], device)
         own = ReferenceCheck.of(self.model, directory.vocabulary)
         self.model.set_output_embeddings(GpuHead(self.model.get_output_embeddings()))
@@ -80,7 +80,7 @@ class GpuEngine:
         values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
         self._memory = SplitKvMemory(keys, values)
         self._memory.reserve(LEAST_PARTIALS, self._heads)
-        self._rows = InvariantRowCounts(CANDIDATES)  # numbers of them that batches have
+        self._rows = InvariantRowCounts(CANDIDATES)  # row counts of batches
         self._classes: ShapeRowCounts | None = None
         self._assemble()
         own.check(self)
@@ -108,7 +108,7 @@ class GpuEngine:
         with self._computing():
             rows = GpuLogits(self._logits(batch), asked)
             if not asked and self._device.type == "cuda":
-                torch.cuda.synchronize()  # who fetches nothing has not waited: a step ends when it is over
+                torch.cuda.synchronize()  # a fetch would have waited: the call must not return before the step is over
         return rows
 
     def copy(self, source: Slots, target: Slots) -> None:
@@ -118,16 +118,17 @@ class GpuEngine:
                 pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
 
     def use_threads(self, count: int) -> None:
-        """There is one number of them."""
+        """Do nothing: there is one thread count only."""
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Triton and the recording of graphs go by the thread's current device, not by where tensors lie."""
+        """Make this GPU the thread's current device, by which Triton and the recording of graphs go instead of by where
+        tensors lie."""
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
     def _logits(self, batch: PackedBatch) -> Tensor:
-        """Of the wanted rows, [n, vocabulary]."""
+        """Run a forward pass and return the logits [n, vocabulary] of the wanted rows, on the GPU."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
         if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
@@ -135,12 +136,12 @@ class GpuEngine:
         wanted, rows = len(batch.wanted), len(batch.tokens)
         if self._graphs is None or not wanted <= rows <= MOST_ROWS:
             return self._pass(SplitKvTensors.of(batch, self._device))
-        # A graph has one number of wanted rows for each number of rows: the head reads its weights once anyway.
+        # A graph always has as many wanted rows as rows: more of them cost little, as the head's weights are read once.
         every = np.concatenate([batch.wanted, np.repeat(batch.wanted[:1], rows - wanted)])
         return self._graphs.forward(replace(batch, wanted=every))[:wanted]
 
     def _assemble(self) -> None:
-        """The pass, of the layers and the memory as they are now."""
+        """Make the decoder and the graphs anew, for the layers and the memory as they are now."""
         self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
         graphed = self._decoder is not None and self._device.type == "cuda"
         self._graphs = Graphs(self._pass, self._device) if graphed else None
@@ -159,8 +160,9 @@ class GpuEngine:
         return logits[0]
 
     def _make_exact(self) -> bool:
-        """Run at the members of row classes only, if then rows do not depend on their batch indeed."""
-        if is_quantised(self.model):  # layers that are not ours to change: as they are, or not at all
+        """Run at invariant row counts only, if a check finds that rows then do not depend on their batch; return
+        whether rows are exact."""
+        if is_quantised(self.model):  # these layers cannot be tiled: exact as they are, or not at all
             return rows_are_independent(self)
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         classes = find(linears, str(self._device), self.threads)

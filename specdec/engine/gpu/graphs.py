@@ -1,7 +1,7 @@
-"""CUDA graphs: what a forward pass asks of a GPU, recorded once for each size of batch and asked again in one call.
+"""CUDA graphs: a forward pass recorded once for each size of batch, and launched again in one call.
 
-Of a step of an 8B model over a few rows, asking for some three hundred kernels one by one takes the host longer than
-running them takes the device.
+In a step of an 8B model over a few rows, launching about three hundred kernels one by one takes the host longer than
+running them takes the GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from specdec.engine.gpu.layout import SplitKvBatch
 from specdec.engine.gpu.staging import SplitKvTensors
 
 MOST_ROWS = 128
-"""Of a batch that is worth recording: the kernels of larger ones take longer than asking for them."""
+"""Rows of the largest batch that is recorded: the kernels of larger ones take longer than launching them."""
 
 MOST_GRAPHS = 96
-"""Kept at once; the least recently used go first. Each holds its logits."""
+"""Graphs that are kept at most; the least recently used is dropped first. Each holds its logits."""
 
 Pass = Callable[[SplitKvTensors], Tensor]
-"""A forward pass without a word from the host in between: logits [wanted, vocabulary]."""
+"""A forward pass in which the host never waits for the GPU; returns logits [wanted, vocabulary]."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Recorded:
 
 
 class Graphs:
-    """Of one pass, recorded when a size first comes up."""
+    """The CUDA graphs of one pass, each recorded when a batch of its size first comes up."""
 
     def __init__(self, run: Pass, device: torch.device) -> None:
         self._run = run
@@ -44,7 +44,8 @@ class Graphs:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: SplitKvBatch) -> Tensor:
-        """Logits of all rows, until the next call."""
+        """Run the pass and return the logits of the wanted rows, which are valid until the next call. Batches of the
+        same rows and tiles must have the same number of wanted rows."""
         size = len(batch.tokens), len(batch.tile_counts)
         recorded = self._recorded.get(size)
         if recorded is None:
@@ -57,12 +58,12 @@ class Graphs:
         return recorded.logits
 
     def _record(self, batch: SplitKvBatch) -> _Recorded:
-        """On a stream beside the current one, which is not to be recorded on."""
+        """Record the pass, on a stream of its own: the current one cannot be recorded."""
         tensors = SplitKvTensors.of(batch, self._device)
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._beside):
-            self._run(tensors)  # compiles kernels, and makes what libraries make on first use of a stream
+            self._run(tensors)  # compiles kernels, and lets libraries set up what they need on a new stream
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # waits for all that was asked before
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # waits for all earlier work
             logits = self._run(tensors)
         return _Recorded(graph, tensors, logits)

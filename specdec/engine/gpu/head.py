@@ -1,4 +1,4 @@
-"""An output head for GPUs: float32 logits from weights as they are stored."""
+"""An output head for GPUs: float32 logits from weights in their stored dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class GpuHead(torch.nn.Module):
-    """`linear.Float32Head` without a float32 copy of the weights, which would take twice the time to read.
+    """A `Float32Head` (`hf/linear.py`) without a float32 copy of the weights, which would take twice as long to read.
 
     A product of two bfloat16 numbers is exact in float32, and sums are float32 in either; only their order differs.
     """

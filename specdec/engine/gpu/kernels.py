@@ -1,12 +1,12 @@
-"""What lies between a decoder layer's matrix products, each one pass over memory, as Triton kernels for a GPU.
+"""The Triton kernels between a decoder layer's matrix products, each a single pass over memory.
 
-The same functions as `decoder_loops.py`: a row is computed by programs of its own, in float32, and rounded once when it
-is stored, so that no row's arithmetic depends on another's. Nothing waits for the device, and no shape depends on what
-is in a tensor: all of it can be part of a CUDA graph.
+They compute the same functions as `cpu/loops.py`: a row has programs of its own, is computed in float32, and is rounded
+once when it is stored, so that no row's arithmetic depends on another's. Nothing waits for the GPU, and no shape
+depends on what is in a tensor: all of it can be part of a CUDA graph.
 
-One rule comes on top. Attention on a GPU multiplies the values of many keys with weights of many rows, zeros where a
-row does not see a key, and zero times what is no number is none. So a value that is not finite is stored as zero, and
-its key as NaN: who sees the key gets NaN, and nobody else anything.
+One rule is added. Attention on a GPU multiplies the values of many keys by the weights of many rows, which are zero
+where a row does not see a key; but zero times NaN or infinity is NaN. So a value that is not finite is stored as zero,
+and its key as NaN: rows that see the key get NaN, and other rows are not affected.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 GATE_BLOCK = 1024
-"""Numbers of a program."""
+"""Numbers that one program computes."""
 
 
 def add_and_normalise(residual: Tensor, update: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-    """Add the update to the residual [t, hidden]; its RMS norm goes to `out` (Zhang and Sennrich 2019, "Root mean
-    square layer normalization", eq. 4). All contiguous, of one dtype."""
+    """Add the update to the residual [t, hidden] and write the RMS norm of the sum to `out` (Zhang and Sennrich 2019,
+    "Root mean square layer normalization", eq. 4). All must be contiguous and of one dtype."""
     rows, hidden = residual.shape
     block = triton.next_power_of_2(hidden)
     warps = max(1, min(16, block // 512))
@@ -40,10 +40,13 @@ def rotate(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Split rows of `projected` [t, (heads + 2 * kv_heads) * width] into heads, turn queries and keys by their position
-    (Su et al. 2021, "RoFormer", eq. 34, halves instead of neighbours), by cos and sin float32 [positions, width / 2];
-    store keys and values [slots, kv_heads, width] in the rows' slots, write `query` [t, heads, width]. `norms`
-    [2, width] are the weights of an RMS norm of each query and key head, if there is one."""
+    """Split rows into heads, rotate queries and keys by their position, write `query` and store keys and values.
+
+    The rotation is that of Su et al. 2021, "RoFormer", eq. 34, with a head's halves as pairs instead of neighbours.
+    `projected` is [t, (heads + 2 * kv_heads) * width]; cos and sin are float32 [positions, width / 2]; `query` is
+    [t, heads, width]; keys and values are [slots, kv_heads, width], written at the rows' slots. `norms` [2, width] are
+    the weights of an RMS norm of query and key heads, if there is one.
+    """
     rows, heads, width = query.shape
     kv_heads = keys.shape[1]
     _rotate[(rows, heads + kv_heads)](
@@ -67,14 +70,14 @@ def rotate(
 
 
 def gate(projected: Tensor, out: Tensor) -> None:
-    """silu(gate) * up (Shazeer 2020, "GLU variants improve transformer", eq. 6) of `projected` [t, 2 * inner], the
+    """Write silu(gate) * up (Shazeer 2020, "GLU variants improve transformer", eq. 6) of `projected` [t, 2 * inner],
     gates first, to `out` [t, inner]."""
     rows, inner = out.shape
     _gate[(rows, triton.cdiv(inner, GATE_BLOCK))](projected, out, INNER=inner, BLOCK=GATE_BLOCK)
 
 
 def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write new keys and values [t, kv_heads, width], each head contiguous, to their slots of the memory."""
+    """Write new keys and values [t, kv_heads, width], each head contiguous, to their slots of the KV cache."""
     rows, kv_heads, width = key.shape
     value_width = value.shape[2]
     _store[(rows, kv_heads)](
@@ -105,7 +108,7 @@ def _add_and_normalise(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A program a row."""
+    """Add and normalise one row: a program for each row."""
     d = tl.arange(0, BLOCK)
     inside = d < HIDDEN
     offsets = tl.program_id(0).to(tl.int64) * HIDDEN + d
@@ -137,7 +140,7 @@ def _rotate(
     BLOCK: tl.constexpr,
     NORMALISED: tl.constexpr,
 ) -> None:
-    """A program for each head of a row: a query's, or a key's and its value's."""
+    """Rotate one query head, or rotate and store one key head and its value: a program for each of a row's heads."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HALF: tl.constexpr = WIDTH // 2
@@ -175,7 +178,7 @@ def _rotate(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(projected: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """A program for each block of a row."""
+    """Compute one block of a row: a program for each block."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < INNER
@@ -202,7 +205,7 @@ def _store(
     VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A program for each head of a row."""
+    """Store the key and value of one head of a row: a program for each."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK)

@@ -1,14 +1,14 @@
-"""The unit layout: what rows read, cut along positions, for attention on a GPU.
+"""The split-KV batch: the keys that rows read, cut along positions into tiles, for attention on a GPU.
 
-Every text is cut into *splits* at the same absolute positions, SPLIT tokens each. A *unit* is one split of a text and
-up to `tile_rows` rows that read it: what one group of threads computes with the heads of one key head. A chain, a tree,
-a piece of a prompt and padding are all of this one kind. Where paths agree on a whole split (leaves of a tree in what
-comes before them, sessions that share a prefix), its units serve the rows of all of them, so that what they share is
-read once.
+Every text is cut into *splits* at the same absolute positions, SPLIT tokens each. A *split-KV tile* is one split of a
+text and up to `tile_rows` rows that read it: the work of one program for the query heads of one key head. A chain, a
+tree, a piece of a prompt and padding all become such tiles. Where paths agree on a whole split (the leaves of a tree
+in the text before them, sessions that share a prefix), its tiles serve the rows of all these paths, so that what they
+share is read once.
 
-A row's attention is the sum over its splits in order of position, and that over the tiles of a split, in a matrix
-product of TILE_ROWS rows whatever it holds: none of this depends on which rows share its units. Then a row has the same
-bits in a prompt, a tree or a plain step, and in any company.
+A row's attention is a sum over its splits in order of position, and within a split over its keys in order, a few at a
+time, in a matrix product of at least TILE_ROWS rows however many of them are used. None of this depends on which rows
+share the tiles, so a row has the same bits in a prompt, a tree or a plain step, and beside any other rows.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ from specdec.engine.batch import Mask, PackedBatch, Packer
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 SPLIT = 256
-"""Positions of a unit."""
+"""Positions in a split."""
 
 TILE_ROWS = 64
-"""Rows of the products of a unit: its rows, times the query heads that share a key head."""
+"""Rows of a split-KV tile's products: its rows times the query heads that share a key head."""
 
 LEAST_UNITS = 8
-"""Numbers of units are padded to powers of two from here, for each of which a CUDA graph may be kept."""
+"""Tiles of the smallest batch: the number of tiles is padded to a power of two from here on, for each of which a CUDA
+graph may be kept."""
 
 Integers = NDArray[np.int32]
 
 
 def tile_rows_for(shared: int) -> int:
-    """How many rows a unit has room for, where so many query heads share a key head."""
+    """Return how many rows a tile has room for, if `shared` query heads share a key head."""
     return max(1, TILE_ROWS // shared)
 
 
 @dataclass(frozen=True)
 class SplitKvBatch(PackedBatch):
-    """Unit u is split unit_splits[u] of a text, whose slots are unit_keys[u], for the rows
-    unit_rows[u, : unit_counts[u]]. Units without rows are padding.
+    """A split-KV batch: tile u is split tile_splits[u] of a text, with its slots tile_keys[u], for the rows
+    tile_row_counts[u, : tile_counts[u]]. Tiles without rows are padding.
 
-    What row r finds in split s is number first_partials[r] + s of `partials`.
+    The partial of row r over split s has the number first_partials[r] + s, out of `partials`.
     """
 
-    tile_counts: Integers  # [u] rows
+    tile_counts: Integers  # [u] number of rows
     tile_splits: Integers  # [u]
-    tile_row_indices: Integers  # [u, places]
-    tile_keys: Integers  # [u, SPLIT]; NOWHERE behind the end of the text
+    tile_row_indices: Integers  # [u, tile_rows] indices of rows
+    tile_keys: Integers  # [u, SPLIT]; the padding slot behind the end of the text
     first_partials: Integers  # [t]
     partials: int
 
     def check(self, capacity: int, context: int) -> None:
-        """ValueError unless every slot and position exists: what reads them looks at nothing twice."""
+        """Raise ValueError unless every slot and position exists: the kernels that read them check no bounds."""
         _check_range("slots", (self.tile_keys, self.slots), capacity)
         _check_range("positions", (self.positions,), context)
 
@@ -65,11 +66,11 @@ class SplitKvBatch(PackedBatch):
 class _Path(NamedTuple):
     keys: Slots
     rows: list[int]
-    shared: int = 0  # leading splits whose keys are those of the path before it
+    shared: int = 0  # leading splits whose keys equal those of the path before it
 
 
 class _Stack(NamedTuple):
-    """Units of the same rows, in consecutive splits of one text."""
+    """Tiles of the same rows over consecutive splits of one text."""
 
     keys: Slots
     splits: range
@@ -78,7 +79,7 @@ class _Stack(NamedTuple):
 
 @dataclass
 class SplitKvPacker(Packer):
-    """`tile_rows` is the number of rows that a unit has room for (`tile_rows_for`)."""
+    """A packer of split-KV batches. `tile_rows` is the number of rows that a tile has room for (`tile_rows_for`)."""
 
     tile_rows: int = TILE_ROWS
     _paths: list[_Path] = field(default_factory=list)
@@ -133,8 +134,8 @@ class SplitKvPacker(Packer):
         )
 
     def _stacks(self) -> Iterator[_Stack]:
-        """All units. Neighbours are compared: texts that begin with the same slot are made such, leaves of one session
-        are by themselves."""
+        """Return the tiles of all paths. Only neighbouring paths are compared: sorting makes neighbours of texts that
+        begin with the same slot, and leaves of one session are neighbours already."""
         paths = sorted(self._paths, key=lambda path: int(path.keys[0]))
         paths[1:] = [b._replace(shared=_common_splits(a.keys, b.keys)) for a, b in pairwise(paths)]
         waiting = [(0, paths)]  # paths that agree on all splits before this one
@@ -150,7 +151,7 @@ class SplitKvPacker(Packer):
                 yield from self._of_rows(group[0].keys, rows, start, stop)
 
     def _of_rows(self, keys: Slots, rows: list[int], start: int, stop: int) -> Iterator[_Stack]:
-        """Units of the splits of one text; a row is in none that begins behind it."""
+        """Return the tiles of splits start..stop-1 of one text; a row is in no split that begins behind it."""
         ends = [min(self.positions[row] // SPLIT + 1, stop) for row in rows]
         for end in sorted(set(ends)):
             if end <= start:
@@ -168,8 +169,8 @@ def _check_range(what: str, arrays: Sequence[NDArray[np.integer]], end: int) -> 
 
 
 def _common_splits(a: Slots, b: Slots) -> int:
-    """How many leading splits are the same in both."""
-    if a[0] != b[0]:  # as strangers do: the rest need not be looked at
+    """Return how many leading splits have the same slots in both."""
+    if a[0] != b[0]:  # the usual case of unrelated texts: the rest need not be compared
         return 0
     whole = min(len(a), len(b)) // SPLIT * SPLIT
     differ = np.flatnonzero(a[:whole] != b[:whole])
@@ -177,7 +178,7 @@ def _common_splits(a: Slots, b: Slots) -> int:
 
 
 def _padded(array: NDArray[np.int64] | Integers, length: int) -> Integers:
-    """With zeros."""
+    """Return the array as int32, padded with zeros to this length."""
     result = np.zeros((length, *array.shape[1:]), dtype=np.int32)
     result[: len(array)] = array
     return result

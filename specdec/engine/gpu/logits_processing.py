@@ -1,5 +1,5 @@
-"""`specdec.decoding.processing` in torch, for logits that live on a device: the same float32 operations in the same
-order, so the same bits."""
+"""Logits processing on the GPU: `specdec.decoding.processing` in torch, with the same float32 operations in the same
+order, so that it gives the same bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.engine.gpu.upload import upload
 
 
 def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
-    """Penalties, bias and bans of float32 logits [n, V]; the caller's rows are left alone."""
+    """Return float32 logits [n, V] with penalties, biases and bans applied; the caller's tensor is not changed."""
     if not any(query.sampler.adjusts or query.position < query.sampler.first_end_position for query in queries):
         return logits
     z = logits.clone()
@@ -38,13 +38,14 @@ def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
 
 
 def tempered(z: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
-    """Divided by each row's temperature, in float32."""
+    """Return logits divided by each row's temperature, in float32."""
     temperatures = np.array([min(query.sampler.sampling.temperature, LIMIT) for query in queries], dtype=np.float32)
     return z / _on(z, temperatures)[:, None]
 
 
 def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
-    """In place. Each token that a row's text holds is penalised once, tokens of the row's path counted as output."""
+    """Apply penalties in place. Each token that a row's text holds is penalised once; tokens of the row's path count as
+    output."""
     held = [
         _held(query.penalty_state, query.path) if query.sampler.sampling.penalises else _NOTHING for query in queries
     ]
@@ -70,7 +71,7 @@ _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
 def _held(penalty_state: PenaltyState | None, path: Sequence[int]) -> tuple[Ids, NDArray[Any]]:
-    """Tokens of a text and how often each was put out."""
+    """Return the tokens that a text holds, with its path, and how often each is in the output."""
     if penalty_state is None:
         raise ValueError("penalties need the history of the text")
     ids = np.flatnonzero(penalty_state.seen)
@@ -84,7 +85,7 @@ def _held(penalty_state: PenaltyState | None, path: Sequence[int]) -> tuple[Ids,
 
 
 def _indices(z: Tensor, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the ids of each row."""
+    """Return the row and column indices of each row's ids, on the device of `z`."""
     rows = np.repeat(np.arange(len(ids)), [len(of_row) for of_row in ids])
     return _on(z, rows), _on(z, np.concatenate(ids))
 

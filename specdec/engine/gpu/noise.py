@@ -1,7 +1,7 @@
-"""`specdec.decoding.noise` in torch, for logits that live on a device: the same 64-bit words.
+"""Gumbel noise on the GPU: `specdec.decoding.noise` in torch, with the same 64-bit words.
 
-torch has no unsigned 64-bit arithmetic, but signed arithmetic wraps the same way; only the right shifts
-must be told not to carry the sign along.
+torch has no unsigned 64-bit arithmetic, but signed arithmetic wraps the same way; only right shifts need a mask, since
+they would copy the sign.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def _signed(word: int) -> int:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Return an int64 tensor shifted right, with zeros coming in."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def token_words(streams: Tensor, ids: Tensor) -> Tensor:
-    """int64, the bits of `noise.token_words`: the raw word of each token id in each stream, of the shape that the two
-    broadcast to."""
+    """Return the raw word of each token id in each stream, as int64 with the bits of `noise.token_words`, in the shape
+    that the two broadcast to."""
     value = streams + _signed(noise.GAMMA) + ids
     value = (value ^ _shift(value, 30)) * _signed(noise.MULTIPLY_1)
     value = (value ^ _shift(value, 27)) * _signed(noise.MULTIPLY_2)
@@ -31,7 +31,7 @@ def token_words(streams: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(streams: Tensor, ids: Tensor) -> Tensor:
-    """float64: the standard Gumbel noise of each token id in each stream; equal to `noise.word_gumbel` to an ulp, since
-    logarithms differ between libraries."""
+    """Return the standard Gumbel noise of each token id in each stream, in float64. It equals `noise.word_gumbel` to an
+    ulp, since logarithms differ between libraries."""
     uniform = (_shift(token_words(streams, ids), 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))

@@ -1,10 +1,10 @@
-"""Choices from logits that live on a device.
+"""Sampling from GPU logits.
 
-Rows of a whole vocabulary are too much to bring over for every token, and logarithms differ from library to library in
-their last bits. So the device narrows and the host decides: of each row the few ids that can be the choice come over,
-those of a step in one piece, and among them the choice is made by the same arithmetic as everywhere: a step waits for
-the device once. What cannot be narrowed comes over in whole: rows that are broken, very flat ones, and those of other
-rules than COUPLED.
+Rows of a whole vocabulary are too much to copy to the host for every token, and a choice made on the GPU alone could
+differ from one made elsewhere, since logarithms differ from library to library in their last bits. So the GPU makes a
+shortlist and the host decides: the few ids of each row that can be the choice are fetched, those of a step in one copy,
+and the host chooses among them with the same arithmetic as everywhere. A step waits for the GPU once. Rows for which a
+shortlist is not enough are fetched whole: broken ones, very flat ones, and those of other rules than COUPLED.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from specdec.engine.gpu.upload import upload
 
 
 class GpuLogits:
-    """Of float32 logits [n, V]. What will be `asked` of rows, by their index, is worked out at once."""
+    """The wanted rows of a step as float32 logits [n, V] on the GPU. The sampling queries in `asked`, by the index of
+    their row, are answered at once."""
 
     def __init__(self, logits: Tensor, asked: Mapping[int, SamplingQuery]) -> None:
         self._logits = logits
@@ -69,7 +70,7 @@ class GpuLogits:
 
 
 def _fetched(parts: Sequence[Tensor]) -> list[NDArray[Any]]:
-    """Tensors of one device, in one piece."""
+    """Copy tensors of one device to the host, in a single copy."""
     if not parts:
         return []
     flat = [part.contiguous().flatten().view(torch.uint8) for part in parts]

@@ -1,6 +1,7 @@
-"""What comes over from a device of rows of logits, enough to choose by the COUPLED rule on the host.
+"""Shortlists: the part of GPU logits that the host needs to choose tokens by the COUPLED rule.
 
-Each kind launches its work on construction; `parts` are tensors [n, ...] to be fetched, `decided` is told them.
+Each kind of shortlist launches its work on the GPU when it is made; `parts` are the tensors [n, ...] to be fetched,
+and `decided` chooses from them.
 """
 
 from __future__ import annotations
@@ -22,34 +23,35 @@ from specdec.engine.gpu import logits_processing, noise
 from specdec.engine.gpu.upload import upload
 
 UNDECIDED = -1
-"""In place of a token: the row is wanted in whole."""
+"""The value in place of a token that says that the whole row is needed."""
 
 CLOSEST = 4
-"""Ids of a row whose scores, as worked out on the device, are the highest. They are an ulp or two off there: two would
-do."""
+"""Ids of a row that are fetched: those with the highest scores on the GPU. Its scores are an ulp or two off, so two
+ids would be enough."""
 
 RANKED = 1024
-"""Ids of a row with the largest logits, among which top-k, top-p and min-p nearly always cut."""
+"""Ids of a row that are fetched, those with the largest logits: top-k, top-p and min-p nearly always cut among
+these."""
 
 BLOCK = 1 << 22
-"""About so many scores are worked out at once: each takes some thirty bytes on the way."""
+"""Scores, about, that are computed at once: each takes about thirty bytes meanwhile."""
 
 Arrays = Sequence[NDArray[Any]]
 
 
 class Narrowing(Protocol):
-    """Of rows of float32 logits [n, V], and what is asked of each."""
+    """A shortlist of rows of float32 logits [n, V], for the sampling query of each."""
 
     parts: list[Tensor]
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None: ...
 
     def decided(self, parts: Arrays) -> Tokens:
-        """int64 [n]: the choices, or UNDECIDED, by the parts as fetched."""
+        """Return the choices, int64 [n], or UNDECIDED, from the parts as fetched."""
 
 
 def narrowing(query: SamplingQuery) -> type[Narrowing] | None:
-    """Which kind serves an ask; None: the row is wanted in whole."""
+    """Return the kind of shortlist for a sampling query; None if the whole row is needed."""
     if query.sampler.rule is not Rule.COUPLED:
         return None
     if query.sampler.sampling.greedy:
@@ -58,7 +60,7 @@ def narrowing(query: SamplingQuery) -> type[Narrowing] | None:
 
 
 class Greedy:
-    """The largest logit, of equal ones the first."""
+    """A shortlist for greedy sampling: the largest logit of each row, the first of equal ones."""
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
         self.parts = list(logits_processing.adjusted(logits, queries).max(dim=1))
@@ -69,7 +71,8 @@ class Greedy:
 
 
 class Drawn:
-    """The ids with the highest scores; the host works these out again."""
+    """A shortlist for sampling without truncation: the ids with the highest scores (logit plus noise), which the host
+    computes again."""
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
         z = logits_processing.adjusted(logits, queries)
@@ -95,10 +98,11 @@ class Drawn:
 
 
 class Ranked:
-    """The largest logits, and the weight of all: whether the cut lies among them, the host sees.
+    """A shortlist for truncated sampling: the largest logits, and the weight of all; the host finds out whether the cut
+    lies among them.
 
-    The device's exponentials may be an ulp off those in memory, and its order of sums is its own. Where top-p falls
-    between two such results, a ten-millionth of the weight apart or less, one id more or less survives than in memory.
+    The GPU's exponentials may be an ulp off the host's, and it sums in another order. If top-p falls between the two
+    results, which differ by a ten-millionth of the weight or less, one id more or less survives than on the host.
     """
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
@@ -123,11 +127,12 @@ class Ranked:
 
 
 def _best(ids: NDArray[np.int64], z: NDArray[np.float32], streams: NDArray[np.uint64]) -> Tokens:
-    """Of each row of ids [n, k], ascending, with logits z, the one with the largest score."""
+    """Return the id with the largest score in each row of ids [n, k], ascending, with logits z."""
     scores = z + word_gumbel(token_words(streams[:, None], ids))
     return np.asarray(np.take_along_axis(ids, scores.argmax(axis=1)[:, None], axis=1)[:, 0])
 
 
 def _where_sound(peaks: NDArray[np.float32], tokens: Tokens) -> Tokens:
-    """A row whose largest logit is no number, infinite or absurd is left to those who look at it in whole."""
+    """Return the tokens, with UNDECIDED where a row's largest logit is NaN, infinite or absurdly large: such a row is
+    looked at as a whole."""
     return np.where(np.abs(peaks) < MAX_ABS_LOGIT, tokens, UNDECIDED)

@@ -1,6 +1,6 @@
-"""A unit batch on its device: one piece of memory at one address, filled by one transfer.
+"""A split-KV batch on the GPU: one piece of memory at a fixed address, filled by one transfer.
 
-So a CUDA graph that was captured with these tensors runs with whatever is in them.
+So a CUDA graph that was captured with these tensors runs again with whatever is in them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from specdec.engine.gpu.layout import SPLIT, SplitKvBatch
 
 ALIGNMENT = 32
-"""Numbers; each tensor begins at a multiple, so that kernels may read it in wide pieces."""
+"""Numbers to a multiple of which each tensor's beginning is aligned, so that kernels may read it in wide pieces."""
 
 
 class SplitKvTensors:
-    """Tensors for batches of exactly so many rows, wanted rows and units; int32 all of them."""
+    """The int32 tensors for batches of exactly this many rows, wanted rows and tiles."""
 
     def __init__(self, rows: int, wanted: int, tiles: int, tile_rows: int, device: torch.device | str) -> None:
         shapes = {
@@ -45,27 +45,27 @@ class SplitKvTensors:
         self.wanted = views["wanted"]  # [n]
         self.tile_counts = views["tile_counts"]  # [u]
         self.tile_splits = views["tile_splits"]  # [u]
-        self.tile_row_indices = views["tile_row_indices"]  # [u, places]
+        self.tile_row_indices = views["tile_row_indices"]  # [u, tile_rows] indices of rows
         self.tile_keys = views["tile_keys"]  # [u, SPLIT]
-        self.partials = 0  # of the batch
+        self.partials = 0  # partials of the batch
         self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
 
     @classmethod
     def of(cls, batch: SplitKvBatch, device: torch.device | str) -> SplitKvTensors:
-        """Tensors of the batch's sizes, filled."""
+        """Make tensors of the batch's sizes, filled with the batch."""
         tiles, tile_rows = batch.tile_row_indices.shape
         tensors = cls(len(batch.tokens), len(batch.wanted), tiles, tile_rows, device)
         tensors.fill(batch)
         return tensors
 
     def fill(self, batch: SplitKvBatch) -> None:
-        """Put a batch in place of the one before, when the device has come so far; ValueError if it has other sizes."""
+        """Replace the batch, once the transfer of the one before is over; ValueError if it has other sizes."""
         for name, array in self._arrays.items():
             shape = getattr(batch, name).shape
             if shape != array.shape:
                 raise ValueError(f"{name} has shape {shape}, the tensors are for {array.shape}")
         if self._sent is not None:
-            self._sent.synchronize()  # the batch before may not have left this memory yet
+            self._sent.synchronize()  # the batch before may still be on its way out of this memory
         for name, array in self._arrays.items():
             array[...] = getattr(batch, name)
         self.partials = batch.partials

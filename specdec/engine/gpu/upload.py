@@ -1,4 +1,4 @@
-"""From the host's memory to a device's, without waiting for it."""
+"""Copying arrays to a GPU without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array's numbers on the device; on a CPU in the array's own memory.
+    """Return the array as a tensor on the device; on a CPU it shares the array's memory.
 
-    From memory that may be paged out a GPU's driver copies when it has done what it was asked before; so the numbers
-    go by pinned memory, of which torch keeps a store and knows when a copy has been made.
+    From pageable memory a GPU's driver copies only after all earlier work, and the host waits; so the numbers go
+    through pinned memory, of which torch keeps a store and knows when a copy is over.
     """
     here = torch.from_numpy(array)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -1,0 +1,1 @@
+"""Models of transformers: loading them, changing their layers, checking what they compute."""

@@ -1,8 +1,8 @@
-"""Where a model's layers meet a packed batch: transformers calls `attend` in place of its own attention.
+"""The hook by which a model's layers read a packed batch: transformers calls `attend` in place of its own attention.
 
-Any causal language model of transformers whose attention goes through `AttentionInterface` runs in a packed
-batch with this one function. How keys and values are stored and read is the layout's: `path_attention.py`
-or `lane_attention.py`.
+Any causal language model of transformers whose attention goes through `AttentionInterface` runs in a packed batch with
+this one function. How keys and values are stored and read depends on the batch's layout: `cpu/attention.py`,
+`padded/attention.py`, `gpu/attention.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "specdec"
 
 
 class PackedAttention(Protocol):
-    """Key/value memory and who sees what of it, in one forward pass."""
+    """The KV cache, and which keys each row sees, in one forward pass."""
 
     def attend(
         self,
@@ -31,8 +31,8 @@ class PackedAttention(Protocol):
         softcap: float | None,
         window: int | None,
     ) -> Tensor:
-        """Store the new keys and values [t, kv_heads, width]; the output [t, heads, width] for query
-        [t, heads, width], each row over what it may see."""
+        """Store the new keys and values [t, kv_heads, width]; return the output [t, heads, width] for query
+        [t, heads, width], each row over the keys it sees."""
 
 
 def attend(
@@ -48,9 +48,9 @@ def attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention output [1, t, heads, width] for query [1, heads, t, width] and the new key and value.
+    """Return the attention output [1, t, heads, width] for query [1, heads, t, width] and the new key and value.
 
-    Called by the model's own layers. `attention_mask` is not used: visibility is the batch's.
+    The model's own layers call this. `attention_mask` is not used: the batch says which keys a row sees.
     """
     output = packed.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def attend(
 
 
 def no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Visibility comes with the batch: the model has no mask to prepare."""
+    """Prepare no mask: the batch says which keys a row sees."""
 
 
 AttentionInterface.register(NAME, attend)

@@ -21,16 +21,18 @@ from specdec.engine.row_counts import InvariantRowCounts, Shape, ShapeRowCounts
 
 CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
 PROBED_ROWS = 128
-"""Rows compared at each number; a difference in one element of 10,000 shows in the smallest of layers."""
+"""Rows that are compared at each row count: even in the smallest layers they show a difference in one element of
+10,000."""
 
 CROWDS = (41, 200, 487, 680)
-"""Strangers beside a text in the check of a whole engine: below, up to and beyond the largest candidate."""
+"""Numbers of other rows beside a text in the check of a whole engine: below, near and beyond the largest of
+CANDIDATES."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead
 
 
 class TiledLinear(torch.nn.Module):
-    """A linear layer that runs at the members of its class only. Its input has the rows of a batch that is padded."""
+    """A linear layer that runs at its invariant row counts only. Batches must be padded to an invariant row count."""
 
     def __init__(self, linear: Linear, classes: ShapeRowCounts) -> None:
         super().__init__()
@@ -38,7 +40,7 @@ class TiledLinear(torch.nn.Module):
         self._tiles = functools.cache(functools.partial(classes.tiles, _shape(linear)))
 
     def tiles(self, rows: int) -> list[int]:
-        """Of a batch of so many."""
+        """Return the row counts at which a batch of `rows` is computed, one tile after the other."""
         return self._tiles(rows)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,8 +56,12 @@ def _shape(layer: Linear) -> Shape:
 
 @torch.inference_mode()
 def find(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> ShapeRowCounts | None:
-    """The largest class of each shape of layer, of which one is run with a bias and one without, whichever of these
-    numbers of threads compute; None if no number of rows has tiles in all. Leaves torch with the first of them."""
+    """Return the invariant row counts of each shape of layer, which hold with each of the thread counts `threads`;
+    None if no number of rows can be made up of tiles in all shapes.
+
+    Runs one layer of each shape with a bias and one without, as far as there are such. Leaves torch with threads[0]
+    threads.
+    """
     shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
     for layer in layers:
         shapes[_shape(layer)][layer.bias is None] = layer
@@ -65,7 +71,8 @@ def find(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> Shape
 
 
 def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> InvariantRowCounts:
-    """That all these layers have in common. A number of rows at which threads differ is by itself."""
+    """Return the largest set of row counts that give equal bits in each of these layers. A row count whose bits depend
+    on the number of threads equals no other."""
     bits: dict[int, list[bytes]] = defaultdict(list)
     generator = torch.Generator().manual_seed(0)
     for layer in layers:
@@ -82,11 +89,11 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
         of_layers = [found[first : first + len(threads)] for first in range(0, len(found), len(threads))]
         agree = all(len(set(each)) == 1 for each in of_layers)
         classes[tuple(each[0] for each in of_layers) if agree else count].append(count)
-    return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # of equals the first
+    return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # the first of equally large ones
 
 
 def tile(model: torch.nn.Module, classes: ShapeRowCounts, *, packed_only: bool = False) -> None:
-    """Let every linear layer of a model, or those that are packed, run at the members of its class only."""
+    """Make every linear layer of a model, or only the prepacked ones, run at its invariant row counts only."""
     for module in list(model.modules()):
         if isinstance(module, TiledLinear):
             continue
@@ -96,7 +103,7 @@ def tile(model: torch.nn.Module, classes: ShapeRowCounts, *, packed_only: bool =
 
 
 def untile(model: torch.nn.Module) -> None:
-    """Take `tile` back."""
+    """Undo `tile`."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, TiledLinear):
@@ -104,9 +111,11 @@ def untile(model: torch.nn.Module) -> None:
 
 
 def rows_are_independent(engine: Engine) -> bool:
-    """Whether a text gives the same logits, bit for bit, as one prompt, token by token among strangers, and as
-    candidates in another place, and in crowds, with every number of threads; attention and all layers included.
-    Uses the first slots of the memory."""
+    """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every number of threads.
+
+    The text is computed as one prompt, token by token beside other texts, with its end as candidates in other slots,
+    and beside many other rows; attention and all layers are included. Uses the first slots of the KV cache.
+    """
     found = set()
     for threads in reversed(engine.threads):
         engine.use_threads(threads)
@@ -118,7 +127,7 @@ def rows_are_independent(engine: Engine) -> bool:
 
 
 def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
-    """Of a text, if they are the same in all batches that are tried."""
+    """Return the logits of a text; None unless they are the same in all batches that are tried."""
     generator = np.random.default_rng(1)
     length, at_once = 24, 5
     text = generator.integers(0, engine.vocabulary, length).tolist()
@@ -156,7 +165,7 @@ def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
     if not np.array_equal(logits(packer, at_once), whole[start:]):
         return None
 
-    for others in CROWDS:  # so many that torch shares the work on a tensor among threads, wherever it cuts
+    for others in CROWDS:  # so many rows that torch shares the work on a tensor among threads, cut at various places
         packer = engine.packer()
         for _ in range(others):
             packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(strangers[0], 0, PADDING_SLOT)])

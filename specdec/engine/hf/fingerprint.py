@@ -1,4 +1,4 @@
-"""What torch computes on, as far as it decides bits."""
+"""The part of the numerics fingerprint that names the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def device_kind(device: str) -> str:
-    """For the fingerprint."""
+    """Return a name for what torch computes on, which differs where bits may."""
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"

@@ -1,8 +1,8 @@
-"""Linear layers as a decoding step wants them: joined where they share their input, and laid out for few rows.
+"""Linear layers for decoding steps: joined where they share their input, and prepacked for few rows.
 
-torch hands a weight to oneDNN row by row, and oneDNN rearranges it in every call; for the few rows of a
-decoding step that is a good part of the time. Rearranged once, a step of 8 rows of the demo target takes
-about four fifths of the time, in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
+torch passes a weight to oneDNN row by row, and oneDNN rearranges it in every call, which takes a good part of a
+decoding step of few rows. With weights rearranged once, a step of 8 rows of the demo target takes about four fifths of
+the time, in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 TYPICAL_ROWS = 8
-"""The number of rows that the layout is chosen for; it holds for any."""
+"""The number of rows that the weight layout is chosen for; any other number works too."""
 
 
 class PackedLinear(torch.nn.Module):
-    """The same function as the layer it is made from."""
+    """A linear layer whose weight is prepacked for oneDNN; the same function as the layer it is made from."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Float32Head(torch.nn.Module):
 
     @property
     def bias(self) -> torch.nn.Parameter | None:
-        """Some models hold it a second time."""
+        """The head's bias; some models hold it a second time."""
         return self.linear.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Float32Head(torch.nn.Module):
 
 
 class Joined(torch.nn.Module):
-    """Linear layers that share their input, as one product."""
+    """A product that joins linear layers which share their input."""
 
     def __init__(self, layers: list[torch.nn.Linear]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Joined(torch.nn.Module):
 
 
 class Part(torch.nn.Module):
-    """One of the layers that were joined: the same function as before, at the price of all of them."""
+    """One of the joined layers: the same function as before, but it computes the whole joined product."""
 
     def __init__(self, joined: Joined, outputs: slice) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Part(torch.nn.Module):
 
 
 def join(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Make parts of one product of a module's linear layers of these names, in this order."""
+    """Replace the linear layers of these names in a module by parts of one joined product, in this order."""
     layers = [getattr(module, name) for name in names]
     joined = Joined(layers)
     start = 0
@@ -100,7 +100,7 @@ def join(module: torch.nn.Module, names: Sequence[str]) -> None:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this CPU and this torch have the kernels."""
+    """Return whether this CPU and this torch have prepacked products of this dtype."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
@@ -109,7 +109,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def as_linear(layer: Conv1D) -> torch.nn.Linear:
-    """GPT-2's transposed layer as the usual one."""
+    """Return GPT-2's transposed layer as an ordinary linear layer."""
     inputs, outputs = layer.weight.shape
     linear = torch.nn.Linear(inputs, outputs, device="meta")
     linear.weight = torch.nn.Parameter(layer.weight.detach().T.contiguous(), requires_grad=False)
@@ -118,8 +118,8 @@ def as_linear(layer: Conv1D) -> torch.nn.Linear:
 
 
 def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
-    """Whether a layer is torch's own and its weights are numbers: quantised ones have a class of their own, or weights
-    of one, or a function of their own put in place of the class's."""
+    """Return whether a layer is torch's own linear layer with plain numbers as weights. A quantised layer has its own
+    class, weights of their own class, its own `forward`, or a hook before it."""
     return (
         type(layer) is torch.nn.Linear
         and type(layer.weight) in (torch.nn.Parameter, torch.Tensor)
@@ -129,7 +129,8 @@ def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
-    """Make every linear layer of a model that will only be run a Linear, or a PackedLinear; leave quantised ones."""
+    """Make every linear layer of a model a Linear, or a PackedLinear if `packed`; leave quantised ones. The model can
+    then be run but not trained."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             layer = as_linear(child) if isinstance(child, Conv1D) else child

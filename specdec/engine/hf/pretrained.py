@@ -1,5 +1,5 @@
-"""A causal language model of transformers, loaded with our attention and looked through: what it asks of its
-attention, and whether it can run in a packed batch at all."""
+"""Loading a causal language model of transformers with our attention, and finding what its layers ask of it and
+whether the model can run in a packed batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBE = "specdec-probe"
 
 
 class LayerAttention(NamedTuple):
-    """What one layer keeps, and asks of its attention."""
+    """The shape of one layer's keys and values, and the parameters of its attention."""
 
     kv_heads: int
     width: int  # of a key
@@ -38,10 +38,10 @@ class LayerAttention(NamedTuple):
 
 
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Ranks | None = None) -> PreTrainedModel:
-    """The model with our attention, or an error that says why not; with `ranks`, cut into parts by transformers. A
-    quantised one keeps its own linear layers."""
+    """Load a model with our attention, or raise an error that says why it cannot be. With `ranks` transformers cuts it
+    into parts. A quantised model keeps its own linear layers."""
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # what matters of its reports is an error here, in one line
+    transformers_logging.set_verbosity_error()  # what matters in its reports is raised here as a one-line error
     if ranks is None:
         _check_configuration(directory)
         return _whole(directory, dtype, device)
@@ -67,7 +67,7 @@ def _whole(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTra
 
 
 def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    directory.weights()  # what cannot be read is told by its name, and a named pipe is not waited for
+    directory.weights()  # names a file that cannot be read, and refuses a named pipe, which would block
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory.path,
@@ -76,10 +76,10 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below: transformers' error does not name them
+            ignore_mismatched_sizes=True,  # reported below: transformers' error does not name them
             **options,
         )
-    except Exception as error:  # transformers raises whatever it meets
+    except Exception as error:  # transformers' errors have no common base
         quantised = f" (quantised by {method})" if (method := quantised_by(directory.config)) else ""
         raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {in_one_line(error)}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers
@@ -94,7 +94,7 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
 
 
 def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model with random weights, made where they will be; the same ones for a configuration on a device."""
+    """Make the model with random weights, directly on its device; a configuration gets the same ones each time."""
     config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
     on_device = [] if device == "cpu" else [torch.device(device)]
     with torch.random.fork_rng(devices=on_device), torch.device(device):
@@ -104,7 +104,7 @@ def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrai
 
 
 def quantised_by(config: dict[str, Any]) -> str | None:
-    """The method by which a model's weights are quantised, if they are."""
+    """Return the method by which a model's weights are quantised; None if they are not."""
     quantisation = config.get("quantization_config")
     return None if quantisation is None else str(quantisation.get("quant_method"))
 
@@ -122,7 +122,8 @@ def _cut_into(parts: int) -> Any:
 
 
 def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
-    """Refuse by name what the weights need not be loaded for."""
+    """Refuse, before the weights are loaded, what the configuration shows to be unsupported; return the
+    configuration."""
     for rope_type in _rope_types(directory.config):
         if rope_type in ("dynamic", "longrope"):
             raise UnsupportedModelError(
@@ -143,7 +144,7 @@ def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    except Exception as error:  # transformers raises whatever it meets
+    except Exception as error:  # transformers' errors have no common base
         raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and layers < 1:
@@ -159,14 +160,14 @@ def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Of all layers; newer configurations nest the parameters by kind of layer."""
+    """Return the rotary types of all layers; newer configurations nest the parameters by kind of layer."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return [str(p.get("rope_type", p.get("type", "default"))) for p in nested or [parameters]]
 
 
 def window_of(model: PreTrainedModel) -> int | None:
-    """The sliding window in tokens, if any layer has one."""
+    """Return the sliding window in tokens; None if no layer has one."""
     config = model.config.get_text_config()
     if getattr(config, "use_sliding_window", True) is False:
         return None
@@ -175,10 +176,10 @@ def window_of(model: PreTrainedModel) -> int | None:
 
 
 def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
-    """Of every layer.
+    """Return the `LayerAttention` of every layer.
 
-    Found by running one token with an attention that only looks: it also sees what a layer asks of its
-    attention, and refuses what the packed one would leave out.
+    Runs one token with an attention that computes nothing and records what each layer passes to it. A model that passes
+    a term which our attention would leave out is refused.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -205,7 +206,7 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
             model(input_ids=zero, position_ids=zero, use_cache=False)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # whatever a foreign architecture does with a packed batch
+    except Exception as error:  # an unknown architecture may raise anything
         raise UnsupportedModelError(
             f"{name} cannot run in a packed batch: {type(error).__name__}: {in_one_line(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""A model that is a configuration alone, for measuring shapes nobody has the weights of. No service takes one."""
+"""A model without stored weights, for measuring shapes that nobody has the weights of. No service loads one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
 @dataclass(frozen=True)
 class RandomWeights(ModelDirectory):
-    """A directory of which config.json is read and nothing else: an engine draws the weights at random, on its device.
-    There is no tokenizer, and its text means nothing."""
+    """A model directory of which only config.json is needed: the engine draws random weights on its device. It has no
+    tokenizer, and its text means nothing."""
 
     def __post_init__(self) -> None:
         self._check_configuration()
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """There is none: an export would be kept, and found again, under the name of weights that may lie beside."""
+        """Always a ModelDirectoryError: an export would be cached, and found again, under the fingerprint of weights
+        that may lie in the same directory."""
         raise ModelDirectoryError(f"{self.path}: random weights are not exported: take the engine torch or eager")

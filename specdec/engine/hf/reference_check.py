@@ -1,4 +1,4 @@
-"""Whether an engine computes what its model does: compared once, at start."""
+"""The reference check: at start, an engine's logits are compared once with those of the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from specdec.engine.hf import attention_hook
 from specdec.engine.hf.pretrained import is_quantised
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest relative difference from the model's own forward that the check at start lets pass."""
+"""Largest difference from the model's own logits that the check allows, relative to the largest of them, by dtype."""
 
 QUANTISED_DISAGREEMENT = 0.05
-"""At least, where activations are quantised too: what rounding moves over the edge of a step moves by a whole one."""
+"""Least relative difference that is allowed for a quantised model: where activations are quantised too, a difference in
+rounding can move a number by a whole quantisation step."""
 
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Logits of a short text and of a branch in it, by the model's own forward before anything in it was replaced.
-    They are finite."""
+    """Finite logits of a short text and of a branch in it, by the model's own forward pass before any of it was
+    replaced."""
 
     name: str  # of the model's class
     allowed: float  # difference, relative to the largest logit
     text: list[int]
-    branch: list[int]  # in place of the last tokens
-    logits: Tensor  # [2, vocabulary] of the last token of either
+    branch: list[int]  # other tokens in place of the last ones
+    logits: Tensor  # [2, vocabulary] of the last token of the text and of the branch
 
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel, vocabulary: int) -> ReferenceCheck:
-        """UnsupportedModelError if the model does not run, or not in its dtype."""
+        """Run the model's own forward pass; UnsupportedModelError if it fails, or its logits are not finite."""
         config = model.config.get_text_config()
         length = min(24, int(getattr(config, "max_position_embeddings", 24)))
         text = np.random.default_rng(0).integers(1, vocabulary, length).tolist()
@@ -45,7 +46,7 @@ class ReferenceCheck:
             model.set_attn_implementation("eager")
             logits = model(input_ids=texts, use_cache=False).logits[:, -1].float().cpu()
             allowed = max(DISAGREEMENT[dtype], QUANTISED_DISAGREEMENT if is_quantised(model) else 0.0)
-        except Exception as error:  # of kernels that know not every shape, for one
+        except Exception as error:  # such as a kernel's that does not support this shape
             raise UnsupportedModelError(f"{name} cannot run here: {_reason(error)}") from error
         finally:
             model.set_attn_implementation(attention_hook.NAME)
@@ -55,9 +56,9 @@ class ReferenceCheck:
         return cls(name, allowed, text, branch, logits)
 
     def check(self, engine: Engine) -> None:
-        """UnsupportedModelError if the engine computes something else for the text as a prompt with a branch in it, or
-        nothing: that finds an architecture that asks for more than the packed attention, or the joined layers, know,
-        and kernels that do not run here."""
+        """Raise UnsupportedModelError if the engine fails on the text and its branch in one batch, or gives other
+        logits. This finds an architecture that does more than our attention or the joined layers compute, and kernels
+        that do not run here."""
         length = len(self.text)
         slots = np.arange(1, length + 3)
         packer = engine.packer()
@@ -69,7 +70,7 @@ class ReferenceCheck:
         packer.want(side[-1])
         try:
             got = torch.from_numpy(engine.forward(packer.pack()))
-        except Exception as error:  # of kernels: no compiler for them, too little memory of the processor's own
+        except Exception as error:  # such as a kernel's: no compiler for it, or too little shared memory on the GPU
             raise UnsupportedModelError(f"{self.name} cannot run here in a packed batch: {_reason(error)}") from error
         difference = float((got - self.logits).abs().max() / self.logits.abs().max())
         if not difference <= self.allowed:
@@ -80,5 +81,5 @@ class ReferenceCheck:
 
 
 def _reason(error: Exception) -> str:
-    """In one line."""
+    """Return the error's class and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

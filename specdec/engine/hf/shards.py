@@ -1,9 +1,10 @@
-"""A model's layers in parts, one on each rank, as transformers' plan cuts them (Shoeybi et al. 2019, section 3).
+"""A model's layers cut into parts, one for each rank, by transformers' tensor parallel plan (Shoeybi et al. 2019,
+section 3).
 
-A plan cuts the first of two products by its outputs and the second by its inputs: between them a rank has its own heads
-of attention, or its own part of a gate, and what the second gives is summed over the ranks. transformers cuts the
-weights and wraps each layer in what its training needs. Here the parts become linear layers like any other, which can
-be joined, packed and tiled as those of a whole model; only the sum is added.
+The plan cuts the first of two products by its outputs and the second by its inputs: between them a rank has its own
+attention heads, or its own part of a gate, and the results of the second product are summed over the ranks.
+transformers cuts the weights, and wraps each layer in what training needs. Here the parts become ordinary linear
+layers, which can be joined, prepacked and tiled like those of a whole model; only the sum is added.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from specdec.engine.hf.linear import Float32Head
 
 BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
 STYLES = {BY_OUTPUTS, BY_INPUTS, "replicated_with_grad_allreduce"}
-"""What a plan may ask for within a layer; the last is a norm of one head, of which every rank has a copy."""
+"""The plan's styles that are supported within a layer; the last is for a norm of single heads, which every rank has a
+copy of."""
 
 
 def check_plan(name: str, config: Any, degree: int) -> None:
-    """UnsupportedModelError if a model of this configuration cannot be cut into so many parts."""
+    """Raise UnsupportedModelError if a model of this configuration cannot be cut into `degree` parts."""
     plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModelError(f"{name}: transformers has no tensor parallel plan for {config.model_type}")
@@ -48,10 +50,10 @@ def check_plan(name: str, config: Any, degree: int) -> None:
 
 
 class Summed(torch.nn.Module):
-    """A linear layer of which each rank has the part for its own inputs.
+    """A linear layer cut by its inputs: each rank multiplies its own, and the results are summed.
 
-    `in_order` adds the ranks' parts one after the other, in float32: then the bits of a sum depend on what is summed
-    and on nothing else. A collective may add them in an order that depends on where in the tensor a number stands.
+    With `in_order` the ranks' results are added one after the other, in float32: then the bits of a sum depend on its
+    terms only. A collective may add them in an order that depends on the number's place in the tensor.
     """
 
     def __init__(self, linear: torch.nn.Linear, ranks: Ranks) -> None:
@@ -76,14 +78,14 @@ class Summed(torch.nn.Module):
 
 
 class Gathered(torch.nn.Module):
-    """An output head of which each rank has the part for its own ids. Rank 0 gets the logits; the others none."""
+    """An output head cut by its outputs: each rank computes its own ids. Rank 0 gets the logits, the others none."""
 
     def __init__(self, head: torch.nn.Module, vocabulary: int, ranks: Ranks) -> None:
         super().__init__()
         self.head = head
         self._vocabulary = vocabulary
         self._rank, self._degree = ranks.rank, ranks.degree
-        self._most = -(-vocabulary // ranks.degree)  # ids of a rank; the last ones may have fewer
+        self._most = -(-vocabulary // ranks.degree)  # ids of a rank; the last ranks may have fewer
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden)
@@ -99,9 +101,9 @@ class Gathered(torch.nn.Module):
 
 
 def settle(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Make linear layers of the parts that transformers has cut a model into, and a float32 head of its head.
+    """Make ordinary linear layers of the parts that transformers has cut a model into, and a float32 head of its head.
 
-    Token embeddings stay as transformers has them: one sum a step, of which all terms but one are zero.
+    Token embeddings stay as transformers cuts them: one sum a step, in which all terms but one are zero.
     """
     head = model.get_output_embeddings()
     whole = head.out_features
@@ -117,14 +119,14 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def sum_in_order(model: torch.nn.Module, in_order: bool) -> None:
-    """Of all sums of a model."""
+    """Set `in_order` for all sums of a model."""
     for module in model.modules():
         if isinstance(module, Summed):
             module.in_order = in_order
 
 
 def _own_part(linear: torch.nn.Linear, *, with_bias: bool = True) -> torch.nn.Linear:
-    """This rank's part as a layer of its own."""
+    """Return this rank's part of a linear layer as a layer of its own."""
     weight = _local(linear.weight)
     own = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     own.weight = weight

@@ -1,0 +1,1 @@
+"""The KV cache: which slots and blocks hold which text."""

@@ -1,12 +1,12 @@
-"""Key/value memory in blocks: tables of who uses which, and prompt prefixes that several sessions share.
+"""The KV cache in blocks: tables of each session's blocks, and prefix caching between sessions.
 
-Pure bookkeeping, for one thread, one model. The tensors belong to the engine; block b is their rows
+Pure book-keeping, for one thread and one model. The tensors belong to the engine; block b is their rows
 b * BLOCK .. b * BLOCK + BLOCK - 1.
 
-A filled block is *published*: it becomes a node of a tree whose way from the root spells the text from its
-start, compared token by token, one tree a tenant. A block is free, held by tables, or *cached*: published
-and held by nobody. Who holds a node holds all its ancestors, and lets go of them last; so the least
-recently used cached node never has children, and evicting it forgets no longer prefix.
+A filled block is *published*: it becomes a node of a tree, one for each tenant, in which the path from the root to a
+node spells a text from its start, compared token by token. A block is free, held by tables, or *cached*: published
+and held by none. A table that holds a node holds all its ancestors, and releases them last; so the least recently used
+cached node never has children, and evicting it forgets no longer prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from specdec.engine.kv.slots import PoolFullError, Slots
 
 BLOCK = 64
-"""Tokens in a block."""
+"""Slots in a block, one for each token."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +38,7 @@ class _Node:
     order: list[bytes] = field(default_factory=list)  # the children's keys, sorted
 
     def nearest(self, key: bytes) -> tuple[_Node | None, int]:
-        """A child that begins like `key` for as long as any does, and for how many tokens."""
+        """Return the child that shares the longest beginning with `key`, and its length in tokens."""
         # In sorted order the keys with the longest common beginning stand right next to `key`.
         place = bisect_left(self.order, key)
         best, longest = None, 0
@@ -51,7 +51,7 @@ class _Node:
 
 
 class BlockPool:
-    """Blocks 1..blocks-1; block 0 has the slot NOWHERE and is nobody's."""
+    """A pool of blocks 1..blocks-1; block 0 has the padding slot and belongs to nobody."""
 
     def __init__(self, blocks: int) -> None:
         self.usable = blocks - 1
@@ -62,7 +62,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks with a known prefix that no table holds: the next to be evicted."""
+        """The number of published blocks that no table holds; they are evicted when blocks run out."""
         return len(self._cached)
 
     @property
@@ -71,14 +71,14 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """What tables can still get."""
+        """The number of blocks that tables can still take."""
         return self.free + self.cached
 
     def open(self, tokens: Sequence[int], tenant: str = "") -> tuple[BlockTable, Slots, Slots]:
-        """A table that starts with the longest known prefix of `tokens` but the last, which must be computed.
+        """Open a table that starts with the longest cached prefix of `tokens` without the last, which must be computed.
 
-        Where the prefix ends inside a block and memory allows, the table has a block of its own for it, and
-        the caller must copy rows (source, target) before the pool is used again.
+        Returns the table and the slots that the caller must copy, from source to target, before the pool is used
+        again: where the prefix ends inside a block and memory allows, the table gets a block of its own for that part.
         """
         table = BlockTable(self, tenant.encode())
         start, limit = 0, len(tokens) - 1
@@ -95,7 +95,7 @@ class BlockPool:
         table.shared = start
         source, common = (None, 0) if node is None else node.nearest(key)
         if source is not None:
-            self._hold(source)  # making room must not evict it; and it was used just now
+            self._hold(source)  # so that making room does not evict it; it also counts as just used
             if self.available:
                 table._origin = source
                 table.shared += common
@@ -108,7 +108,7 @@ class BlockPool:
         return table, table._origin.block * BLOCK + rows, table._blocks[-1] * BLOCK + rows
 
     def forget_prefixes(self) -> None:
-        """Free what nobody holds, since it may not be what was computed."""
+        """Free all cached blocks, since their contents may not be what was computed."""
         while self._cached:
             self._evict()
 
@@ -121,8 +121,8 @@ class BlockPool:
         self._give([node.block])
 
     def _take(self, count: int, after: int) -> list[int]:
-        """`count` blocks: right after block `after` as far as they are free, then the first long enough
-        run, else pieces."""
+        """Take `count` blocks: those right after block `after` as far as they are free, then the first run that is
+        long enough, else pieces."""
         if count > self.available:
             raise PoolFullError(count * BLOCK, self.available * BLOCK)
         while self.free < count:
@@ -151,7 +151,7 @@ class BlockPool:
         node.holders += 1
 
     def _release(self, node: _Node) -> list[int]:
-        """One holder less; the block, if nobody may find it again."""
+        """Drop one holder of a node; return its block if the last one is gone and it may hold NaN."""
         node.holders -= 1
         if node.holders:
             return []
@@ -179,7 +179,7 @@ class BlockPool:
             del self._roots[parent.key]
 
     def _condemn(self, node: _Node) -> list[int]:
-        """Forget a prefix and all that was computed on top of it; the blocks of it that nobody holds."""
+        """Forget a prefix and all its continuations; return those of their blocks that no table holds."""
         if node.suspect:
             return []
         self._unlink(node)
@@ -197,26 +197,26 @@ class BlockPool:
 
 
 class BlockTable:
-    """One session's blocks, in order of position: published ones it holds, then its own.
+    """One session's blocks, in order of position: published ones that it holds, then its own.
 
-    The found ones are only read: positions from `shared` on are written, and they lie in own blocks.
+    Blocks found at open are only read; positions from `shared` on are written, and lie in the table's own blocks.
     """
 
     def __init__(self, pool: BlockPool, tenant: bytes) -> None:
         self.tenant = tenant
-        self.shared = 0  # leading tokens found at open, with the copied ones
+        self.shared = 0  # leading tokens found at open, copied ones included
         self.slots: Slots = np.arange(0)  # slots[p] is where token p lives
         self._pool = pool
         self._blocks: list[int] = []
-        self._chain: list[_Node] = []  # of the first blocks, those in the tree
-        self._late: list[bytes] = []  # keys of filled blocks after these, to be published at close
+        self._chain: list[_Node] = []  # nodes of the leading blocks, which are in the tree
+        self._late: list[bytes] = []  # keys of the filled blocks after these, to be published at close
         self._origin: _Node | None = None  # where rows were copied from
         self._closed = False
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens; PoolFullError, and nothing taken, if there is none.
+        """Make room for `length` tokens; PoolFullError, with nothing taken, if there is too little.
 
-        The slots' new array begins like the old one.
+        The new array `slots` begins like the old one.
         """
         if self._closed:
             raise RuntimeError("the table is closed")
@@ -226,7 +226,7 @@ class BlockTable:
             self._lay()
 
     def publish(self, tokens: Sequence[int], computed: int) -> None:
-        """The keys and values of tokens[:computed] are in place: others may share the filled blocks."""
+        """Publish the filled blocks of tokens[:computed], whose keys and values are in place: others may share them."""
         filled = computed // BLOCK
         known = len(self._chain) + len(self._late)
         if filled <= known:
@@ -236,14 +236,14 @@ class BlockTable:
         for index in range(known, filled):
             key = _key(tokens[index * BLOCK : (index + 1) * BLOCK])
             if self._late or self._suspect or key in (parent := self._parent()).children:
-                # Another table published the same. To continue its prefix would mean to hold its block
-                # besides our own, or to change our slots under way; close() sorts it out.
+                # Another table has published the same tokens. Continuing its prefix would mean holding its block
+                # besides our own, or changing our slots midway; close() resolves it.
                 self._late.append(key)
             else:
                 self._chain.append(self._pool._publish(parent, key, self._blocks[index]))
 
     def trim(self, length: int) -> None:
-        """Give back blocks past `length` tokens, unless they are filled or were found."""
+        """Give back the blocks past `length` tokens, except those that are filled or were found at open."""
         filled = len(self._chain) + len(self._late)
         keep = max(filled, -(-max(length, self.shared) // BLOCK))
         if keep < len(self._blocks):
@@ -252,12 +252,12 @@ class BlockTable:
             self._lay()
 
     def close(self, *, wipe: bool = False) -> Slots:
-        """Give everything back; filled blocks stay cached. Closing again does nothing.
+        """Give all blocks back; filled blocks stay cached. Closing again does nothing.
 
-        With `wipe` the memory may hold NaN, and so may what it was computed from and what was computed from
-        it: the whole prefix is forgotten, with all its continuations, whoever holds them; no new table finds
-        them, and their other holders' close() wipes too. Returns slots to overwrite before the pool is used
-        again, since a NaN spreads to whoever gets it next, masked or not; none unless wiping.
+        `wipe` says that the memory may hold NaN, and so may what it was computed from and what was computed from it:
+        the whole prefix is forgotten with all its continuations, whichever tables hold them. No new table finds them,
+        and the close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again,
+        since a NaN spreads to the next rows that read it, masked or not; none unless wiping.
         """
         pool, chain, own = self._pool, self._chain, self._blocks[len(self._chain) :]
         wipe = wipe or self._suspect
@@ -271,7 +271,7 @@ class BlockTable:
                 twin = parent.children.get(key)
                 if twin is None:
                     twin = pool._publish(parent, key, block)
-                else:  # nobody looks at our slots any more: the other copy will do
+                else:  # our slots are read no more: the other table's copy takes their place
                     pool._hold(twin)
                     spare.append(block)
                 chain.append(twin)
@@ -285,7 +285,8 @@ class BlockTable:
 
     @property
     def _suspect(self) -> bool:
-        """Something we read turned out to be possibly NaN. A node is condemned with all its descendants."""
+        """True if a block that this table holds, or copied from, may hold NaN."""
+        # The last node of the chain is enough: a node is condemned with all its descendants.
         found = self._chain[-1:] + ([self._origin] if self._origin else [])
         return any(node.suspect for node in found)
 
@@ -293,7 +294,7 @@ class BlockTable:
         return self._chain[-1] if self._chain else self._pool._root(self.tenant)
 
     def _grow(self, count: int) -> None:
-        # 0 comes before block 1, but an empty table is to look for a run that is long enough.
+        # An empty table passes -1, not 0: block 1 must not count as adjacent, so that a long enough run is searched.
         self._blocks += self._pool._take(count, self._blocks[-1] if self._blocks else -1)
 
     def _lay(self) -> None:
@@ -301,7 +302,7 @@ class BlockTable:
 
 
 def _key(tokens: Sequence[int]) -> bytes:
-    """Fixed width, so that a common beginning of bytes is one of tokens."""
+    """Return tokens as bytes of fixed width, so that a common beginning of bytes is one of tokens."""
     return array("I", tokens).tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Slots of key/value memory: who owns which. The tensors themselves belong to the engine."""
+"""Slots of the KV cache: which are free and which are taken. The tensors themselves belong to the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PADDING_SLOT = 0
 
 
 class PoolFullError(Exception):
-    """Too few free slots."""
+    """An error that says that too few slots are free."""
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"{wanted} key/value slots wanted, {free} free")
@@ -23,7 +23,7 @@ class PoolFullError(Exception):
 
 
 class KVPool:
-    """Hands out slots 1..capacity-1, one a token, contiguous where it can.
+    """A pool that hands out slots 1..capacity-1, one for each token, contiguous where possible.
 
     Contiguous slots let attention read a view instead of a copy. Free memory is a sorted list of runs
     (start, length), neighbours merged.
@@ -39,7 +39,7 @@ class KVPool:
         return self.capacity - 1 - self.free
 
     def take(self, count: int) -> Slots:
-        """`count` slots, ascending: the first run that is long enough, else pieces of several."""
+        """Take `count` slots, ascending: from the first run that is long enough, else pieces of several runs."""
         if count > self.free:
             raise PoolFullError(count, self.free)
         if not count:

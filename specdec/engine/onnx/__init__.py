@@ -1,0 +1,1 @@
+"""The ONNX Runtime engine, the export that it runs, and its devices."""

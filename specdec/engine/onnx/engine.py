@@ -1,6 +1,6 @@
-"""The ONNX Runtime engine: an exported model over packed batches, without torch.
+"""The ONNX Runtime engine: runs an exported model over packed batches, without torch.
 
-On a GPU keys and values live there: tokens, positions and masks go up with each step, the wanted logits come down.
+On a GPU keys and values stay there: each step copies tokens, positions and masks to it, and the wanted logits back.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
 
 
 class OnnxEngine:
-    """An exported model and its key/value memory, on `device` (cpu, cuda, cuda:1, ...).
+    """An exported model and its KV cache, on `device` (cpu, cuda, cuda:1, ...).
 
-    The pools are bound as inputs and as outputs of every run, to the same memory: the graph updates
-    them in place. What an export computes in is fixed: another `dtype` is refused.
+    The pools of keys and values are bound as inputs and as outputs of every run, to the same memory: the graph updates
+    them in place. The dtype of an export is fixed: another `dtype` is refused.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class OnnxEngine:
         self._place = place_of(device)
         chosen = providers(self._place, ort.get_available_providers())
         if self._place.kind == "cuda":
-            with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
+            with contextlib.redirect_stdout(sys.stderr):  # it prints the names of libraries that it does not find
                 ort.preload_dlls()
         half = of_pools == np.float16
         self._copies = _session(directory.path / COPY_GRAPH, threads, chosen, half=half)
-        check_started(self._place, self._copies.get_providers())  # with a small graph first
+        check_started(self._place, self._copies.get_providers())  # with the small graph first
         self._session = _session(directory.path / GRAPH, threads, chosen, half=half)
         check_started(self._place, self._session.get_providers())
         _check_sizes(directory, self._session, shapes)
@@ -112,7 +112,7 @@ class OnnxEngine:
             arrays["windowed"] = group.visible if group.windowed is None else group.windowed
         binding = self._binding
         for name, array in arrays.items():
-            binding.bind_cpu_input(name, array)  # copied to the device, if that is another
+            binding.bind_cpu_input(name, array)  # copied to the device if that is not the CPU
         binding.clear_binding_outputs()
         binding.bind_output("logits", "cpu")
         for name, pool in self._pools.items():
@@ -130,7 +130,7 @@ class OnnxEngine:
             self._copies.run_with_iobinding(binding)
 
     def use_threads(self, count: int) -> None:
-        """A session of onnxruntime has the threads that it was made with."""
+        """Do nothing: a session of onnxruntime keeps the threads that it was made with."""
 
 
 def _session(
@@ -146,7 +146,7 @@ def _session(
     if half and chosen[0][0] == CPU:
         # The next level, which is about convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    with opened(graph):  # or onnxruntime would wait for a named pipe
+    with opened(graph):  # refuses a named pipe, on which onnxruntime would block
         pass
     try:
         return ort.InferenceSession(str(graph), options, providers=chosen)
@@ -155,7 +155,8 @@ def _session(
 
 
 def _check_sizes(directory: ModelDirectory, graph: ort.InferenceSession, pools: list[tuple[int, int, int]]) -> None:
-    """Compare what the graph takes and gives with what the files beside it say: the first step would fail."""
+    """Raise ModelDirectoryError unless the graph's inputs and outputs have the sizes that the files beside it say;
+    otherwise only the first step would fail."""
     told = {f"key_{layer}": (DESCRIPTION, [heads, key]) for layer, (heads, key, _) in enumerate(pools)}
     told |= {f"value_{layer}": (DESCRIPTION, [heads, value]) for layer, (heads, _, value) in enumerate(pools)}
     told["logits"] = ("config.json", [directory.vocabulary])

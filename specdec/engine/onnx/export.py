@@ -1,7 +1,7 @@
-"""Export a Hugging Face causal language model as one ONNX graph over packed batches.
+"""Export of a Hugging Face causal language model as one ONNX graph over packed batches.
 
-The graph is the torch engine's forward pass, traced: the same attention, the pools as inputs that come
-back as outputs (bound to the same memory by the ONNX engine). The folder it writes needs no torch.
+The graph is a trace of the torch engine's forward pass over a padded batch. The pools of keys and values are inputs
+that come back as outputs, bound to the same memory by the ONNX engine. Running the exported folder needs no torch.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, Model
 from specdec.engine.padded.attention import Group, PaddedAttention
 
 Dtype = Literal["float32", "float16"]
-"""What a graph computes in: NumPy has no bfloat16, which the pools would be made with."""
+"""The dtypes that a graph can compute in: NumPy, with which the pools are made, has no bfloat16."""
 
 OPSET = 23
 INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed", "place", "wanted")
-"""The arrays of a one-group PackedBatch, in the graph's order; the pools follow."""
+"""Names of the graph's inputs, in order: the arrays of a padded batch with one group. The pools follow."""
 
 
 @dataclass
 class TracedPools:
-    """Memory that is written by making new tensors, as a graph must."""
+    """Keys and values of all layers that are written by making new tensors, as tracing requires."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -53,7 +53,7 @@ class TracedPools:
 
 
 class _Graph(torch.nn.Module):
-    """The forward pass as a function of arrays alone."""
+    """The forward pass as a function of tensors alone."""
 
     def __init__(self, model: torch.nn.Module, layers: int) -> None:
         super().__init__()
@@ -87,21 +87,21 @@ class _Graph(torch.nn.Module):
 
 
 def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") -> None:
-    """Write graphs, configuration and tokenizer into `target`, complete or not at all.
+    """Write graphs, configuration and tokenizer into `target`, completely or not at all.
 
-    Weights, keys and values are in `dtype`; what comes out of the graph are float32 logits all the same. An earlier
-    export there is replaced; anything else is left alone, with a ModelDirectoryError.
+    Weights, keys and values are in `dtype`; the graph's logits are float32 in any case. An earlier export in `target`
+    is replaced; anything else there is left alone, with a ModelDirectoryError.
     """
     if target.exists() and not (target / DESCRIPTION).is_file() and any(target.iterdir()):
         raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
     model = load(directory, DTYPES[dtype], "cpu")
-    ReferenceCheck.of(model, directory.vocabulary)  # or it is told why not
+    ReferenceCheck.of(model, directory.vocabulary)  # raises an error if the model does not run in this dtype
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
     attends = attention_of(model)
     layers = len(attends)
     dim = torch.export.Dim
     t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
-    # Every dimension at least 2, and all different: a 1 or an equality would be taken for a constant.
+    # Sizes of at least 2, different for different dimensions: a 1 or equal sizes would be taken for constants.
     example = (
         torch.zeros(6, dtype=torch.int64),
         torch.arange(6),
@@ -162,7 +162,7 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
 
 
 def copy_graph(dtype: Dtype) -> onnx.ModelProto:
-    """Rows of a pool copied within it, all read before any is written."""
+    """Return the graph that copies rows within a pool; it reads all of them before it writes any."""
     kind = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}[dtype]
     pool = ["slots", "heads", "width"]
     slots = onnx.TensorProto.INT64
@@ -183,16 +183,17 @@ def copy_graph(dtype: Dtype) -> onnx.ModelProto:
             [onnx.helper.make_tensor("last", slots, [1], [1])],
         ),
         opset_imports=[onnx.helper.make_opsetid("", OPSET)],
-        ir_version=10,  # of the oldest onnxruntime that is supported
+        ir_version=10,  # the version that the oldest supported onnxruntime reads
     )
 
 
 def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
-    """The exported form of a directory: itself, or one in the user's cache, made now if need be."""
+    """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is
+    missing."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # The form of the graph is part of the key: a newer exporter does not meet an older one's file.
+    # The graph's version is part of the path, so that a newer exporter does not find an older one's files.
     target = cache / "specdec" / "onnx-2" / dtype / directory.model_fingerprint[:24] / directory.name
     if not (target / DESCRIPTION).is_file():
         export(directory, target, dtype)
@@ -201,7 +202,7 @@ def exported(directory: ModelDirectory, dtype: Dtype = "float32") -> Path:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Silence the exporter, which reports on stdout and in warnings; say its error in one line."""
+    """Silence the exporter, which reports on stdout and in warnings, and raise its errors as one line."""
     level = logging.getLogger("torch.onnx").level
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:

@@ -1,6 +1,6 @@
-"""Where ONNX Runtime computes: from the device that was asked for to its execution providers.
+"""The device that ONNX Runtime computes on: from its name to ONNX Runtime's execution providers.
 
-What is asked for is what is run: a device that is not there is an error at start, never another device.
+A device that is not there is an error at start; another device is never used in its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from specdec.engine.engine import UnsupportedModelError
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 CUDA_OPTIONS = {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
-"""Take memory as it is needed, since the pools have most of it; float32 is float32, not what its shorter form gives."""
+"""Options of the CUDA provider: it takes memory only as needed, since the pools have most of it, and computes float32
+products in float32, not in TF32."""
 
 
 class Place(NamedTuple):
@@ -25,7 +26,7 @@ class Place(NamedTuple):
 
 
 def place_of(device: str) -> Place:
-    """cpu, cuda or cuda:N; UnsupportedModelError for any other."""
+    """Return the place that cpu, cuda or cuda:N names; UnsupportedModelError for any other name."""
     found = re.fullmatch(r"(cpu|cuda)|cuda:(\d+)", device)
     if found is None:
         raise UnsupportedModelError(f"device {device}: the ONNX engine knows cpu, cuda, cuda:1, ...")
@@ -33,9 +34,10 @@ def place_of(device: str) -> Place:
 
 
 def providers(place: Place, available: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """In the order of preference: CUDA before the CPU, which computes shapes there, or the CPU alone.
+    """Return the execution providers for a place, in order of preference: the CPU alone, or CUDA before the CPU, which
+    then computes shapes.
 
-    `available` are those that the installed onnxruntime was built with; UnsupportedModelError if what is wanted is not
+    `available` are those that the installed onnxruntime was built with; UnsupportedModelError if CUDA is needed and not
     among them.
     """
     if place.kind == "cpu":
@@ -49,8 +51,8 @@ def providers(place: Place, available: Sequence[str]) -> list[tuple[str, dict[st
 
 
 def check_started(place: Place, started: Sequence[str]) -> None:
-    """UnsupportedModelError if a session runs without the provider that was wanted: where CUDA's libraries are missing
-    onnxruntime would go on with the CPU."""
+    """Raise UnsupportedModelError if a session runs without the provider that was asked for: where CUDA's libraries are
+    missing, onnxruntime goes on with the CPU."""
     if place.kind == "cuda" and started[0] != CUDA:
         raise UnsupportedModelError(
             f"device cuda:{place.number}: onnxruntime could not start its {CUDA}; driver, CUDA and cuDNN must be "

@@ -1,0 +1,1 @@
+"""Attention over padded batches by tensor operations: for `eager`, and for ONNX graphs."""

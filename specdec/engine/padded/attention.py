@@ -1,4 +1,4 @@
-"""Attention over lanes by tensor operations: on any device, and traceable for ONNX."""
+"""Attention over a padded batch by tensor operations: on any device, and traceable for ONNX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass
 class Group:
-    """`specdec.engine.padded.layout.PaddedGroup` as tensors; `keys` is a slice where a view will do."""
+    """A `PaddedGroup` (`padded/layout.py`) as tensors; `keys` is a slice where a view is enough."""
 
     keys: Tensor | slice
     rows: Tensor
@@ -21,21 +21,21 @@ class Group:
 
 
 class Pools(Protocol):
-    """Key and value memory of all layers, [slots, heads, width] each."""
+    """Keys and values of all layers, [slots, heads, width] each."""
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store rows; the layer's pools with them in place."""
+        """Store new keys and values at their slots; return the layer's keys and values with the new ones in place."""
 
 
 @dataclass
 class PaddedAttention:
-    """What the model's layers ask in one forward pass."""
+    """The attention of one forward pass, which the model's layers call."""
 
     pools: Pools
-    slots: Tensor
+    slots: Tensor  # [t] where the new keys and values are stored
     groups: list[Group]
-    place: Tensor | None  # None: the groups hold each token once, in order
-    fused: bool  # scaled_dot_product_attention, or its parts (for tracing)
+    place: Tensor | None  # [t] each token's row in the groups' output; None: they hold each token once, in order
+    fused: bool  # scaled_dot_product_attention, or the operations it consists of (for tracing)
 
     def attend(
         self,
@@ -61,7 +61,7 @@ class PaddedAttention:
         return output if self.place is None else output[self.place]
 
     def _gather(self, pool: Tensor, keys: Tensor) -> Tensor:
-        """pool[keys], which index_select copies several times as fast; a graph has one operator for both."""
+        """Return pool[keys]. index_select copies several times as fast; in an ONNX graph both are one operator."""
         if not self.fused:
             return pool[keys]
         return pool.index_select(0, keys.flatten()).view(*keys.shape, *pool.shape[1:])
@@ -70,9 +70,10 @@ class PaddedAttention:
 def _lanes(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None, fused: bool
 ) -> Tensor:
-    """[g, r, heads, width] from query [g, r, heads, width], key and value [g, l, kv_heads, width].
+    """Return the attention [g, r, heads, width] of query [g, r, heads, width] over key and value
+    [g, l, kv_heads, width].
 
-    Grouped-query heads become further rows of their key head: nothing is repeated in memory.
+    Query heads that share a key head become further rows of it: keys and values are not repeated in memory.
     """
     lanes, rows, heads, width = query.shape
     kv_heads = key.shape[2]
@@ -84,7 +85,7 @@ def _lanes(
     if fused and softcap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = ((q * scale) @ k.transpose(-1, -2)).float()  # scaled before: float16 ends at 65,504
+        scores = ((q * scale) @ k.transpose(-1, -2)).float()  # scaled before the product: float16 ends at 65,504
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = torch.where(mask, scores, torch.finfo(torch.float32).min)

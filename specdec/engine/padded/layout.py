@@ -1,12 +1,12 @@
-"""The lane layout: rectangles of key slots and query rows, for attention by tensor operations.
+"""The padded batch: rectangles of key slots and query rows with a mask, for attention by tensor operations.
 
-A *lane* is a list of key slots and the query rows that read them. A chain of text is one lane; a tree
-is one lane for each of its paths, whose keys lie in order of absolute position (the tail is gathered,
-never addressed with gaps); or, where bits do not matter, one lane with a mask.
+A *lane* is a list of key slots and the query rows that read them. A chain of text is one lane for each length that its
+keys are padded to. A token tree is a chain for each of its paths, whose keys lie in order of absolute position, without
+gaps; or, where bits do not matter, one lane with a mask.
 
-Exactness rests on two rules kept here: a position-ordered lane is padded to a length that depends on the
-position of its rows alone, and (unless an engine wants all lanes in one group) it has at least four rows.
-Then a row's attention does not depend on whether it came in a prompt, a tree or a plain step.
+Exactness rests on two rules kept here: a lane of a chain is padded to a length that depends only on the positions of
+its rows, and (unless an engine takes all lanes in one group) it has at least LEAST_ROWS rows. Then a row's attention
+does not depend on whether it came in a prompt, a tree or a plain step.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from specdec.engine.batch import Mask, PackedBatch, Packer
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 KEY_BUCKET = 64
-"""Key lists are padded to a multiple of this."""
+"""Keys to a multiple of which a lane's list of keys is padded."""
 
 LEAST_ROWS = 4
-"""Query rows of a lane are padded to at least this."""
+"""Query rows to which a lane is padded at least."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Query rows that share a list of keys."""
+    """A lane: query rows that share a list of keys."""
 
     keys: Slots  # [n] slots
     key_positions: NDArray[np.int64]  # [n] absolute positions of the keys
     rows: NDArray[np.int64]  # [r] indices into the batch's tokens
     row_positions: NDArray[np.int64]  # [r]
     visible: Mask | None  # [r, n]; None: a row sees the keys up to its own position
-    padded_keys: int
+    padded_keys: int  # number of keys with padding
 
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """Lanes of one shape, stacked. Padding keys are NOWHERE and masked; padding rows repeat row 0."""
+    """A stack of lanes of one shape. Padding keys are the padding slot and masked; padding rows repeat a lane's first
+    row."""
 
     keys: Slots  # [g, l]
     rows: NDArray[np.int64]  # [g, r]
     visible: Mask  # [g, r, l]
     windowed: Mask | None  # [g, r, l]: `visible` within the sliding window, if the model has one
-    contiguous: bool  # one lane whose keys are consecutive slots: a view will do
+    contiguous: bool  # one lane whose keys are consecutive slots: a view is enough
 
 
 @dataclass(frozen=True)
 class PaddedBatch(PackedBatch):
-    """Lanes stacked in groups."""
+    """A padded batch: lanes stacked in groups."""
 
     groups: list[PaddedGroup]
     place: NDArray[np.int64]  # [t] each token's row among the flattened rows of all groups
@@ -61,8 +62,8 @@ class PaddedBatch(PackedBatch):
 
 @dataclass
 class PaddedPacker(Packer):
-    """`window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape,
-    for engines that take a single group. `least_rows` below LEAST_ROWS trades exactness for speed.
+    """A packer of padded batches. `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes
+    to one shape, for engines that take a single group. `least_rows` below LEAST_ROWS trades exactness for speed.
     """
 
     window: int | None = None
@@ -111,7 +112,7 @@ class PaddedPacker(Packer):
         )
 
     def _row_class(self, rows: int) -> int:
-        """Powers of two, so that lanes of similar width stack."""
+        """Return the number of rows to pad a lane to: a power of two, so that lanes of similar width can be stacked."""
         return max(self.least_rows, 1 << (rows - 1).bit_length())
 
     def _stack(self, lanes: list[Lane], length: int, width: int) -> PaddedGroup:
