@@ -57,7 +57,7 @@ def main(
         directory = ModelDirectory(model)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype, device=device)
         limits = Limits(max_sessions=max_sessions)
-        # A session's memory holds its text and its nodes.
+        # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         nodes = expansion_width.measured(loaded, limits.defaults.max_branches)
         log.info("breadth", nodes_of_a_session_in_a_step=nodes)
