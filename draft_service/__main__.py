@@ -49,7 +49,7 @@ def main(
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
 ) -> None:
-    """Serve a draft model: guess ahead of the target."""
+    """Serve a draft model, which proposes candidates ahead of the target."""
     share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 

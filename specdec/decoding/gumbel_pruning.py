@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import GAMMA, MULTIPLY_1, MULTIPLY_2
 
 BOUND_ERROR = 1e-4
-"""How far an upper bound of the noise may be too low: the error of float32 arithmetic on numbers up to 179, and a
-margin."""
+"""Amount by which an upper bound of the noise may be too low: the error of float32 arithmetic on numbers up to 179,
+and a margin."""
 
 ROUNDING = 1e-6
 """Relative slack: more than the error of a few float32 operations (6e-8 each)."""
