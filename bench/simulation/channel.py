@@ -72,7 +72,7 @@ class Pipe:
 
 
 class Call:
-    """A running stream, seen by its client; `write` is the server's context, `__aiter__` its requests."""
+    """A running stream at its client's end; a task runs the servicer's method at the other."""
 
     def __init__(self, behaviour: Behaviour, channel: Channel) -> None:
         self._delay = channel.delay
