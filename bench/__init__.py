@@ -1,1 +1,1 @@
-"""Measurements. Every figure is a ratio of arms that ran side by side in one run."""
+"""Benchmarks. Every figure is a ratio of configurations that ran side by side in one run."""

@@ -1,12 +1,12 @@
-"""How many candidates are accepted, and how many tokens a step brings, by rule, tree and temperature; and the bounds.
+"""Measure acceptance and tokens per step, by rule, tree and temperature, and the bounds on acceptance.
 
     python -m bench.acceptance
 
-Draft and verifier sessions of the real services take turns in this process: the draft grows its tree as far as it is
-worth, a step verifies the best of it, so that nothing depends on time. Held-out prompts of the demo pair.
+Draft and verifier sessions of the real services take turns in this process: the draft expands its tree as far as it is
+worth, and a step verifies the best of it, so that nothing depends on time. The demo pair continues held-out prompts.
 
 Acceptance is counted per position at which a candidate was tested. Its bounds, on the same texts: no rule with one
-candidate a position can exceed 1 - TV(p, q); drawing with shared noise reaches at least (1 - TV) / (1 + TV)
+candidate per position can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV)
 (Daliri, Musco, Suresh 2024).
 """
 
@@ -45,7 +45,7 @@ REMOTE = frozenset({Drafter.REMOTE})
 CAPACITY = 4096
 SCRATCH = 256
 CREDIT = 64
-"""Nodes that a draft may have alive; the verifier takes the best of them."""
+"""Most nodes that a draft may have alive; the verifier takes the best of them."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Count:
 
 
 class Pair:
-    """A target and a draft that take turns."""
+    """A pair of target and draft that take turns."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         directories = ModelDirectory(target), ModelDirectory(draft)
@@ -117,7 +117,7 @@ class Pair:
             draft.commit(base, verifier.tree.committed[base:])
 
     def _step(self, session: Session, count: Count) -> bool:
-        """One verification of everything; whether the text is over."""
+        """Verify all candidates in one step; return True if the text has ended."""
         nodes = [node for _, node in session.candidates()]
         assert session.table is not None
         session.table.reserve(max([session.tree.base, *(node.position + 1 for node in nodes)]))
@@ -138,7 +138,7 @@ class Pair:
         return bool(result.finish)
 
     def distance(self, text: list[int], prompt: int, temperature: float) -> NDArray[np.float64]:
-        """TV(p, q) at each generated position of a text."""
+        """Return TV(p, q) at each generated position of a text."""
         p, q = (_probabilities(_logits(engine, text, prompt), temperature) for engine in (self.target, self.draft))
         return np.asarray(0.5 * np.abs(p - q).sum(axis=1))
 
@@ -180,7 +180,7 @@ def main() -> None:
         for rule in (Rule.COUPLED, Rule.REJECTION):
             for shape in SHAPES:
                 if rule is Rule.REJECTION and (not temperature or shape.branches > 1):
-                    continue  # greedy, it is COUPLED; and it has one candidate a position
+                    continue  # greedy REJECTION is COUPLED; and it has one candidate per position
                 calibration, total, distances = Calibration(), Count(), []
                 for seed, prompt in enumerate(prompts):
                     sampler = RequestSampler(Sampling(temperature=temperature, seed=seed), rule=rule)

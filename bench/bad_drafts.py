@@ -1,11 +1,11 @@
-"""Drafts that are no good: slow ones, one that guesses at random, one that cannot be paired. Never slower than none.
+"""Measure bad drafts: slow ones, a random one, one that cannot be paired. None may be slower than no draft.
 
     python -m bench.bad_drafts --temperature 0.8 --prompts 20
 
-A stack for every draft and one without, which is asked for no speculation, on all cores and in fast numerics: plain
+There is a stack for every draft, and one without draft and speculation, on all cores and in fast numerics: plain
 decoding at its best. One stream; all stacks take turns prompt by prompt, and a ratio is the median over prompts of the
 ratio within one. The verifier needs a while to find out what a draft is worth, so the second half of the prompts is
-told apart. A slow draft's steps take so long at least: what it does not need of that is slept.
+reported separately. A slow draft sleeps for the rest of each step's minimum time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
 
 LAGS = (1.0, 5.0, 50.0)
-"""Milliseconds that a step of a slow draft takes at least."""
+"""Least milliseconds of a slow draft's step."""
 
 
 def at_random(folder: Path) -> Path:
-    """The demo's draft, having learnt nothing."""
+    """Write a copy of the demo's draft with random weights; return its folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ def at_random(folder: Path) -> Path:
 
 
 def foreign(folder: Path) -> Path:
-    """The demo's draft, two of whose tokens have changed places."""
+    """Write a copy of the demo's draft in which two tokens have changed places; return its folder."""
     shutil.copytree(DEMO / "draft", folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokens = tokenizer["model"]["vocab"]
@@ -54,7 +54,7 @@ def foreign(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def stacks(dtype: str) -> Iterator[dict[str, Client]]:
-    """A client for each."""
+    """Yield a client for each stack, by name."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as exits:
 
         def start(*draft_options: str, draft: str | None = None, step_ms: float = 0.0) -> Client:

@@ -1,12 +1,12 @@
-"""How many session-steps an orchestrator relays: a second, and a second of its processor time.
+"""Measure how many session-steps an orchestrator relays per second, and per second of its processor time.
 
     python -m bench.capacity
 
 A session-step is one commit, relayed to the draft and, joined with others of the same fiftieth of a second, to the
-client, and the draft's answer, relayed to the verifier. Verifier and draft compute nothing (`bench.echo`, one process);
-of what it reads the client looks only for how many steps it tells of (this process). All of them share the machine's
-cores: what the orchestrator used is measured, and steps are divided by it. Each session has a connection of its own, as
-far as there are so many.
+client, and the draft's candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.echo`, one
+process); the client (this process) reads only the number of steps in each message. All of them share the machine's
+cores: the orchestrator's processor time is measured, and steps are divided by it. Each session has a client connection
+of its own, up to 16.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from specdec.v2 import generation_pb2
 GENERATE = "/specdec.v2.GenerationService/Generate"
 CONNECTIONS = 16
 SETTLE_SECONDS = 1.5
-"""Until all sessions are open and at it."""
+"""Seconds until all sessions are open and running."""
 
 
 class Client:
-    """Sessions one after another, some at once, and how many steps they have seen."""
+    """A client that keeps `sessions` sessions running and counts the steps they have seen."""
 
     def __init__(self, address: str, sessions: int) -> None:
         self._address = address
@@ -44,7 +44,7 @@ class Client:
         self.steps = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run sessions until cancelled."""
         apart = (("grpc.use_local_subchannel_pool", 1),)
         request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]), max_tokens=1000)
         async with contextlib.AsyncExitStack() as exits, asyncio.TaskGroup() as group:
@@ -64,9 +64,9 @@ class Client:
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one measurement."""
+    """The result of one measurement."""
 
-    steps: float  # a second
+    steps: float  # per second
     orchestrator: float  # cores used
     echo: float
     client: float
@@ -118,7 +118,7 @@ async def main() -> None:
 
 
 def report(rates: dict[tuple[int, int], list[Rate]]) -> None:
-    """As a table in Markdown: medians, of the rate per core also the least and the most."""
+    """Print a Markdown table of medians; for the rate per core, also the least and the most."""
     print(
         "| workers | sessions | steps a second | cores: orchestrator | echo | client | others | steps a second a core |"
     )

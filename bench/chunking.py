@@ -1,11 +1,11 @@
-"""What a long prompt costs its neighbours: time between tokens of running streams, with and without it.
+"""Measure the cost of a long prompt to other streams: their time between tokens, with and without it.
 
     python -m bench.chunking --dtype bfloat16 --rounds 8
 
 Eight streams run; in turns, nothing happens, or a prompt of 1,500 tokens arrives and a short one right behind
 it. Printed are the median and p99 of the time between two pieces of a stream, and the time to the first token of
-both prompts. The model is the demo target told that its context is twice as long, which it was not trained for:
-the text is poor, the cost is right.
+both prompts. The model is the demo target with a context configured twice as long, for which it was not trained: the
+text is poor, the cost is right.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT = 2048
 
 @dataclass
 class Seen:
-    """Seconds, over all rounds."""
+    """Measured seconds over all rounds."""
 
     gaps: list[float] = field(default_factory=list)
     first_of_long: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Seen:
 
 
 def lengthened(source: Path, folder: Path) -> Path:
-    """A copy of a model directory whose context is CONTEXT tokens."""
+    """Write a copy of a model directory with a context of CONTEXT tokens; return it."""
     target = folder / "target"
     shutil.copytree(source, target)
     config = json.loads((target / "config.json").read_text())
@@ -52,7 +52,7 @@ def lengthened(source: Path, folder: Path) -> Path:
 
 
 async def stream(client: AsyncClient, prompt: list[int], tokens: int, speculation: Any) -> list[float]:
-    """When each piece came; the first entry is when it was asked for."""
+    """Return the times at which pieces came; the first entry is when the request was sent."""
     times = [time.perf_counter()]
     options = {"temperature": 0.8, "seed": 1, "ignore_end_token": True, "speculation": speculation}
     async with client.generate(tokens=prompt, max_tokens=tokens, **options) as chunks:
@@ -81,7 +81,7 @@ async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: boo
 
 
 async def measure(address: str, rounds: int, speculation: str) -> tuple[Seen, Seen]:
-    """(idle, disturbed)."""
+    """Return the measurements (idle, disturbed)."""
     idle, disturbed = Seen(), Seen()
     async with AsyncClient(address, timeout=120) as client:
         await one_round(client, Seen(), 999, True, speculation)  # warm
@@ -101,7 +101,7 @@ def main() -> None:
         target = lengthened(DEMO / "target", Path(folder))
         draft = str(DEMO / "draft") if args.drafted else "none"
         speculation = "auto" if args.drafted else "off"
-        # Every prompt is new to the memory: prefixes found there would make it no prompt at all.
+        # Every prompt is new: prefix caching would leave nothing of it to compute.
         with Stack.start(target, draft, dtype=args.dtype) as stack:
             idle, disturbed = asyncio.run(measure(stack.address, args.rounds, speculation))
     rows = [("idle", idle.gaps), (f"while {LONG} tokens arrive", disturbed.gaps)]

@@ -1,4 +1,4 @@
-"""What a report was made with: the machine and the versions, as every report tells them."""
+"""Conditions of a measurement, for its report: the machine and the versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what ours runs on; a peer tells its own."""
+    """Return the versions of what specdec runs on; a peer reports its own."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True)
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "commit": commit.stdout.strip() or "unknown"} | found

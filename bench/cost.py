@@ -1,22 +1,22 @@
-"""What a draft costs: tokens a second, tokens a device-second with the draft's device counted, and capacity.
+"""Measure the cost of a draft: tokens a second, tokens a device-second with the draft's device counted, and capacity.
 
     specdec bench cost --out build/cost
     specdec bench cost --preset demo --acceptance 0.6 --latency-ms 2,4 --draft-price 0.25
 
-SIMULATED, all of it: a device is what a model runs on, and here are none to measure. The services' code is their own
-(`bench/simulation`); models are the time of a forward pass (`devices.PRESETS`), the language that target and draft
-speak, and how a device is shared. Left out are networks, processors, and the memory that a co-located draft takes.
+SIMULATED, all of it: devices are what models run on, and there are none here to measure. The services run their real
+code (`bench/simulation`); modelled are the time of a forward pass (`devices.PRESETS`), the language of target and
+draft, and how a device is shared. Left out are networks, processors, and the memory that a co-located draft takes.
 
 Deployments of one target:
 
 - plain: the target's device alone.
-- draft apart: on devices of its own, one a pod, it guesses on while the target verifies. Each is paid for.
-- co-located: the same on the target's device, which the two take turns at, half a millisecond each.
-- co-located, lockstep: the draft guesses for all streams, then the target verifies for all, as in engines that have a
-  draft of their own; the best of several sizes of tree.
+- draft apart: on devices of its own, one per pod, it drafts on while the target verifies. Each device is paid for.
+- co-located: the same on the target's device, which the two use in turns of half a millisecond.
+- co-located, lockstep: the draft proposes for all streams, then the target verifies for all, as in engines with a local
+  draft; the best of several sizes of tree.
 
-Drafts guess whether or not it pays: the speculation controller, which falls back to plain decoding, has no say. A
-stream's time per token is the mean, streams / tokens a second: tokens come several at once. Capacity is the most
+Drafts propose whether or not it pays: the speculation controller, which falls back to plain decoding, is off. A
+stream's time per token is the mean, streams / tokens a second, since tokens come several at once. Capacity is the most
 streams with which it stays within a target. Writes cost.json, cost.md and cost.png.
 """
 
@@ -40,30 +40,31 @@ from bench.simulation.devices import PRESETS
 from bench.simulation.language import EASY, HARD, Language
 
 LATENCIES = (0.5, 1.1)
-"""Targets by default, in steps of the target with one row: twice as fast as plain decoding, and about as fast."""
+"""Default targets for the time per token, in steps of the target with one row: twice as fast as plain decoding, and
+about as fast."""
 
 LOCKSTEP_NODES = (2, 4, 8, 16, 32, 64)
 
 WARM_UP = 60
-"""Steps, prompts among them."""
+"""Steps of the warm-up, prompts included."""
 
 ALONE = 10
-"""A single stream is measured for so many times as many steps: what one brings varies by a factor of two."""
+"""Factor by which a single stream is measured for more steps: the tokens of one step vary by a factor of two."""
 
 RESOLUTION = 16
-"""Capacity is found to one part of so many."""
+"""Precision of a capacity: one part in this many."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Of its `scenarios` the one that brings most counts. `drafts`: devices of the draft's own."""
+    """A deployment, represented by the best of its `scenarios`. `drafts`: number of the draft's own devices."""
 
     name: str
     drafts: int
     scenarios: tuple[Scenario, ...]
 
     def rate(self, streams: int) -> float:
-        """Tokens a second of all streams."""
+        """Return tokens a second of all streams."""
         return max(
             measured(replace(s, sessions=streams, measured=max(s.measured, ALONE * s.measured // streams))).rate
             for s in self.scenarios
@@ -82,9 +83,9 @@ def deployments(plain: Scenario, drafts: Sequence[int]) -> list[Deployment]:
 
 
 def capacity(rate: Callable[[int], float], seconds: float, most: int) -> int:
-    """How many streams, `most` at most, get a token every `seconds` or sooner, each; 0 if not even one does.
+    """Return how many streams, `most` at most, each get a token every `seconds` or sooner; 0 if not even one does.
 
-    Time per token is taken to grow with streams: doubled until it is too long, then bisected."""
+    Time per token is assumed to grow with streams: their number is doubled until it is too long, then bisected."""
     low, high = 0, 1
     while high <= seconds * rate(high):
         if high == most:

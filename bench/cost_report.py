@@ -1,4 +1,4 @@
-"""What `bench.cost` publishes: a table of rates, one of capacities, a plot."""
+"""The report of `bench.cost`: a table of rates, one of capacities, a plot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def _device(report: dict[str, Any]) -> str:
-    """What figures are divided by: all devices alike, or by their price."""
+    """Return the unit that figures are divided by: devices, all alike or by their price."""
     return "device" if report["draft_price"] == 1 else "priced device"
 
 
 def _streams(found: dict[str, Any], most: int) -> str:
-    """A capacity; the search ends somewhere."""
+    """Return a capacity as text, with "or more" if it is the search's limit."""
     return f"{found['streams']}" + (" or more" if found["streams"] == most else "")
 
 
@@ -24,7 +24,7 @@ def _by_deployment(entries: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the report as Markdown."""
     capacities = _by_deployment(report["capacity"])
     latencies = [entry["latency_ms"] for entry in next(iter(capacities.values()))]
     lines = [
@@ -54,7 +54,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Tokens a device-second over streams, and capacities."""
+    """Plot tokens a device-second over streams, and capacities."""
     import matplotlib
 
     matplotlib.use("Agg")

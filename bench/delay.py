@@ -1,17 +1,17 @@
-"""What distance between the services costs: this system, which guesses ahead, beside the synchronous one.
+"""Measure the cost of distance between the services: this system, which drafts ahead, beside the synchronous one.
 
     python -m bench.delay
     python -m bench.delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on devices of its own, simulated
 
-Both links of the orchestrator, to the verifier and to the draft, are made longer (`bench.delay_proxy`, one process for
-both systems): a round trip on each takes 0 to 1 target steps, so that from verifier to draft and back it takes twice
-as long. The client is as near as ever. The target step is the median of this run's, without delay.
+Both links of the orchestrator, to the verifier and to the draft, are delayed (`bench.delay_proxy`, one process for both
+systems): a round trip on each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The
+client's link is not delayed. The target step is this run's median without delay.
 
-This system has its verifier's own guesses as well, unless it is asked for those of its draft alone (`--speculation
-always`; `draft`: where they pay). The synchronous system (`bench.synchronous`), which has none, is asked at its best:
-its K and shape are searched for every delay. Then both take turns, text by text and delay by delay. Tokens a second
-count from the first piece of a text to its last; the first comes later by what the links are longer. "Of no delay" and
-"ahead by" are medians of the ratios within one round, in brackets the least and the most.
+This system has its verifier's own proposals as well, unless `--speculation` asks for those of its draft alone
+(`always`; `draft`: where they pay). The synchronous system (`bench.synchronous`), which has none, runs at its best: its
+K and shape are searched for every delay. Then both take turns, text by text and delay by delay. Tokens a second count
+from the first piece of a text to its last; the first comes later by the delay of the links. "Of no delay" and "ahead
+by" are medians of the ratios within one round, in brackets the least and the most.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SEARCH_TOKENS = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """What the synchronous draft guesses at once."""
+    """The shape of the tree that the synchronous draft proposes at once."""
 
     nodes: int
     branches: int
@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Run:
-    """One load under one delay."""
+    """The result of one load under one delay."""
 
     tokens: list[list[int]]  # of each stream
     rate: float  # tokens a second of all streams, from the first piece on
@@ -66,12 +66,12 @@ class Run:
 
     @property
     def undrafted(self) -> float:
-        """Part of the tokens that came of a step without candidates."""
+        """Fraction of the tokens that came from a step without candidates."""
         return sum(each.sources.get("plain", 0) for each in self.speculation) / sum(map(len, self.tokens))
 
 
 class System:
-    """A running stack, asked."""
+    """A system under test: a running stack and the options of its requests."""
 
     def __init__(self, name: str, client: AsyncClient, options: GenerateOptions) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class System:
         self._options = options
 
     async def run(self, prompts: Sequence[list[int]], tokens: int, shape: Shape | None = None) -> Run:
-        """All prompts at once; `shape` is the synchronous system's."""
+        """Run all prompts at once; `shape` is for the synchronous system."""
         common: GenerateOptions = {**self._options, "max_tokens": tokens, "ignore_end_token": True}
         if shape is not None:
             common |= shape.options
@@ -107,7 +107,7 @@ class System:
 
 
 class Distance:
-    """How far the services are apart, and whether that is so."""
+    """The distance between the services: sets the delay, and measures it."""
 
     def __init__(self, proxy: DelayProcess, echo: str, step: float) -> None:
         self._proxy = proxy
@@ -115,11 +115,11 @@ class Distance:
         self._step = step
 
     def set(self, steps: float) -> None:
-        """The round trip of a link, in target steps."""
+        """Set the round trip of a link, in target steps."""
         self._proxy.delay(steps * self._step / 2)
 
     async def measured(self) -> float:
-        """Median seconds of a round trip, the proxy's own work included."""
+        """Return the median seconds of a round trip, the proxy's own work included."""
         host, port = self._echo.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         seconds = []
@@ -134,7 +134,7 @@ class Distance:
 
 @contextlib.asynccontextmanager
 async def echoing() -> AsyncIterator[str]:
-    """The address of a server that says everything back."""
+    """Yield the address of a server that echoes everything."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(64):

@@ -1,15 +1,15 @@
-"""A network's delay between services of one machine: what is sent through this proxy arrives as much later.
+"""A proxy that adds a network's delay between services on one machine.
 
     async with DelayProxy(0.01) as proxy:
         address = await proxy.to("127.0.0.1:50051")    # like that server, 10 ms away in each direction
 
-It knows nothing of what it forwards. Bytes leave in order, `delay` seconds after they came, however many are on
-their way: it is a longer cable, not a thinner one. A reader that is slow holds up its writer, as on any connection.
+It forwards bytes without interpreting them. They leave in order, `delay` seconds after they came, however many are on
+their way: latency grows, bandwidth does not shrink. A slow reader holds up its writer, as on any connection.
 
     python -m bench.delay_proxy
 
-is the same as a process of its own, with an interpreter of its own (`DelayProcess`). Its event loop waits by
-select(2), whose time-outs are in microseconds: epoll's are in milliseconds.
+runs the proxy in a process and interpreter of its own (`DelayProcess`). Its event loop waits with select(2), whose
+time-outs are in microseconds; epoll's are in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Self, cast
 HOST = "127.0.0.1"
 
 RESET = struct.pack("ii", 1, 0)
-"""The linger option of a socket that is closed by a reset."""
+"""Value of the linger option with which closing a socket sends a reset."""
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Traffic:
 
 
 class DelayProxy:
-    """Listens on ports of this machine, one for each server it leads to, until it is left.
+    """A proxy that listens on a port of this machine for each server it leads to, until its context is left.
 
-    `delay` is in seconds, one way, and may be changed at any time: it holds for what comes from then on.
+    `delay` is in seconds, one way, and may be changed at any time: it applies to bytes that come after.
     """
 
     def __init__(self, delay: float = 0.0) -> None:
@@ -63,14 +63,14 @@ class DelayProxy:
 
     @property
     def connections(self) -> int:
-        """Transports that are open: two for each connection through the proxy."""
+        """Number of open transports: two for each connection through the proxy."""
         return len(self._ends)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop listening, and break what is open."""
+        """Stop listening, and break open connections."""
         for server in self._listening:
             server.close()
         for task in self._connecting:
@@ -78,11 +78,11 @@ class DelayProxy:
         self.reset()
 
     def carry(self, data: bytes) -> bytes:
-        """What arrives of what was sent: here, all of it. (Tests have networks that are worse.)"""
+        """Return the bytes that arrive of those sent: here, all. (Tests override this with worse networks.)"""
         return data
 
     def reset(self) -> None:
-        """Break what is open."""
+        """Break open connections."""
         for end in list(self._ends):
             end.abort()
 
@@ -97,7 +97,7 @@ class DelayProxy:
             end.forward()
 
     async def to(self, server: str) -> str:
-        """An address, HOST:PORT, that leads to the server at HOST:PORT."""
+        """Return an address, HOST:PORT, that leads to the server at HOST:PORT."""
         host, port = server.rsplit(":", 1)
         traffic = self.traffic.setdefault(server, Traffic())
         loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ class DelayProxy:
 
 
 class End(asyncio.Protocol):
-    """One of the two transports of a connection. What happens at it happens at the other one, `delay` later."""
+    """One of the two transports of a connection. Events at one are repeated at the other, `delay` later."""
 
     def __init__(self, proxy: DelayProxy, ends: set[End], count: Callable[[int], None]) -> None:
         self._proxy = proxy
@@ -140,7 +140,7 @@ class End(asyncio.Protocol):
         self._said_all = False
 
     def join(self, other: End) -> None:
-        """They are the two ends of one connection."""
+        """Join this end and another as the two ends of one connection."""
         self._other, other._other = other, self
         self.forward()
         other.forward()
@@ -153,7 +153,7 @@ class End(asyncio.Protocol):
 
     def write_eof(self) -> None:
         if self._transport is not None:
-            with contextlib.suppress(OSError):  # a peer that has broken it: `connection_lost` will say so
+            with contextlib.suppress(OSError):  # the peer has broken it: `connection_lost` follows
                 self._transport.write_eof()
         self._said_all = True
         self._close_if_over()
@@ -180,7 +180,7 @@ class End(asyncio.Protocol):
         self._put(End.write_eof)
         self._heard_all = True
         self._close_if_over()
-        return True  # stay open: the other direction may have more to say
+        return True  # stay open: the other direction may have more to send
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ends.discard(self)
@@ -199,7 +199,7 @@ class End(asyncio.Protocol):
 
     def _close_if_over(self) -> None:
         if self._heard_all and self._said_all and self._transport is not None:
-            self._transport.close()  # what was heard may still be on its way
+            self._transport.close()  # what it received may still be on its way
 
     def _put(self, action: Callable[[End], None]) -> None:
         due = self._loop.time() + self._proxy.delay
@@ -210,7 +210,7 @@ class End(asyncio.Protocol):
             self.forward()
 
     def forward(self) -> None:
-        """Hand on what is due, and come back for the rest."""
+        """Forward what is due, and schedule a call for the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -235,21 +235,21 @@ class DelayProcess:
     @classmethod
     @contextlib.contextmanager
     def start(cls) -> Iterator[Self]:
-        """Without delay at first; ends on leaving."""
+        """Start the process, without delay at first; it ends on leaving."""
         command = [sys.executable, "-m", "bench.delay_proxy"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(process)  # leaving closes its stdin, at which it ends
 
     def to(self, server: str) -> str:
-        """As DelayProxy.to."""
+        """Return an address that leads to the server, as `DelayProxy.to` does."""
         return self._query(f"to {server}")
 
     def delay(self, seconds: float) -> None:
-        """One way, from now on."""
+        """Set the one-way delay from now on."""
         self._query(f"delay {seconds}")
 
     def traffic(self, server: str) -> Traffic:
-        """Of a server, so far."""
+        """Return the traffic of a server so far."""
         return Traffic(*map(int, self._query(f"traffic {server}").split()))
 
     def _query(self, line: str) -> str:
@@ -263,7 +263,7 @@ class DelayProcess:
 
 
 async def _obey() -> None:
-    """Do what the lines of stdin say, one line of stdout each, until they end."""
+    """Execute commands from stdin, with one line of stdout for each, until stdin ends."""
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

@@ -1,4 +1,4 @@
-"""A device as benchmarks see it: its bandwidth, its free memory, and when it has done what it was told."""
+"""A device in benchmarks: its bandwidth, its free memory, and the time that it takes for work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from specdec.engine.memory import free_bytes
 
 COPIED = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""Bytes of the tensor that is copied: many times what caches hold."""
+"""Bytes of the tensor that is copied to measure bandwidth: many times the size of caches."""
 
 REPEATS = 9
 
@@ -30,15 +30,15 @@ class Device:
         return free_bytes(self.name)
 
     def bandwidth(self) -> float:
-        """Bytes a second: a large tensor is copied, and what was read and what was written both count. The median of
-        several copies, the first left out."""
+        """Return the bandwidth in bytes a second: a large tensor is copied, and bytes read and written both count. It
+        is the median of several copies, the first left out."""
         source = torch.ones(COPIED[self.kind] // 4, device=self.name)
         target = torch.empty_like(source)
         seconds = [self.timed(lambda: target.copy_(source))[1] for _ in range(REPEATS + 1)][1:]
         return 2 * source.numel() * source.element_size() / statistics.median(seconds)
 
     def timed(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Seconds until `run` returned, and until the device had done it."""
+        """Return the seconds until `run` returned, and until the device had finished it."""
         self.synchronise()
         begin = time.perf_counter()
         run()
@@ -47,7 +47,7 @@ class Device:
         return returned - begin, time.perf_counter() - begin
 
     def facts(self) -> dict[str, Any]:
-        """Of an accelerator; a processor's are the machine's."""
+        """Return facts on an accelerator; those on a processor are the machine's."""
         if self.kind != "cuda":
             return {}
         about = torch.cuda.get_device_properties(self.name)

@@ -1,13 +1,13 @@
-"""Run time against the number of tokens drafted: the classic plot, ours and transformers', beside plain decoding.
+"""Measure run time over the number of tokens drafted: the classic plot, for specdec and transformers.
 
     specdec bench draft-length --out build/draft-length
     specdec bench draft-length --target DIR --draft DIR --temperature 0.8
 
-Ours verifies a chain of so many candidates at most, whether or not they pay; transformers' assisted generation drafts
-so many for every step (a constant schedule, no threshold of confidence). All take turns prompt by prompt; what is told
-is the median over prompts of the time for a text, and of its ratio to the same system's plain decoding of the same
-prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature 0 is
-compared with plain decoding's. Writes draft-length.json, .md and .png.
+specdec verifies a chain of up to that many candidates, whether or not they pay; transformers' assisted generation
+drafts that many for every step (a constant schedule, no confidence threshold). All take turns prompt by prompt; the
+report has the median over prompts of the time for a text, and of its ratio to the same system's plain decoding of the
+same prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature 0
+is compared with plain decoding's. Writes draft-length.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from specdec.local import DEMO, LocalError, Stack
 
 SYSTEMS = ("specdec", "transformers")
 PLAIN = 0
-"""Tokens drafted."""
+"""Number of tokens drafted in plain decoding."""
 
 Arm = Callable[[list[int]], list[int]]
 
 
 def arms(args: argparse.Namespace, exits: contextlib.ExitStack) -> dict[tuple[str, int], Arm]:
-    """By system and number of tokens drafted."""
+    """Return the configurations by system and number of tokens drafted."""
 
     def served(draft: str, *options: str) -> Client:
         stack = Stack.start(args.target, draft, dtype=args.dtype, verifier_options=options)
@@ -69,7 +69,7 @@ def arms(args: argparse.Namespace, exits: contextlib.ExitStack) -> dict[tuple[st
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each text, by system and number of tokens drafted."""
+    """Measure the seconds of each text, by system and number of tokens drafted; return the report."""
     seconds: dict[tuple[str, int], list[float]] = {}
     different = dict.fromkeys(SYSTEMS, 0)
     with contextlib.ExitStack() as exits:
@@ -91,13 +91,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(report: dict[str, Any], system: str, count: int) -> list[float]:
-    """Of run time to the same system's plain decoding, by prompt."""
+    """Return ratios of run time to the same system's plain decoding, by prompt."""
     mine = report["seconds"][system]
     return [a / b for a, b in zip(mine[count], mine[PLAIN], strict=True)]
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the report as Markdown."""
     counts = sorted(report["seconds"][SYSTEMS[0]])
     lines = [
         f"Target: {report['target']}. Draft: {report['draft']}. {report['dtype']}, T = {report['temperature']:g}, "
@@ -120,7 +120,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Seconds a text over tokens drafted, with bars from the first to the third quartile."""
+    """Plot seconds per text over tokens drafted, with bars from the first to the third quartile."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""What a draft's step costs by its rows: t_d(n), of both engines, the rows shared by one session or by many.
+"""Measure a draft's step time by its rows, t_d(n), with both engines, for rows of one session or of many.
 
     python -m bench.draft_step
 
-Each row is a node at the end of a text of its session. Medians, the sizes taking turns.
+Each row is a node at the end of its session's text. Figures are medians; the sizes take turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS_PER_SESSION = 4
 
 
 def batch(engine: Engine, rows: int, rows_per_session: int, text: int) -> PackedBatch:
-    """`rows` siblings behind texts of `text` tokens, so many of each session."""
+    """Return `rows` sibling nodes after texts of `text` tokens, `rows_per_session` for each session."""
     packer = engine.packer()
     slot = 1
     for first in range(0, rows, rows_per_session):

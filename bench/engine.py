@@ -1,14 +1,15 @@
-"""What an engine's step takes, over the floor that the device's memory sets: shapes of models with random weights.
+"""Measure an engine's step time over the roofline of the device's memory, for model shapes with random weights.
 
     specdec bench engine --shape 60m --device cpu --out build/engine
     specdec bench engine --shape llama-3.1-8b --device cuda --dtype bfloat16 --synthetic-acceptance 0.8
     specdec bench engine --config /models/mine/config.json --device cuda --dtype bfloat16
 
-A step takes n new tokens in each of so many texts of so many tokens. The floor is what it must read, weights but for
-the input embedding and keys and values, over the bandwidth that a large copy reaches here (bytes read and bytes written
-both counted). "host" is the time until control was back: an engine whose forward brings logits to the host has waited
-for the device by then. Beside it, on the same shape: transformers' forward with a cache that grows, with a static one,
-that compiled, and its continuous batching (one token a step, all of its loop included).
+A step takes n new tokens in each of several texts (sessions) of several tokens (context). The roofline is the time to
+read what it must, weights (without the input embedding) and keys and values, at the bandwidth that a large copy reaches
+here (bytes read and bytes written both count). "host" is the time until control was back: an engine whose forward
+brings logits to the host has waited for the device by then. Beside it, on the same shape, are transformers' forward
+with a growing cache, with a static one, with that compiled, and its continuous batching (one token a step, its whole
+loop included).
 
 --synthetic-acceptance P runs the verifier's step loop as well, plain and with injected candidates, each right with
 probability P: SYNTHETIC, since a model with random weights has no draft. Writes engine.json, engine.md and engine.png.
@@ -42,20 +43,20 @@ from specdec.engine.model_directory import ModelDirectoryError
 from verifier_service.step_loop import MOST_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
-"""Random weights are not exported."""
+"""Engines that can be measured: all but onnx, for which random weights are not exported."""
 
 SPARE = 0.9
-"""Of the free memory, what combinations may need."""
+"""Fraction of the free memory that a combination may need."""
 
 WIDTHS = (2, 4, 8)
-"""Candidates of a session in a step, synthetic."""
+"""Candidates per session and step, with synthetic speculation."""
 
 PROMPT, LENGTH = 128, 192
-"""Tokens before and of a synthetic text."""
+"""Tokens of the prompt and of the output of a synthetic text."""
 
 
 class EngineBench:
-    """Measures, and says on stderr what it does."""
+    """The benchmark of engines, which logs its progress on stderr."""
 
     def __init__(self, args: argparse.Namespace, directory: RandomWeights) -> None:
         self.args = args
@@ -69,7 +70,7 @@ class EngineBench:
         self._console = Console(stderr=True, highlight=False)
 
     def run(self) -> Report:
-        """What Ctrl-C cuts off is reported as far as it went, if anything has been measured."""
+        """Measure and return the report. After Ctrl-C it has what was measured until then, if anything was."""
         args = self.args
         self._append("bandwidth")
         bandwidth = self.device.bandwidth()
@@ -90,7 +91,7 @@ class EngineBench:
         return report
 
     def _ours(self, fitting: list[Combination], bandwidth: float) -> str:
-        """The engine's numerics."""
+        """Measure our engine; return its numerics fingerprint."""
         args = self.args
         self._append("loading")
         capacity = 1 + max(what.slots for what in fitting)
@@ -140,7 +141,7 @@ class EngineBench:
             )
             try:
                 found = median_step(subject, what, self.args.seconds, self.args.repeats)
-            except Exception as error:  # of whatever a peer's code meets: the others are measured
+            except Exception as error:  # any error in a peer's code: the others are still measured
                 reason = (str(error).strip().splitlines() or [""])[0][:160]
                 self.left_out.append(
                     f"{subject.name}, {what.sessions} sessions, {what.context} tokens of context, "

@@ -1,4 +1,4 @@
-"""What `bench.engine` publishes: a table of steps over their floor, one of synthetic speculation, a plot."""
+"""The report of `bench.engine`: a table of steps over their roofline, one of synthetic speculation, a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cell(row: dict[str, Any], on_gpu: bool) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the report as Markdown."""
     asked, sizes = report["asked"], report["sizes"]
     where = report["machine"].get("device") or report["machine"]["processor"]
     on_gpu = asked["device"] != "cpu"
@@ -69,7 +69,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Times of a step over n, one panel for each number of sessions and context, the floor below."""
+    """Plot step times over n, a panel for each number of sessions and context, with the roofline below."""
     import matplotlib
 
     matplotlib.use("Agg")

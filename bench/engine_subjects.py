@@ -1,7 +1,7 @@
-"""Who takes the steps that `bench.engine` times: an engine of ours, and transformers' forward in three ways.
+"""Systems under test of `bench.engine`: an engine of ours, transformers' forward in three ways, and its batching.
 
-Each has the same random weights' shape, texts whose keys and values are there already (their numbers do not matter to
-the time), and gives the logits of every new token.
+Each has weights of the same shape, random, and texts whose keys and values are in the cache already (their values do
+not change the time); each computes the logits of every new token.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from verifier_service.scheduling.step_latency import GREEDY
 PEERS = ("eager-dynamic", "eager-static", "compiled", "continuous-batching")
 PAGE_TOKENS = 256
 BATCHED_TOKENS = 24
-"""Decoded by transformers' continuous batching in a measurement; the first half is left out."""
+"""Tokens that transformers' continuous batching decodes in a measurement; the first half is left out."""
 
 
 class Subject(Protocol):
-    """Someone who takes steps."""
+    """A system under test that takes steps."""
 
     name: str
 
     def step(self, what: Combination) -> tuple[float, float]:
-        """Take one; seconds until control was back, and until the device was done."""
+        """Take one step; return seconds until control was back, and until the device was done."""
 
 
 class Ours:
-    """An engine, whichever `load_engine` returned. Texts lie side by side in its memory, from slot 1 on."""
+    """An engine of ours, as `load_engine` returned it. Texts lie side by side in its KV cache, from slot 1 on."""
 
     name = "specdec"
 
@@ -53,8 +53,8 @@ class Ours:
         self._device = device
 
     def step(self, what: Combination) -> tuple[float, float]:
-        """From the packer on, which is part of what a step costs the host; to greedy choices, where the engine makes
-        them on its device."""
+        """Take one step, from the packer on, which costs the host time too, to greedy choices if the engine makes them
+        on its device."""
 
         def run() -> None:
             packer = self._engine.packer()
@@ -71,7 +71,7 @@ class Ours:
 
 
 class _Transformers(ABC):
-    """A forward of transformers with a cache; `sdpa`, which is the fastest that runs everywhere."""
+    """transformers' forward with a cache, with `sdpa` attention, the fastest that runs everywhere."""
 
     def __init__(self, model: PreTrainedModel, device: Device) -> None:
         self._model = model
@@ -101,21 +101,21 @@ class _Transformers(ABC):
 
     @abstractmethod
     def _filled(self, what: Combination) -> Any:
-        """A cache that holds the texts."""
+        """Return a cache that holds the texts."""
 
     @abstractmethod
     def _take_back(self, what: Combination) -> None:
-        """Have the cache forget the tokens of a step."""
+        """Remove the tokens of a step from the cache."""
 
     def _shape(self) -> tuple[int, int, int]:
-        """Layers, key/value heads, width."""
+        """Return the number of layers, of key/value heads, and the width of a head."""
         config = self._model.config.get_text_config()
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_hidden_layers, config.num_key_value_heads, width
 
 
 class EagerDynamic(_Transformers):
-    """The cache that generate uses by default: it grows by copying."""
+    """transformers' forward with the cache that `generate` uses by default, which grows by copying."""
 
     name = "eager-dynamic"
 
@@ -136,7 +136,7 @@ class EagerDynamic(_Transformers):
 
 
 class EagerStatic(_Transformers):
-    """A cache of fixed size, written in place and masked."""
+    """transformers' forward with a cache of fixed size, written in place and masked."""
 
     name = "eager-static"
 
@@ -158,13 +158,13 @@ class EagerStatic(_Transformers):
 
 
 class Compiled(EagerStatic):
-    """The same through torch.compile, anew for every combination; on CUDA with graphs, so that the host has little to
-    do."""
+    """`EagerStatic` with torch.compile, compiled for every combination; on CUDA with graphs, so that the host has
+    little to do."""
 
     name = "compiled"
 
     def _filled(self, what: Combination) -> StaticCache:
-        torch._dynamo.reset()  # after some compilations of one function it would run uncompiled, without a word
+        torch._dynamo.reset()  # after some compilations of a function torch silently runs it uncompiled
         mode = "reduce-overhead" if self._device.kind == "cuda" else None
         self._compiled: Any = torch.compile(self._model.forward, mode=mode, dynamic=False)
         return super()._filled(what)
@@ -174,8 +174,8 @@ class Compiled(EagerStatic):
 
 
 class ContinuousBatching:
-    """transformers' own batching, prompts and all: what lies between two tokens of a stream, one token a step. The host
-    never gets control back between them."""
+    """transformers' continuous batching, prompts included: measures the time between two tokens of a stream, one token
+    a step. The host does not get control back between them."""
 
     name = "continuous-batching"
 
@@ -220,7 +220,7 @@ KINDS: dict[str, type[EagerDynamic] | type[EagerStatic] | type[Compiled] | type[
 
 @contextlib.contextmanager
 def transformers_model(directory: RandomWeights, dtype: str, device: Device) -> Iterator[PreTrainedModel]:
-    """With random weights; freed on leaving."""
+    """Yield the model with random weights; it is freed on leaving."""
     transformers_logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     config = AutoConfig.from_pretrained(directory.path, local_files_only=True)
@@ -234,14 +234,14 @@ def transformers_model(directory: RandomWeights, dtype: str, device: Device) -> 
 
 
 def free(device: Device) -> None:
-    """Give back what nobody holds any more."""
+    """Free memory that is no longer referenced."""
     gc.collect()
     if device.kind == "cuda":
         torch.cuda.empty_cache()
 
 
 def median_step(subject: Subject, what: Combination, seconds: float, repeats: int) -> dict[str, float]:
-    """Of as many steps as fit into `seconds`, three at least and `repeats` at most, after two that are left out."""
+    """Return the median times of as many steps as fit into `seconds`, 3 to `repeats`, after two that are left out."""
     if subject.name != ContinuousBatching.name:
         subject.step(what)
         subject.step(what)
@@ -254,5 +254,5 @@ def median_step(subject: Subject, what: Combination, seconds: float, repeats: in
         host.append(returned)
         whole.append(done)
         if subject.name == ContinuousBatching.name:
-            break  # it is a median already
+            break  # enough steps for a median
     return {"host_ms": 1e3 * statistics.median(host), "ms": 1e3 * statistics.median(whole), "steps": len(whole)}

@@ -1,4 +1,4 @@
-"""transformers' own `generate`, in this process on all cores: plain, assisted by a draft, or with prompt lookup."""
+"""transformers' `generate`, in this process on all cores: plain, assisted by a draft, or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 PLAIN, ASSISTED, LOOKUP = "plain", "assisted", "prompt lookup"
-"""Ways to ask."""
+"""Modes of `generate`."""
 
 LOOKED_UP = 10
-"""Tokens that prompt lookup copies at most, as transformers' documentation has it."""
+"""Most tokens that prompt lookup copies, as in transformers' documentation."""
 
 
 def assisted(tokens: int) -> str:
-    """The way in which so many are drafted for each step, however sure the assistant is. ASSISTED drafts as many as
-    transformers finds right: its default is a schedule and a threshold of confidence."""
+    """Return the mode that drafts `tokens` tokens for each step, however sure the assistant is.
+
+    ASSISTED drafts as many as transformers decides, by default with a schedule and a confidence threshold."""
     return f"{ASSISTED} of {tokens}"
 
 
 class Transformers:
-    """Continues one prompt at a time. `steps` counts the target's forward passes."""
+    """transformers' `generate` on one prompt at a time. `steps` counts the target's forward passes."""
 
     def __init__(self, target: Path, draft: Path | None, dtype: str) -> None:
         import torch
@@ -39,7 +40,7 @@ class Transformers:
     def __call__(
         self, prompt: list[int], *, tokens: int, temperature: float = 0.0, how: str = PLAIN, streamer: Any = None
     ) -> list[int]:
-        """`tokens` more, in one of the ways; the `streamer`, transformers' BaseStreamer, gets them as they come."""
+        """Return `tokens` more tokens, generated in mode `how`; a `streamer` (BaseStreamer) gets them as they come."""
         options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
         options |= {"do_sample": temperature > 0} | ({"temperature": temperature, "top_k": None} if temperature else {})
         way, _, drafted = how.partition(" of ")

@@ -1,8 +1,8 @@
-"""llama.cpp's server as a subject: a `llama-server` that the user has, started on loopback and asked over HTTP.
+"""llama.cpp's server as a system under test: the user's `llama-server`, started on loopback and used over HTTP.
 
-Its client is in this process, as ours is, and its work counts; what it is asked for comes as a stream, so that first
-tokens and pauses are seen. One server for each way to guess ahead, since that is fixed when it starts. The options are
-those of its releases since spring 2026, in which speculation is chosen by `--spec-type`.
+Its client is in this process, as ours is, and the client's work counts; tokens are streamed, so that first tokens and
+pauses are seen. Each mode of speculation has a server of its own, since a server's mode is fixed when it starts. The
+options are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bench.subject import ANSWER_SECONDS, LOAD_SECONDS, STOP_SECONDS, Answer, Lo
 
 HOST = "127.0.0.1"
 DRAFTED, LOOKED_UP = 5, 10
-"""Tokens guessed a step at most, by a draft and from the text: as many as the other peers are given."""
+"""Most tokens proposed per step by a draft and by n-gram lookup: as many as for the other peers."""
 AGREEING = 2
-"""Tokens that must agree for what followed them to be guessed again: as few as vLLM is given."""
+"""Tokens that must match for n-gram lookup: as few as for vLLM."""
 NGRAMS = ["--spec-ngram-map-k-size-n", str(AGREEING), "--spec-ngram-map-k-size-m", str(LOOKED_UP)]
 SPECULATION = {
     "none": [],
@@ -43,8 +43,8 @@ _process = ctypes.CDLL(None)
 
 
 def server_options(speculation: str, streams: int, context: int) -> list[str]:
-    """Of a server for so many streams of at most so many tokens, on all cores: besides its models and its address.
-    Prompts are new each time, so nothing is kept of them."""
+    """Return options, besides models and address, of a server on all cores for `streams` streams of up to `context`
+    tokens. Prompts are new each time, so none are cached."""
     cores = str(os.cpu_count() or 1)
     slots = ["--parallel", str(streams), "--ctx-size", str(streams * (context + max(DRAFTED, LOOKED_UP) + 1))]
     return [
@@ -62,7 +62,7 @@ def server_options(speculation: str, streams: int, context: int) -> list[str]:
 
 @dataclass
 class LlamaServer:
-    """A running server."""
+    """A running llama.cpp server."""
 
     name: str
     about: Mapping[str, Any]
@@ -72,7 +72,7 @@ class LlamaServer:
     @classmethod
     @contextlib.contextmanager
     def start(cls, binary: Path, target: Path, draft: Path | None, given: list[str]) -> Iterator[LlamaServer]:
-        """Start it, wait until its models are loaded, and end it on leaving. Raises SubjectError if it does not come
+        """Start the server, wait until its models are loaded, and end it on leaving. SubjectError if it does not come
         up."""
         with socket.create_server((HOST, 0)) as reserved:
             port = int(reserved.getsockname()[1])
@@ -103,7 +103,7 @@ class LlamaServer:
             connections = [
                 exits.enter_context(contextlib.closing(_connection(self.port, ANSWER_SECONDS))) for _ in load.prompts
             ]
-            # Left first: a connection that is closed before it is asked would open itself again.
+            # The pool is left first: a connection that is closed before its request would open itself again.
             pool = exits.enter_context(ThreadPoolExecutor(len(load.prompts)))
             try:
                 for connection in connections:
@@ -121,7 +121,7 @@ class LlamaServer:
 
 
 def _end_with_parent() -> None:
-    """In the child: however the benchmark ends, its servers do too. (Other peers notice the end of their stdin.)"""
+    """Make the child end with the benchmark, however that ends. (Other peers notice the end of their stdin.)"""
     _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -137,7 +137,7 @@ def _get(port: int, path: str) -> tuple[int, bytes]:
 
 
 def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> str:
-    """-> the build that it says it is."""
+    """Wait until the server is healthy; return its build."""
     deadline = time.perf_counter() + LOAD_SECONDS
     while time.perf_counter() < deadline:
         if process.poll() is not None:
@@ -150,14 +150,14 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> str
 
 
 def _last_words(log: Path) -> str:
-    """The first line that speaks of an error, or the last one."""
+    """Return the first log line that mentions an error, else the last one."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines[-1:] or ["without a word"])[0][:300]
 
 
 def _query(connection: http.client.HTTPConnection, load: Load, number: int, record: Record) -> int:
-    """Have one prompt continued, and record what comes -> how many of the tokens were guessed ahead."""
+    """Have one prompt continued, and record arrivals; return how many of the tokens were accepted candidates."""
     asked = {
         "prompt": load.prompts[number],
         "n_predict": load.max_tokens,
@@ -170,12 +170,12 @@ def _query(connection: http.client.HTTPConnection, load: Load, number: int, reco
     }
     connection.request("POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"})
     socket_, known = connection.sock, 0
-    with connection.getresponse() as answer:  # which may be broken off, and has the socket then
+    with connection.getresponse() as answer:  # leaving it closes the socket, even if it broke off
         if answer.status != http.client.OK:
             raise SubjectError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
         for line in answer:
-            # The server waits for what it sent to be acknowledged before it sends the next token; the kernel waits as
-            # well, some 40 ms for something to send along, unless it is told not to, each time anew.
+            # The server sends the next token only once the last is acknowledged, and the kernel delays an
+            # acknowledgement by some 40 ms unless this option is set anew each time.
             socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
             kind, _, text = line.partition(b": ")
             if kind == b"error":
@@ -185,7 +185,7 @@ def _query(connection: http.client.HTTPConnection, load: Load, number: int, reco
             said = json.loads(text)
             if "error" in said:
                 raise SubjectError(str(said["error"])[:300])
-            # Where a character is not whole yet, it waits with the token, and at the end goes on for a token or two.
+            # The server holds back tokens of an incomplete character, and may add a token or two at the end.
             so_far = min(said["tokens_predicted"], load.max_tokens)
             if so_far > known:
                 record.add(number, so_far - known)

@@ -13,8 +13,10 @@ from specdec.engine.kv.slots import Slots
 
 
 class LongSteps:
-    """`inner`, whose every forward pass takes `seconds` at least. The rest is slept: it takes the host no processor
-    time, as if a GPU did the work, and a row more costs nothing until the inner engine takes longer."""
+    """An engine that wraps `inner` and makes every forward pass take at least `seconds`.
+
+    It sleeps for the rest, which takes no processor time of the host, as if a GPU did the work; another row costs
+    nothing until the inner engine takes longer."""
 
     def __init__(self, inner: Engine, seconds: float) -> None:
         self._inner = inner

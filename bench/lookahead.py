@@ -1,10 +1,11 @@
-"""Decoding without a draft model: what the text repeats and lookahead windows, against plain decoding.
+"""Compare decoding without a draft model, by n-gram lookup and lookahead windows, with plain decoding.
 
     python -m bench.lookahead --prompts 8 --tokens 128
 
-One verifier on all cores, one stream. All arms take turns prompt by prompt; a ratio is the median over prompts of the
-ratio within one. "plain" is the same service asked for no speculation, "auto" chooses its window by what it brings, and
-the sizes (W, N, G) are in every step, whether or not they pay. Tokens of all arms are compared with plain's.
+One verifier on all cores, one stream. All configurations take turns prompt by prompt; a ratio is the median over
+prompts of the ratio within one. "plain" is the same service without speculation, "auto" chooses its window by what it
+brings, and windows of the sizes (W, N, G) are in every step, whether or not they pay. The tokens of all configurations
+are compared with plain's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZES = ((2, 2, 1), (8, 2, 1), (3, 3, 3), (5, 3, 5), (7, 4, 7), (7, 5, 7), (10, 
 
 @dataclass
 class Arm:
-    """One way to ask."""
+    """A configuration of requests, and its rates."""
 
     name: str
     options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a step loop tells a session, read by hand: between the turns of a loop whose thread was never started."""
+"""A response queue that is read by hand, between the turns of a step loop whose thread was never started."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from verifier_service.verification.result import VerifyResult
 
 
 class _AtOnce:
-    """An event loop that calls at once: nobody else is there."""
+    """An event loop that runs callbacks at once, since there is no other thread."""
 
     def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
         callback(*args)
 
 
 class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
-    """An outbox that keeps what is put into it. Nothing may come behind an end."""
+    """A response queue that keeps what is put into it. Nothing may follow an end."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]

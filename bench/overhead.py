@@ -1,10 +1,10 @@
-"""Where the verifier's step thread spends its time, by py-spy: in which part of the model's forward pass, or of the
-rest of a step; and how busy the thread of the event loop is meanwhile.
+"""Profile the verifier's step thread with py-spy: its time by part of the model's forward pass and of the rest of a
+step, and how busy the event loop's thread is meanwhile.
 
     python -m bench.overhead --streams 16
 
-Samples the running verifier a hundred times a second while streams decode. Undrafted unless --draft is given; the
-verifier's own guesses are part of it, unless --speculation off.
+Samples the running verifier a hundred times a second while streams decode. There is no draft unless --draft is given;
+the verifier's own proposals are included unless --speculation is off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specdec.local import DEMO, Stack
 
 TOKENS = 700
 SETTLE_SECONDS = 2.0
-"""Until prompts are through and the first tokens are out."""
+"""Seconds until prompts are computed and the first tokens are out."""
 
 
 async def decode(address: str, streams: int, speculation: Any, profile: list[str]) -> None:
@@ -58,7 +58,7 @@ async def decode(address: str, streams: int, speculation: Any, profile: list[str
 
 @dataclass
 class Shares:
-    """Samples."""
+    """Numbers of samples, by thread and function."""
 
     forward: Counter[str]  # of the step thread, by part of the forward pass
     rest: Counter[str]  # of the step thread otherwise in a step, by function
@@ -67,7 +67,7 @@ class Shares:
 
 
 def shares(stacks: str) -> Shares:
-    """From py-spy's raw format."""
+    """Return the samples in a profile of py-spy's raw format."""
     found = Shares(Counter(), Counter(), 0, 0)
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
@@ -87,7 +87,7 @@ def shares(stacks: str) -> Shares:
 
 
 def _part(inner: list[str]) -> str:
-    """Of a forward pass, by the functions that it is in."""
+    """Return the part of a forward pass that these functions belong to."""
     if "Float32Head.forward" in inner:
         return "output head"
     compiled, interpreted = inner[-1] == "Decoder.__call__", "sequence.<locals>.layers" in inner

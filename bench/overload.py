@@ -1,4 +1,4 @@
-"""Ten times the requests that fit: who is served, who is refused, how soon.
+"""Measure overload by ten times the requests that fit: how many are served or refused, and how soon.
 
     python -m bench.overload [--within 1]
 
@@ -30,7 +30,7 @@ WAITING = 8
 
 
 async def query(call: Any, prompt: list[int], after: float = 0.0) -> tuple[float, object]:
-    """(seconds, tokens generated or the error)."""
+    """Send one request; return (seconds, tokens generated or the error)."""
     await asyncio.sleep(after)
     request = generation_pb2.GenerateRequest(
         tokens=generation_pb2.TokenPrompt(ids=prompt), max_tokens=TOKENS, ignore_end_token=True
@@ -59,7 +59,7 @@ async def measure(stack: Stack, requests: int, bursts: int, within: float) -> No
     print(f"{requests} requests {when}, of {64 + TOKENS} tokens; memory for {MEMORY}, {WAITING} may wait")
     prompts = held_out(requests, tokens=64)
     async with grpc.aio.insecure_channel(stack.address) as channel:
-        call: Any = channel.unary_unary(COMPLETE)  # bytes: what the client does shares the machine's cores
+        call: Any = channel.unary_unary(COMPLETE)  # bytes, to save parsing: the client shares the machine's cores
         await asyncio.gather(*(query(call, prompt) for prompt in prompts[:WAITING]))  # connected and warm
         for _ in range(bursts):
             asking = [

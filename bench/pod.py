@@ -1,4 +1,4 @@
-"""A verifier or a draft as a process, in the variants that benchmarks compare.
+"""Run a verifier or a draft as a process, in the variants that benchmarks compare.
 
     python -m bench.pod verifier --model demo/target [--synchronous] [--step-ms 30]
 

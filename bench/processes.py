@@ -1,4 +1,4 @@
-"""Starting processes, and seeing, in /proc, which there are."""
+"""Helpers that start processes and find them in /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @asynccontextmanager
 async def started(*program: str) -> AsyncIterator[tuple[int, str]]:
-    """A service, `python -m PROGRAM`, until this is left: (its id, the address it is ready at)."""
+    """Run a service, `python -m PROGRAM`, until the context is left; yield (its process id, its address) once ready."""
     process = await create_subprocess_exec(
         sys.executable, "-m", *program, "--stop-with-stdin", stdin=PIPE, stdout=PIPE, start_new_session=True
     )
@@ -29,7 +29,7 @@ async def started(*program: str) -> AsyncIterator[tuple[int, str]]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Live child processes."""
+    """Return the ids of live child processes."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

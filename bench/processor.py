@@ -1,4 +1,4 @@
-"""Who took the processor during a measurement: the subject itself, the ones that should sleep, or strangers."""
+"""Processor time during a measurement: of the system under test, of those that should sleep, and of other processes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-_TICKS = os.sysconf("SC_CLK_TCK")  # a second
+_TICKS = os.sysconf("SC_CLK_TCK")  # per second
 _SAMPLE_SECONDS = 0.5
 
 
 class Watch:
-    """From its making on. Sessions are those of setsid(2): a process and all that it starts. The subject's have
-    names."""
+    """A watch on processor time, from its creation on.
+
+    Sessions are those of setsid(2): a process and all that it starts. Those of the system under test have names."""
 
     def __init__(self, subject: Mapping[str, int], others: Iterable[int]) -> None:
         self._subject, self._others = dict(subject), set(others)
         self._begin = self._now()
 
     def cores(self) -> tuple[dict[str, float], float, float]:
-        """On average so far: (each of the subject's, the others, strangers)."""
+        """Return cores used on average so far: (each named session, the other sessions, all other processes)."""
         subject, before = self._now(), self._begin
         seconds = subject[0] - before[0]
         own, others, all_ = (now - then for now, then in zip(subject[2:], before[2:], strict=True))
@@ -33,14 +34,14 @@ class Watch:
         return (
             time.perf_counter(),
             {name: _processor_seconds({session}) for name, session in self._subject.items()},
-            sum(os.times()[:2]),  # of this process, the subject's client
+            sum(os.times()[:2]),  # of this process, the client
             _processor_seconds(self._others),
             _busy_seconds(),
         )
 
 
 def peak_bytes(session: int) -> int:
-    """Of memory, of all processes of a session that are alive, each at its own time."""
+    """Return the sum of peak memory over a session's live processes, each at its own time."""
     kilobytes = 0
     for process in _members({session}):
         with contextlib.suppress(OSError):
@@ -50,7 +51,7 @@ def peak_bytes(session: int) -> int:
 
 
 def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> None:
-    """Until strangers take less than `cores`, or for `patience` seconds."""
+    """Wait until processes outside these sessions take less than `cores`, or for `patience` seconds."""
     deadline = time.perf_counter() + patience
     sessions = list(sessions)
     while time.perf_counter() < deadline:
@@ -69,7 +70,7 @@ def _processor_seconds(sessions: set[int]) -> float:
 
 
 def _members(sessions: set[int]) -> Iterator[Path]:
-    """Directories of their processes."""
+    """Yield the /proc directories of the sessions' processes."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int(_fields(process)[3]) in sessions:
@@ -77,12 +78,12 @@ def _members(sessions: set[int]) -> Iterator[Path]:
 
 
 def _fields(process: Path) -> list[str]:
-    """From field 3 of its stat on, see proc(5)."""
+    """Return the fields of a process's stat from field 3 on, see proc(5)."""
     return (process / "stat").read_text().rsplit(")", 1)[1].split()
 
 
 def _busy_seconds() -> float:
-    """Of all cores, by anyone, and what a hypervisor took."""
+    """Return busy seconds of all cores, of any process, with what a hypervisor took."""
     user, nice, system, _idle, _wait, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )

@@ -11,7 +11,7 @@ from specdec.local import DEMO
 
 
 def held_out(count: int, tokens: int = 96, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `tokens` token ids each, from random places of held-out files."""
+    """Return `count` prompts of `tokens` token ids each, from random places of held-out files."""
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     generator = random.Random(seed)
     texts = [ids for text in corpus.files(held_out=True) if len(ids := tokenizer.encode(text).ids) > 2 * tokens]

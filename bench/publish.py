@@ -1,4 +1,4 @@
-"""A report: what was measured as JSON, the table that a person reads, a plot."""
+"""Publishing of a report: the measurements as JSON, a table for people, a plot."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 Report = dict[str, Any]
 
 CUT_OFF = "cut_off"
-"""True in a report of a measurement that Ctrl-C has ended: it has what was measured until then."""
+"""Key of a report that is True if Ctrl-C ended the measurement: the report has what was measured until then."""
 
 
 def publish(
     report: Report, out: Path | None, name: str, table: Callable[[Report], str], plot: Callable[[Report, Path], None]
 ) -> None:
-    """Print the table, and write `name`.json, .md and .png into the folder `out`. A report that is cut off says so, and
-    is exit status 130."""
+    """Print the table, and write `name`.json, .md and .png into the folder `out`. A report that was cut off says so and
+    makes the exit status 130."""
     cut_off = report.get(CUT_OFF, False)
     text = ("CUT OFF: this is what was measured until then.\n\n" if cut_off else "") + table(report)
     print(text, end="")
@@ -33,7 +33,7 @@ def publish(
 
 
 def folder(name: str) -> Path:
-    """Of a report, as an option. It is made, and tried, before anything is measured."""
+    """Return the report folder that an option names; it is created, and tried, before anything is measured."""
     out = Path(name)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,14 @@
-"""Does speculation change what texts are like? How varied naive sampling, speculative sampling and contrastive decoding
-are, by n-gram entropy (n = 1 to 3) and distinct-n (n = 1, 2).
+"""Compare the diversity of texts from naive sampling, speculative sampling and contrastive decoding, by n-gram entropy
+(n = 1 to 3) and distinct-n (n = 1, 2): does speculation change what texts are like?
 
     specdec bench quality --out build/quality
     specdec bench quality --target DIR --draft DIR --prompt "Once upon a time" --texts 50
 
 Speculative sampling is the REJECTION rule, with drafts whether or not they pay: it draws other tokens than naive
 sampling, from the same distribution, so its texts must be as varied, within noise. (Under the COUPLED rule they would
-be the same texts.) Contrastive decoding draws nothing: a text a prompt, told as it is. The figures are means over texts
-of the measure within one, so they depend on how long the texts are. Writes quality.json, quality.md and quality.png.
+be the same texts.) Contrastive decoding draws nothing: one text per prompt, without errors. The figures are means over
+texts of the measure within one, so they depend on how long the texts are. Writes quality.json, quality.md and
+quality.png.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PROMPTS = (
     "Stanford is known for",
 )
 AT_ONCE = 8
-"""Samples of one request."""
+"""Samples per request."""
 
 
 def methods(temperature: float, alpha: float) -> dict[str, GenerateOptions]:
@@ -49,7 +50,7 @@ def methods(temperature: float, alpha: float) -> dict[str, GenerateOptions]:
 def query(
     client: Client, prompts: Sequence[str], options: GenerateOptions, texts: int, tokens: int, seed: int, progress: str
 ) -> list[Text]:
-    """So many texts of each prompt; where nothing is drawn, one."""
+    """Return `texts` samples of each prompt; one if nothing is drawn."""
     found = []
     several = bool(options.get("temperature"))
     rounds = [(number, begin) for number in range(len(prompts)) for begin in range(0, texts if several else 1, AT_ONCE)]

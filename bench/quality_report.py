@@ -1,4 +1,4 @@
-"""What `bench.quality` publishes: means with their errors, whether two methods are level, a table, a plot."""
+"""The report of `bench.quality`: means with errors, whether two methods differ, a table, a plot."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ MEASURES: dict[str, Callable[[Sequence[int]], float]] = {
     "distinct 2": partial(distinct, n=2),
 }
 NOISE = 3.0
-"""Standard errors within which two means are level. Five differences of equal methods are all within but once in 75
-runs, if they were independent; they are not, so it is rarer."""
+"""Standard errors within which two means count as equal. If the five differences of equal methods were independent, one
+would exceed this in one run of 75; they are not, so it is rarer."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """One sample, measured."""
+    """The measures of one sample."""
 
     prompt: int
     tokens: int
-    drafted: int  # of its tokens, those that a draft guessed
+    drafted: int  # accepted tokens from the draft
     measures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Mean:
     value: float
-    error: float | None  # standard error, of texts of one prompt; None where there is one text a prompt
+    error: float | None  # standard error, from the texts of one prompt; None with one text per prompt
 
 
 def measured(prompt: int, completion: Completion) -> Text:
@@ -48,7 +48,7 @@ def measured(prompt: int, completion: Completion) -> Text:
 
 
 def mean(texts: Sequence[Text], measure: str) -> Mean:
-    """Over prompts of the mean over texts: prompts differ, and what is compared is sampling."""
+    """Return the mean over prompts of the mean over texts: prompts differ, and sampling is what is compared."""
     by_prompt: dict[int, list[float]] = {}
     for text in texts:
         by_prompt.setdefault(text.prompt, []).append(text.measures[measure])
@@ -60,7 +60,7 @@ def mean(texts: Sequence[Text], measure: str) -> Mean:
 
 
 def difference(one: Mean, other: Mean) -> float | None:
-    """In standard errors; None without them."""
+    """Return the difference in standard errors; None without them."""
     if one.error is None or other.error is None:
         return None
     error = math.hypot(one.error, other.error)
@@ -69,7 +69,7 @@ def difference(one: Mean, other: Mean) -> float | None:
 
 
 def reported(texts: Mapping[str, Sequence[Text]]) -> dict[str, Any]:
-    """What the texts of each method say."""
+    """Return the report on the texts of each method."""
     means = {method: {name: mean(found, name) for name in MEASURES} for method, found in texts.items()}
     apart = {name: difference(means["speculative"][name], means["naive"][name]) for name in MEASURES}
     compared = [abs(value) for value in apart.values() if value is not None]
@@ -89,7 +89,7 @@ def reported(texts: Mapping[str, Sequence[Text]]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the report as Markdown."""
     names = list(MEASURES)
     lines = [
         f"Target: {report['target']}. Draft: {report['draft']}. T = {report['temperature']:g}, alpha = "
@@ -117,7 +117,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """A panel for each kind of measure, a bar for each method."""
+    """Plot a panel for each kind of measure, with a bar for each method."""
     import matplotlib
 
     matplotlib.use("Agg")

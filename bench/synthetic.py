@@ -1,10 +1,10 @@
-"""Speculation at an acceptance that is chosen, for models that say nothing: SYNTHETIC, and labelled so.
+"""Speculation at a chosen acceptance, for models with random weights: SYNTHETIC, and labelled so.
 
-A random-weight model has no draft that knows it. So its own choices are found first, by plain decoding, and then
-decoded again with candidates injected: chains in which each token is what the target chose with probability
-`acceptance`, and something else otherwise; below a wrong one the chain goes on in vain, as a draft's would. The loop
-is the verifier's own (`StepLoop`), with its schedule, its walk and its memory; left out are drafts, messages and
-processes, so that what is seen is the most that the engine lets speculation bring.
+A model with random weights has no draft that predicts it. So plain decoding finds its choices first; then the same
+texts are decoded again with injected candidates: chains in which each token is the target's choice with probability
+`acceptance`, and another token otherwise. Below a wrong token the chain goes on in vain, as a draft's would. The loop
+is the verifier's own (`StepLoop`), with its schedule, tree verification and memory. Drafts, messages and processes are
+left out, so the result is the most that speculation can bring with this engine.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ MAX_OWN_NODES = 256
 
 @dataclass
 class Outcome:
-    """Tokens, seconds and steps are of when all sessions were decoding: every prompt through, no text at its end."""
+    """The result of a run. `tokens`, `seconds` and `steps` cover the time in which all sessions decoded: every prompt
+    computed, no text finished."""
 
     tokens: int
     seconds: float
     steps: int
-    offered: int  # candidates verified, of whole texts
+    offered: int  # candidates verified, over whole texts
     accepted: int
     texts: list[list[int]]
 
@@ -48,7 +49,7 @@ class Outcome:
 
 
 class _Stream:
-    """A session, and the text that it is to write, if that is known."""
+    """A session of the step loop, and the results that were read from it."""
 
     def __init__(self, loop: StepLoop, prompt: Sequence[int], length: int, vocabulary: int, width: int) -> None:
         request = SessionRequest(
@@ -61,7 +62,7 @@ class _Stream:
         self.mail = Mailbox()
         self.tokens: list[int] = []
         self.offered = self.accepted = 0
-        self._read = 0  # verdicts
+        self._read = 0  # verify results read so far
         loop.attach(RunningSession(self.session, self.mail, lambda result, times: (result, times)))
 
     @property
@@ -79,7 +80,7 @@ class _Stream:
         self.session.consumed = self.session.tree.base
 
     def offer(self, text: Sequence[int], acceptance: float, width: int, vocabulary: int, dice: random.Random) -> None:
-        """A chain of `width` below what is committed."""
+        """Send a chain of `width` candidates below the committed text."""
         chain = candidates(text[len(self.tokens) :][:width], acceptance, vocabulary, dice)
         if chain:
             scores = [math.log(acceptance)] * len(chain)
@@ -87,7 +88,7 @@ class _Stream:
 
 
 def candidates(right: Sequence[int], acceptance: float, vocabulary: int, dice: random.Random) -> list[int]:
-    """Each the right one with this probability, else another one."""
+    """Return candidates: each is the right token with probability `acceptance`, else another one."""
     return [
         token if dice.random() < acceptance else (token + 1 + dice.randrange(vocabulary - 1)) % vocabulary
         for token in right
@@ -105,7 +106,7 @@ def decode(
     seed: int = 0,
     cost: StepLatency | None = None,
 ) -> Outcome:
-    """`length` tokens behind each prompt; with `width` candidates a session and step taken from `texts`."""
+    """Decode `length` tokens after each prompt, with `width` candidates per session and step made from `texts`."""
     loop = StepLoop(engine, latency=cost)
     dice = random.Random(seed)
     streams = [_Stream(loop, prompt, length, engine.vocabulary, width) for prompt in prompts]
@@ -139,9 +140,9 @@ def decode(
 def measure(
     engine: Engine, *, acceptance: float, widths: Sequence[int], sessions: int, prompt: int, length: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Tokens a second plainly, then with chains of each width, in turns; the median of the rounds."""
+    """Return median tokens a second over rounds, plain and with chains of each width, measured in turns."""
     prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
-    cost = StepLatency.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops go on correcting it
+    cost = StepLatency.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops keep correcting it
     texts = decode(engine, prompts, length, cost=cost).texts
     drafted_steps: dict[int, list[Outcome]] = {}
     for number in range(rounds):

@@ -1,8 +1,8 @@
-"""Prompts of several kinds, from text that the demo pair has not seen: the source files that were held out.
+"""Prompts of several kinds, from text that the demo pair has not seen: the held-out source files.
 
-Code is the middle of a file. Prose is what docstrings say. Editing shows a piece of code and the beginning of the same
-with one name changed, as an assistant writes it that is asked for a small correction. Chat has questions of what
-functions do, with answers, and a new question. Mixed has them by turns.
+Code prompts are the middle of a file; prose prompts are docstrings. Editing prompts show a piece of code and then its
+beginning again with one name changed, as an assistant writes that is asked for a small correction. Chat prompts have
+questions about what functions do, with answers, and a new question. Mixed takes these kinds in turn.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from demo import corpus
 
 MIXED = "mixed"
 SHOWN = 0.6
-"""Part of an editing prompt that the code takes before it is written anew."""
+"""Fraction of an editing prompt that the original code takes."""
 
 
 def prompts(kind: str, count: int, tokens: int, tokenizer: Path, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `tokens` token ids each."""
+    """Return `count` prompts of `tokens` token ids each."""
     encode = Tokenizer.from_file(str(tokenizer)).encode
     kinds = cycle(KINDS) if kind == MIXED else cycle([kind])
     generator = random.Random(f"{kind} {seed}")
@@ -92,7 +92,7 @@ def _files() -> list[str]:
 
 @cache
 def _documented() -> list[tuple[str, str]]:
-    """(name, docstring) of what has one worth reading."""
+    """Return (name, docstring) of definitions with a docstring worth reading."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     nodes = (node for text in _files() for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
     documented = ((node.name, ast.get_docstring(node)) for node in nodes)

@@ -1,9 +1,10 @@
-"""A model directory of the Llama kind as one GGUF file, which is what llama.cpp reads.
+"""Convert a Llama model directory to one GGUF file, which is what llama.cpp reads.
 
     python -m bench.to_gguf demo/target build/target.gguf
 
-llama.cpp's own converter knows many architectures and, by name, their tokenizers; a tokenizer of one's own it refuses.
-This one knows Llama with a byte-level BPE, all that the demo pair needs. Weights keep their type unless told otherwise.
+llama.cpp's own converter knows many architectures and, by name, their tokenizers; it refuses a custom tokenizer.
+This one knows Llama with a byte-level BPE, all that the demo pair needs. Weights keep their type unless another is
+given.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_
 
 
 def convert(directory: Path, file: Path, dtype: str | None = None) -> None:
-    """Write the file. Raises ValueError for a model of another kind."""
+    """Write the GGUF file; ValueError for a model of another kind."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama":
         raise ValueError(f"{directory}: is a {config['model_type']}, must be a llama")
@@ -73,7 +74,7 @@ def _name(module: str) -> str:
 
 
 def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of every head by turns from its halves: llama.cpp rotates neighbours, transformers the halves."""
+    """Return the weight with each head's halves interleaved: llama.cpp rotates neighbours, transformers the halves."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 

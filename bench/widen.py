@@ -1,10 +1,10 @@
-"""A model that says the same and costs more: a stand-in for a larger one, for measurements of speed.
+"""Widen a model: a copy with the same outputs and a higher cost, to stand in for a larger one in speed measurements.
 
     python -m bench.widen --source demo/target --out build/widened-60m --parameters 60M
 
 Units are added to every MLP whose input weights are small random numbers and whose output weights are
-zero. What they compute is multiplied by zero, so the logits stay what they were, up to the order of a
-sum's terms; but each forward pass reads and multiplies all of it. A small model is bound by everything
+zero. Their outputs are multiplied by zero, so the logits stay the same, up to the order of a sum's
+terms; but each forward pass reads and multiplies all of it. A small model is bound by everything
 but memory; a widened one is bound by memory, as real targets are.
 
 The copy is labelled, in its README.md and in its config.json: it is no better than its source.
@@ -23,18 +23,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LABEL = "widened"
-"""The key of config.json that tells a widened model, and of what and by how much."""
+"""Key of config.json that marks a widened model, with its source and sizes."""
 MULTIPLE = 64  # of the intermediate size, as real ones are: kernels work in blocks
 SPREAD = 0.01  # of the added input weights
 _INPUTS, _OUTPUT = ("gate_proj", "up_proj"), "down_proj"
 
 
 class WidenError(Exception):
-    """This model cannot be widened so; one line for a person."""
+    """The model cannot be widened so; the message is one line for a person."""
 
 
 def parameter_count(text: str) -> int:
-    """ "60M", "1.5B" or a plain number."""
+    """Return the number of parameters in "60M", "1.5B" or a plain number."""
     factor = {"M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
     return round(float(text[:-1] if factor > 1 else text) * factor)
 
@@ -82,7 +82,7 @@ def widen(source: Path, out: Path, parameters: int) -> dict[str, Any]:
 
 
 def _padded(weight: torch.Tensor, tiles: int, generator: torch.Generator, *, zeros: bool) -> torch.Tensor:
-    """With `tiles` more columns of zeros, or rows of small random numbers."""
+    """Return the weight with `tiles` more tiles: columns of zeros, or rows of small random numbers."""
     if zeros:
         return torch.cat([weight, weight.new_zeros(len(weight), tiles)], dim=1)
     rows = SPREAD * torch.randn(tiles, weight.shape[1], generator=generator)

@@ -1,11 +1,11 @@
-"""Bytes on the wire for each committed token, by rule and direction, and how often what follows was foreseen.
+"""Measure bytes on the wire per committed token, by rule and direction, and how often a step's outcome was foreseen.
 
     python -m bench.wire
 
-The services with the demo pair, one stream at a time, speculation always on (or, with `--speculation draft`, where it
-pays), through a proxy that counts what passes it, HTTP/2's frames included. With `--step-ms` the target's steps last as
-long as a larger one's (`bench.long_steps`). An outcome is foreseen if candidates for what follows it lay at the
-verifier when the step that brought it was over: the next one then starts at once, whatever the network takes.
+The services run the demo pair, one stream at a time, speculation always on (or, with `--speculation draft`, where it
+pays), through a proxy that counts all bytes, HTTP/2's frames included. With `--step-ms` the target's steps last as long
+as a larger one's (`bench.long_steps`). An outcome is foreseen if candidates below it were at the verifier when its step
+ended: the next step then starts at once, whatever the network takes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS: list[tuple[Rule, float]] = [
 
 @dataclass(frozen=True)
 class Count:
-    """What has been counted so far. Bytes; steps and tokens are of all sessions."""
+    """Counters so far: bytes, and steps and tokens of all sessions."""
 
     to_verifier: int
     from_verifier: int

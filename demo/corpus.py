@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HELD_OUT_ONE_IN = 40
-# Tables and data in Python clothing: they teach a language model nothing about code.
+# Tables and data in the form of Python files: they teach a language model nothing about code.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "__pycache__", "bad_coding", "data"}
 LARGEST_FILE_BYTES = 200_000
 
@@ -31,7 +31,7 @@ def _held_out(relative: Path) -> bool:
 
 
 def files(*, held_out: bool) -> list[str]:
-    """The texts of one side of the split, in path order; files that are not UTF-8 are left out."""
+    """Return the texts of one side of the split, in path order; files that are not UTF-8 are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
     for relative in _paths():

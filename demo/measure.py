@@ -4,7 +4,7 @@
 
 Acceptance is counted on the target's own continuations of held-out prompts, the text a draft meets when
 it serves: how often the target's choice is among the draft's first one, two or three, both choosing by the
-choice rule with the same noise.
+COUPLED rule with the same noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 96, 128
 
 @dataclass(frozen=True)
 class Acceptance:
-    """At one temperature: within the first 1, 2, 3 of the draft, and the bound 1 - TV(p, q)."""
+    """Acceptance at one temperature: within the first 1, 2, 3 of the draft, and the bound 1 - TV(p, q)."""
 
     temperature: float
     first: float

@@ -73,7 +73,7 @@ def train_tokenizer() -> None:
 
 
 def encoded(*, held_out: bool) -> torch.Tensor:
-    """All texts of one side as one int64 row, an end-of-text token after each file."""
+    """Return all texts of one side as one int64 row, with an end-of-text token after each file."""
     tokenizer = Tokenizer.from_file(str(HOME / "target" / "tokenizer.json"))
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(corpus.files(held_out=held_out)):
@@ -139,7 +139,7 @@ def random_rows(ids: torch.Tensor, rows: int, length: int, generator: torch.Gene
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, ids: torch.Tensor, device: str) -> float:
-    """Nats a token over the first 64 held-out windows of 512 tokens."""
+    """Return the loss in nats a token over the first 64 held-out windows of 512 tokens."""
     rows = ids[: 64 * 512].view(-1, 512)
     losses = []
     for batch in torch.split(rows, 8):
@@ -178,7 +178,7 @@ def train_target(minutes: float, device: str, rows: int, length: int) -> None:
 def continuations(
     target: LlamaForCausalLM, train: torch.Tensor, device: str, minutes: float, seed: int
 ) -> torch.Tensor:
-    """What the target writes after 64 tokens of corpus: rows [*, 256], half greedy, half at T = 0.8."""
+    """Return the target's continuations of 64 tokens of corpus: rows [*, 256], half greedy, half at T = 0.8."""
     generator = torch.Generator().manual_seed(seed)
     written: list[torch.Tensor] = []
     start = time.monotonic()

@@ -1,1 +1,1 @@
-"""The draft: a small model that grows a tree of guesses ahead of the target."""
+"""The draft service: a small model that expands a tree of candidates ahead of the target."""

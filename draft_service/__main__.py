@@ -49,7 +49,7 @@ def main(
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
 ) -> None:
-    """Serve a draft model: guess ahead of the target."""
+    """Serve a draft model, which proposes candidates ahead of the target."""
     share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
@@ -57,7 +57,7 @@ def main(
         directory = ModelDirectory(model)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype, device=device)
         limits = Limits(max_sessions=max_sessions)
-        # A session's memory holds its text and its nodes.
+        # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         nodes = expansion_width.measured(loaded, limits.defaults.max_branches)
         log.info("breadth", nodes_of_a_session_in_a_step=nodes)

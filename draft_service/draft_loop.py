@@ -1,7 +1,7 @@
-"""The growth loop: expand the most promising nodes of all sessions in one forward pass, push, again.
+"""The draft loop: expands the most probable nodes of all sessions in one forward pass, sends candidates, and repeats.
 
-It runs in its own thread and owns every session. A commit takes effect between two steps; when no session
-has anything worth guessing, the loop sleeps.
+It runs in its own thread and owns every session. A commit takes effect between two steps; while no session has a node
+worth computing, the loop sleeps.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from specdec.serving.engine_worker import EngineWorker
 log = structlog.get_logger()
 
 STEP_SMOOTHING = 0.1
+"""Weight of the latest step in the moving average of step seconds."""
 
 READER_WAIT_SECONDS = 0.25
-"""Until a session whose reader is far behind is looked at again."""
+"""Seconds until the loop looks again at a session whose reader is far behind."""
 
 
 @dataclass
 class RunningSession:
-    """A session and where its extensions go. `emit` is called from the loop's thread, must not block."""
+    """A session and where its extensions go. `emit` is called in the loop's thread and must not block."""
 
     session: Session
     emit: Callable[[Extension], None]
@@ -38,8 +39,10 @@ class RunningSession:
 
 
 class DraftLoop(EngineWorker[Session]):
-    """`rows`: nodes read in one step, over all sessions; `rows_per_session` of one session at most;
-    `prompt_budget`: tokens of text read in one step, over all sessions."""
+    """The worker that steps all draft sessions with one engine.
+
+    One step computes at most `rows` nodes over all sessions, at most `rows_per_session` of one session, and at most
+    `prompt_budget` tokens of committed text over all sessions."""
 
     def __init__(self, engine: Engine, *, rows: int = 16, rows_per_session: int = 4, prompt_budget: int = 512) -> None:
         super().__init__("growth-loop", engine)
@@ -98,7 +101,7 @@ class DraftLoop(EngineWorker[Session]):
         return None if wake is None else max(0.0, wake - now)
 
     def _step(self, runnable: list[RunningSession]) -> None:
-        """Of sessions with something worth reading, best first."""
+        """Run one step for sessions with something worth computing, best first."""
         packer = self._engine.packer()
         rows, prompt_budget = self._rows, self._prompt_budget
         share = max(1, min(self._rows_per_session, rows // len(runnable)))
@@ -114,7 +117,7 @@ class DraftLoop(EngineWorker[Session]):
                     planned.append(entry)
                     rows -= session.plan_nodes(packer, min(share, rows))
             logits = self._engine.forward(packer.pack())
-        except Exception as error:  # nothing of the step counts; its sessions are tried again
+        except Exception as error:  # the whole step is void; its sessions are tried again
             for entry in planned:
                 entry.session.undo_step()
             self.step_failed([entry.session for entry in planned], np.asarray(packer.slots, dtype=np.int64), error)
@@ -124,12 +127,12 @@ class DraftLoop(EngineWorker[Session]):
             self._retry.forget(entry.session)
             try:
                 entry.session.expand(logits)
-            except Exception as error:  # one session's trouble is not the others'
+            except Exception as error:  # one session's error does not end the others
                 log.error("session_failed", exc_info=error)
                 self.end_session(entry.session, error)
 
     def _send(self, now: float) -> float | None:
-        """Push what is due; when the next push will be."""
+        """Send what is due; return the time of the next send, None if none is planned."""
         wake: float | None = None
         for entry in self._sessions.values():
             session = entry.session

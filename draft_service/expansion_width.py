@@ -1,8 +1,8 @@
-"""How many nodes of a session are worth reading together.
+"""Expansion width: the number of nodes of a session that are worth computing together, measured at start.
 
-Whoever reads the best node first and looks again reads the fewest; whoever reads many at once has the deeper and
-broader tree in time, since a step over a few rows takes an accelerator about as long as one over one. So it is
-measured.
+A draft that computes only the best node before it looks again computes the fewest nodes. One that computes many at once
+has a deeper and wider tree sooner, since an accelerator's step over a few rows takes about as long as over
+one. So the width is measured.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv.slots import Slots
 
 WIDTHS = (4, 8, 16)
-"""The first is taken however long it takes."""
+"""Widths that are tried, ascending; the first is allowed however long its step takes."""
 
 MAX_SLOWDOWN = 1.25
-"""Times as long as over the least breadth: so much may a step over more take."""
+"""Most time that a step over a larger width may take, in multiples of a step over the least width."""
 
 TEXT = 32
-"""Tokens that every row sees."""
+"""Number of text tokens that every measured row sees."""
 
 REPEATS = 10
 
 SAMPLED = RequestSampler(Sampling(temperature=1.0))
-"""Asks more of a row than one that is greedy."""
+"""The sampler of the measurement: it costs more per row than a greedy one."""
 
 
 def measured(engine: Engine, branches: int) -> int:
-    """Run the engine over its first slots, which must be nobody's yet, and pick so many children of every row."""
+    """Return the measured width. The measurement runs the engine over its first slots, which no session may have yet,
+    and picks `branches` children of every row."""
 
     def seconds(rows: int) -> float:
         packer = engine.packer()
@@ -44,18 +45,18 @@ def measured(engine: Engine, branches: int) -> int:
             SAMPLED.draft_candidates(row, TEXT, None, (), branches)
         return time.perf_counter() - start
 
-    rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # a slow spell falls on all alike
+    rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # interleaved: a slow spell hits all alike
     return widest(dict(zip(WIDTHS, map(min, *rounds), strict=True)).__getitem__)
 
 
 def widest(seconds: Callable[[int], float]) -> int:
-    """Of the BREADTHS, when a step over so many rows takes so many seconds."""
+    """Return the largest of WIDTHS within MAX_SLOWDOWN; `seconds` gives the time of a step over so many rows."""
     limit = MAX_SLOWDOWN * seconds(WIDTHS[0])
     return max(width for width in WIDTHS if seconds(width) <= limit)
 
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:
-    """Pack so many nodes below one text, which has the slots that they leave; all of them are wanted."""
+    """Pack `rows` sibling nodes below one text and want their logits; the text has the other slots."""
     text = len(slots) - rows
     nodes = [packer.add_row(1 + row, text, int(slots[text + row])) for row in range(rows)]
     visible = np.concatenate([np.ones((rows, text), dtype=bool), np.eye(rows, dtype=bool)], axis=1)

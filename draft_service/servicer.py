@@ -1,4 +1,4 @@
-"""DraftService: between gRPC streams and the growth loop."""
+"""The DraftService servicer: connects gRPC streams with the draft loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may ask for; defaults where it asks for nothing."""
+    """Limits on what a session may ask for, and the defaults where it asks for nothing."""
 
     defaults: ExpansionPolicy = field(default_factory=ExpansionPolicy)
     max_nodes: int = 256
@@ -92,7 +92,7 @@ class DraftServicer(
         return False  # the caller ends a draft session
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
-        """A policy within this pod's limits, with at most as many nodes as there is memory for."""
+        """Return a policy within this pod's limits, with at most `most_nodes` nodes, for which there is memory."""
         limits, defaults = self._limits, self._limits.defaults
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
@@ -105,9 +105,10 @@ class DraftServicer(
         )
 
     def parse(self, request: draft_pb2.DraftRequest) -> Session:
-        """Every value is checked, whoever sent it."""
+        """Return the session that an `open` asks for; InvalidRequestError if a value is invalid. All are
+        checked, whoever sent them."""
         message = request.open
-        # Neither model knows tokens that the other cannot name: this one would guess what the target drops.
+        # Only tokens that both models know are used: the target would drop others.
         own, context = self._identity.vocabulary_size, self._identity.context_tokens
         vocabulary = min(own, message.vocabulary_size or own)
         if violations := open_size_violations(message, own, context):
@@ -120,7 +121,7 @@ class DraftServicer(
         violations += _policy_violations(message.policy)
         if violations:
             raise InvalidRequestError(violations)
-        end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never guessed
+        end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never proposed
         wanted = SessionRequest(
             prompt,
             generated,

@@ -1,4 +1,4 @@
-"""One session at the draft: its text, its growing tree, and the memory of both."""
+"""A session at the draft: its text, its token tree, and the memory of both."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from specdec.engine.batch import Packer
 from specdec.engine.kv.slots import Slots
 
 DISTRIBUTIONS_A_MESSAGE = 4
-"""Whole distributions in a message, about: one over a vocabulary of 128,000 tokens takes a quarter of a megabyte."""
+"""Whole distributions in a message, about: over a vocabulary of 128,000 tokens each takes a quarter of a megabyte."""
 
 PAUSED_LAG_TOKENS = 512
-"""Tokens that a draft at rest leaves unread: short texts cost its neighbours nothing, and whenever it is wanted again
-it has caught up in a step."""
+"""Most committed tokens that a paused draft leaves pending: short texts cost other sessions nothing, and when it is
+wanted again it catches up in one step."""
 
 MIN_PROBABILITY = 0.002
-"""Probability, from which on a node is read at all."""
+"""Least path probability at which a node is computed."""
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
-"""A child that is less likely than this below its parent will not be read even once the text has come to it."""
+"""Logprob below which a child is not added (but for a node's first): it would not be computed even with its parent as
+the root."""
 
 SEND_FACTOR = 3.0
-"""In least reaches. What is grown ahead of need lies mostly where the text will not go: it is sent once the text has
-come so near. That halves the bytes, at no cost in tokens a second (`python -m bench.simulate`)."""
+"""Least path probability at which a node is sent, in multiples of the least at which one is computed.
+
+Most of what is expanded early lies where the text will not go, so it is sent only once the text has come this near.
+That halves the bytes, at no cost in tokens a second (`python -m bench.simulate`)."""
 
 
 class Extension(NamedTuple):
-    """New candidates below the committed text of `base` tokens, which has been known for `held` seconds; 0: for longer
-    than that."""
+    """New candidates below the committed text of `base` tokens, which the draft has known for `held` seconds; 0 if the
+    send timer has seen no commit yet."""
 
     base: int
     paths: Paths
@@ -51,12 +54,12 @@ class Extension(NamedTuple):
 class ExpansionPolicy:
     """A validated DraftPolicy."""
 
-    max_nodes: int = 256  # so many offered to the verifier at most, and so many read
+    max_nodes: int = 256  # most nodes offered to the verifier, and most computed
     max_depth: int = 64
     max_branches: int = 5
     min_path_probability: float = MIN_PROBABILITY
-    extend_interval: float = 0.0  # seconds
-    round_trip: float = 0.0  # seconds; 0: unknown
+    extend_interval: float = 0.0  # least seconds between two messages
+    round_trip: float = 0.0  # seconds from verifier to draft and back; 0: unknown
     paused: bool = False  # nothing is to be done but to keep up, more or less
 
     @property
@@ -68,7 +71,7 @@ class ExpansionPolicy:
 
     @property
     def min_sent_logprob(self) -> float:
-        """Log-probability, from which on a node is sent."""
+        """Least path logprob at which a node is sent."""
         return self.min_logprob + math.log(SEND_FACTOR)
 
 
@@ -85,12 +88,12 @@ class SessionRequest:
 
 
 class Session:
-    """Owned by the draft loop's thread.
+    """A draft session, owned by the draft loop's thread.
 
-    A node's `state` is its slot of key/value memory once the model has read it, None before; its
-    children exist only after that, and are all kept: what is hopeless now is likely once the text has come near,
-    and its parent is not read again. `prefix` are the slots of the committed text as far as it is read;
-    when a commit follows the tree, the nodes' slots become the prefix's: nothing is copied.
+    A node's `state` is its slot in the KV cache once it is computed, None before. Its children exist only after that,
+    and all are kept: one that is improbable now may be likely once the text has come near, and its parent is not
+    computed again. `prefix` holds the slots of the committed text as far as it is computed; when a commit follows the
+    tree, the nodes' slots become the prefix's: nothing is copied.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Session:
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
-        self._calibration = calibration  # shared with the sessions that it also fits
+        self._calibration = calibration  # shared with sessions of one rule and about one temperature
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.penalty_state = (
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
@@ -111,21 +114,21 @@ class Session:
         self.unsent: list[Node] = []
         self.unsent_distributions: list[Node] = []  # nodes whose distribution over their children is to be sent
         self._frontier = Frontier()  # nodes that may have children
-        self._too_deep: list[tuple[float, Node]] = []  # of them, as long as root and policy stay
-        self._held_back = Frontier()  # not worth a message until the text has come nearer
+        self._too_deep: list[tuple[float, Node]] = []  # taken from the frontier until root or policy change
+        self._held_back = Frontier()  # nodes not sent until the text has come nearer
         self.send_timer = SendTimer()
         self._free: list[int] = []
-        self._planned: list[tuple[Node, int]] = []  # (node, index among the results)
-        self._computed = 0  # tokens of the prefix before the step that is planned
-        self._computing: list[Node] = []  # nodes that it reads
+        self._planned: list[tuple[Node, int]] = []  # (node, index of its row among the step's logits)
+        self._computed = 0  # tokens of the prefix before the planned step
+        self._computing: list[Node] = []  # nodes that the planned step computes
 
     def allocate(self, slots: Slots) -> None:
-        """Take possession of memory, enough for the text and every node."""
+        """Take the session's slots, enough for the text and every node."""
         self.slots = slots
         self._free = slots.tolist()
 
     def undo_step(self) -> None:
-        """Take back what was planned for a step that has failed: it counts as not read."""
+        """Undo the plan of a step that has failed: its text and nodes are pending again."""
         self._free += self.prefix[self._computed :]
         del self.prefix[self._computed :]
         for node in self._computing:
@@ -137,17 +140,17 @@ class Session:
 
     @property
     def _required(self) -> bool:
-        """Whether no token can be chosen without what this session says."""
+        """True if the verifier can choose no token without this session's distributions."""
         return self.request.sampler.rule is Rule.CONTRASTIVE
 
-    # --- what the verifier said --------------------------------------------------------------------
+    # --- commits from the verifier -----------------------------------------------------------------
 
     def commit(self, base: int, tokens: list[int]) -> None:
-        """Re-root at the new text; what contradicts it is dropped, memory and all.
+        """Append committed tokens and move the root; nodes that contradict them are dropped, and their slots freed.
 
-        A commit that overlaps what is known is cut to its news; ValueError if it leaves a gap, contradicts
-        the committed text, names a token this model does not have, or leaves this model behind where the
-        session cannot do without it.
+        Tokens that are known already are skipped. ValueError if the commit leaves a gap, contradicts the committed
+        text, has a token that this model does not know, or exceeds this model's context in a session that cannot do
+        without it (CONTRASTIVE).
         """
         tree = self.tree
         known = tree.base - base
@@ -180,13 +183,13 @@ class Session:
         self.unsent = [n for n in self.unsent if n in alive]
         self.unsent_distributions = [n for n in self.unsent_distributions if n is tree.root or n in alive]
         if self._required and tree.root.distribution is not None and tree.root not in self.unsent_distributions:
-            self.unsent_distributions.append(tree.root)  # it may have been dropped where there was no room for its node
+            self.unsent_distributions.append(tree.root)  # the verifier may have dropped it, having no room for its node
         self._release()
         kept = {*(n.state for n in alive), *self.prefix[base:]}
         self._free += [slot for slot in held - kept if isinstance(slot, int)]
 
     def _learn(self, tokens: list[int]) -> None:
-        """How often is the target's choice a child, and which? Offered or not, each verdict tells."""
+        """Calibrate by which children, if any, the committed tokens are, whether or not they were sent."""
         node: Node | None = self.tree.root
         for depth, token in enumerate(tokens):
             if node is None or not node.children:
@@ -196,16 +199,16 @@ class Session:
             self._calibration.learn(depth, taken, [child.logprob for child in node.children.values()])
             node = node.children.get(token)
 
-    # --- growing -----------------------------------------------------------------------------------
+    # --- expansion ---------------------------------------------------------------------------------
 
     @property
     def pending_text(self) -> int:
-        """Committed tokens to be read before anything can be guessed."""
+        """Committed tokens that must be computed before anything can be proposed."""
         return self.tree.base - len(self.prefix)
 
     def best_logprob(self) -> float:
-        """Log-reach of the best node that is worth reading: 0 while there is text to be read, -inf if there is none.
-        What is too deep for now is put aside."""
+        """Return the path logprob of the best node that is worth computing: 0 while text is pending, -inf if there is
+        none. Nodes that are too deep for now are put aside."""
         policy, tree = self.policy, self.tree
         if tree.base >= self.end:
             return -math.inf  # the text is over, or past what this model can hold
@@ -222,17 +225,17 @@ class Session:
 
     @property
     def _full(self) -> bool:
-        """Whether there is no memory for another node, or no credit for what it would bring."""
+        """True if `max_nodes` nodes are computed, so that there is no memory for more, or offered already."""
         read = len(self.slots) - len(self._free) - len(self.prefix)
         return max(read, self._offered) >= self.policy.max_nodes
 
     @property
     def _offered(self) -> int:
-        """Nodes that were sent, or are about to be."""
+        """Number of nodes that were sent or are about to be."""
         return self.tree.size - len(self._held_back)
 
     def _restore_deep(self) -> None:
-        """Depths are about to change, or how much of it is wanted."""
+        """Put nodes that were too deep back on the frontier, since depths or the policy change."""
         for path_logprob, node in self._too_deep:
             self._frontier.add(path_logprob, node)
         self._too_deep.clear()
@@ -244,7 +247,8 @@ class Session:
         return node.position < self.end - 1 and node.token not in self.request.end_tokens
 
     def plan_text(self, packer: Packer, budget: int) -> int:
-        """Catching up, after a correction or at the start: one chain of at most `budget` rows; how many."""
+        """Plan to compute pending text, at the start or after a correction: one chain of at most `budget` rows. Return
+        the number of rows."""
         start = self._computed = len(self.prefix)
         text = self.tree.committed[start : start + budget]
         slots = [self._free.pop() for _ in text]
@@ -256,9 +260,10 @@ class Session:
         return len(text)
 
     def plan_nodes(self, packer: Packer, most: int) -> int:
-        """The nodes most worth reading, `most` at most; how many.
+        """Plan to compute the most probable pending nodes, `most` at most; return how many.
 
-        One lane: the prefix, the nodes' ancestors, the nodes; a mask says who sees whom."""
+        They are one tree of the packer: its keys are the prefix, the nodes' ancestors and the nodes; a mask has what
+        each row sees."""
         self._computed, chosen = len(self.prefix), self._computing
         while len(chosen) < most and self.best_logprob() > -math.inf:
             _, node = self._frontier.take()
@@ -290,7 +295,7 @@ class Session:
         return len(chosen)
 
     def expand(self, logits: NDArray[np.float32]) -> None:
-        """Give the nodes just read children, by the request's rule. A broken row of logits gives none."""
+        """Give the nodes just computed children, by the request's rule. A broken row of logits gives none."""
         for node, index in self._planned:
             row = logits[index, : self.vocabulary]
             if abs(row.max()) < MAX_ABS_LOGIT:
@@ -306,7 +311,8 @@ class Session:
         self._computing, self._planned = [], []
 
     def _sample(self, node: Node, logits: NDArray[np.float32], query: SamplingQuery) -> None:
-        """One child, drawn. Whether there is one must not depend on which it is, so nothing is asked of it."""
+        """Add one child, drawn from the draft distribution. Whether it is added must not depend on which token it is,
+        so the token is not looked at."""
         proposal = rejection.propose(logits, query)
         if proposal is None:
             return
@@ -316,7 +322,7 @@ class Session:
         self._add_child(node, token, logprob, node.path_logprob() + logprob)
 
     def _branch(self, node: Node, logits: NDArray[np.float32], query: SamplingQuery) -> None:
-        """The likeliest children."""
+        """Add the likeliest children."""
         policy, sampler = self.policy, self.request.sampler
         if sampler.rule is Rule.CONTRASTIVE:
             node.distribution = contrastive.amateur_distribution(logits, sampler.contrast)
@@ -334,7 +340,8 @@ class Session:
     # --- sending -----------------------------------------------------------------------------------
 
     def _add_child(self, parent: Node, token: int, logprob: float, path_logprob: float) -> None:
-        """Make a child of this reach, to be sent and read as far as it is worth it."""
+        """Add a child of this path logprob; send it now or hold it back, and put it on the frontier if it may have
+        children."""
         child = self.tree.add(parent, token, logprob)
         if child is None:
             return
@@ -346,8 +353,8 @@ class Session:
             self._held_back.add(path_logprob, child)
 
     def _offer(self, node: Node) -> None:
-        """Into the next message. A draw goes together with what it was drawn from (REJECTION), and a node that has been
-        read with the distribution below it (CONTRASTIVE)."""
+        """Put a node into the next message. With it goes the distribution that it was drawn from (REJECTION), or the
+        one over its children if it is computed (CONTRASTIVE)."""
         self.unsent.append(node)
         if self.request.sampler.rule is Rule.REJECTION:
             assert node.parent is not None
@@ -356,32 +363,34 @@ class Session:
             self.unsent_distributions.append(node)
 
     def _worth_sending(self, path_logprob: float, node: Node) -> bool:
-        """Whether it is near enough, and there is credit for it, itself included. The likeliest next token always is:
-        else a verifier would wait for nothing."""
+        """Return True if the node is probable enough and, itself included, at most `max_nodes` are offered.
+
+        The likeliest next token is always sent: else a verifier would wait for nothing."""
         near = path_logprob >= self.policy.min_sent_logprob and self._offered <= self.policy.max_nodes
         return near or node is self._likeliest
 
     @property
     def _likeliest(self) -> Node | None:
-        """Next token."""
+        """The likeliest next token: the root's first child."""
         return next(iter(self.tree.root.children.values()), None)
 
     def _release(self) -> None:
-        """The text has come nearer, or less is worth it now."""
+        """Send held-back nodes that are worth it now: the text has come nearer, or the policy has changed."""
         kept, policy = self._held_back, self.policy
         while kept:
-            path_logprob, node = kept.best()  # the likeliest next token, if that is among them
+            path_logprob, node = kept.best()  # the likeliest next token comes first if it is held back
             near = path_logprob >= policy.min_sent_logprob and self._offered < policy.max_nodes
             if not near and node is not self._likeliest:
                 break
             self._offer(kept.take()[1])
 
     def send_at(self, step: float) -> float:
-        """The moment from which on what is new is to be sent, perhaps long past; `step`: seconds of a draft's step.
+        """Return the moment from which on unsent nodes are due, perhaps long past; `step`: seconds of a draft's step.
 
-        The distribution of the next token is needed at once: without it nothing can be chosen (CONTRASTIVE), or a draw
-        comes after the choice at its place and is lost (REJECTION). Nor do whole ones wait (CONTRASTIVE). Draws do,
-        however many there are: an end token is the last of its chain, and when it is sent must not tell of it."""
+        The distribution of the next token is sent at once: without it no token can be chosen (CONTRASTIVE), or a draw
+        arrives after the choice at its position and is lost (REJECTION). A message's worth of whole distributions does
+        not wait either (CONTRASTIVE). Draws wait, however many there are: an end token is the last of its chain, and
+        the time at which it is sent must not depend on it."""
         if not self.has_unsent:
             return math.inf
         if self.tree.root in self.unsent_distributions or (
@@ -394,30 +403,30 @@ class Session:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is anything to send."""
+        """True if there is anything to send."""
         return bool(self.unsent or self.unsent_distributions)
 
     def committed_at(self, now: float) -> None:
-        """A commit came at that time."""
+        """Note that a commit came at this time."""
         self.send_timer.committed(now, unsent=self.has_unsent)
 
     def take_unsent(self, now: float) -> Extension:
-        """What was not sent yet."""
+        """Return everything unsent as one extension, and count it as sent."""
         paths = spell(self.unsent, self.unsent_distributions)
         self.unsent, self.unsent_distributions = [], []
         self.send_timer.sent(now)
         return Extension(self.tree.base, paths, self.send_timer.base_age(now))
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
-        """Grow by another policy from now on."""
+        """Expand by another policy from now on."""
         if self.policy.paused and not policy.paused:
-            self.send_timer = SendTimer()  # meanwhile it heard of many commits at once
+            self.send_timer = SendTimer()  # while paused, many commits came at once
         self.policy = policy
         self._restore_deep()
         self._release()
 
     def resend(self) -> None:
-        """Everything counts as unsent, and nothing is known of how this verifier steps."""
+        """Count all nodes as unsent, and forget the pace of commits: this verifier may step at another."""
         self.unsent, self.unsent_distributions = [], []
         self._held_back.clear()
         for path_logprob, node in self.tree.by_path_logprob():

@@ -1,10 +1,10 @@
-"""How the benchmark talks to a peer: one line of JSON in, one out, for as long as stdin is open.
+"""The protocol between benchmark and peer: one line of JSON in, one out, for as long as stdin is open.
 
-A peer first says hello, {"versions": {...}, "flags": {...}}, once its model is loaded, or says why it
+Once its model is loaded, a peer first writes hello, {"versions": {...}, "flags": {...}}, or why it
 cannot serve, {"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t, "how": "..."}
 with {"seconds": s, "arrivals": [[[s, n]...]...], "steps": n}, or with {"error": "..."}. Arrivals are, for each prompt,
-seconds since it was asked and how many tokens came then. Steps are those of the target, added up over all prompts, or
-null where nobody counts them.
+seconds since it was sent and how many tokens came then. Steps are those of the target, summed over all prompts, or null
+if they are not counted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Request:
     prompts: list[list[int]]
     max_tokens: int
     temperature: float
-    how: str  # which of its ways, where a peer has several
+    how: str  # the mode, if the peer has several
 
 
 @dataclass
 class Record:
-    """What arrives, in seconds since it was made."""
+    """A record of arrivals, in seconds since its creation."""
 
     prompts: int
     begin: float = field(default_factory=time.perf_counter)
@@ -41,25 +41,25 @@ class Record:
         self.arrivals: Arrivals = [[] for _ in range(self.prompts)]
 
     def add(self, prompt: int, tokens: int, when: float | None = None) -> None:
-        """So many more of a prompt, now or at a time of perf_counter."""
+        """Record more tokens of a prompt, now or at a time of perf_counter."""
         self.arrivals[prompt].append(((time.perf_counter() if when is None else when) - self.begin, tokens))
 
     def add_each(self, prompt: int, times: Sequence[float]) -> None:
-        """A token at each time."""
+        """Record one token at each time."""
         for when in times:
             self.add(prompt, 1, when)
 
 
 Generate = Callable[[Request, Record], None]
-"""Answers a request: all its tokens are recorded on return."""
+"""A function that answers a request: all its tokens are recorded on return."""
 Start = Callable[[contextlib.ExitStack], tuple[dict[str, Any], Generate]]
-"""Loads the model: -> (hello, function). What must be ended after the last answer is put on the stack."""
+"""A function that loads the model and returns (hello, function). What must be closed at the end goes on the stack."""
 
 
 def serve(start: Start) -> None:
     """Load, say hello, and answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not mix with answers
 
     def answer(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -80,6 +80,6 @@ def serve(start: Start) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """One line; a library's advice after it is left out."""
+    """Return the error in one line, without a library's advice after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.peers.protocol import Generate, Record, Request, serve
 
-# The fastest of what was tried on CPU: "sdpa" over "paged|eager", pages of 256 tokens over 32, no compilation.
+# The fastest settings of those tried on CPU: "sdpa" over "paged|eager", pages of 256 tokens over 32, no compilation.
 ATTENTION, PAGE_TOKENS = "sdpa", 256
 
 

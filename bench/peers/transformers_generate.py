@@ -1,4 +1,4 @@
-"""transformers' own `generate` as a peer, one prompt after the other, in any of its ways (`bench/generate.py`).
+"""transformers' own `generate` as a peer, one prompt after the other, in any of its modes (`bench/generate.py`).
 
     python -m bench.peers.transformers_generate --model DIR --draft DIR --dtype bfloat16
 
@@ -23,7 +23,7 @@ def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
     model = Transformers(args.model, args.draft, args.dtype)
 
     class Times(BaseStreamer):  # type: ignore[misc]
-        """Is given the prompt first, then whatever a step has brought."""
+        """A streamer that records times. It receives the prompt first, then the tokens of each step."""
 
         def __init__(self, record: Record, prompt: int) -> None:
             self._record, self._prompt, self._begun = record, prompt, False
@@ -34,7 +34,7 @@ def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
             self._begun = True
 
         def end(self) -> None:
-            """There is nothing to flush."""
+            """Do nothing: there is nothing to flush."""
 
     def generate(request: Request, record: Record) -> None:
         before = model.steps

@@ -21,7 +21,7 @@ NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 def prepare_process() -> None:
-    """Start over, once, with what must be in the environment before any library is loaded."""
+    """Restart the process, once, with the environment variables that must be set before any library is loaded."""
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if not openmp.is_file() or "libiomp" in os.environ.get("LD_PRELOAD", ""):
         return
@@ -62,7 +62,7 @@ def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
     llm = vllm.LLM(model=str(args.model), disable_log_stats=False, **options)
 
     def accepted() -> int:
-        """Tokens of speculation, since the start."""
+        """Return the number of accepted candidates since the start."""
         found = [metric for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens"]
         return int(found[0].value) if found else 0
 

@@ -1,7 +1,6 @@
-"""The services on a virtual clock: their own code, with modelled devices and a modelled network.
+"""Simulation of the services on a virtual clock: their real code, with modelled devices and a modelled network.
 
-What is real: orchestrator, links, servicers, outboxes, both loops, sessions, trees, every policy. What is a model:
-how long a forward pass takes, who has a device that two want, the language that target and draft speak, the way of a
-message. What is left out: the time that processors spend on all of this, so that a step takes as long as its forward
-pass.
+Real are orchestrator, peer streams, servicers, response queues, both loops, sessions, trees and every policy. Modelled
+are the time of a forward pass, the sharing of a device, the language of target and draft, and the way of a message.
+Left out is the time that processors spend on all of this, so that a step takes as long as its forward pass.
 """

@@ -1,24 +1,24 @@
-"""What no schedule can exceed: tokens a second, from the language and the devices alone.
+"""Upper bound on tokens a second of any schedule, from the language and the devices alone.
 
-A session's step verifies a tree. Let it bring E tokens, the one that is sure included, with N candidates, whose parents
-are R nodes. Then
+A session's step verifies a tree. Let it bring E tokens, the target's own included, with N candidates, whose parents are
+R nodes. Then
 
 - the target takes T_v(S (1 + N)) for a step of S sessions. T_v is convex, so that steps of unequal size only take
   longer than equal ones (Jensen);
-- the drafts have to read R nodes for each step. A node's children are offered in one step only: after it they are
-  committed or contradicted. So no read serves two steps, and pods that read rho nodes a second in all sustain one step
-  of S sessions in S R / rho seconds.
+- the drafts have to compute R nodes for each step. A node's children are offered in one step only: after it they are
+  committed or contradicted. So no computed node serves two steps, and pods that compute rho nodes a second in all
+  sustain one step of S sessions in S R / rho seconds.
 
-The rate is at most S E / max(T_v(S (1 + N)), S R / rho). Trees are best chosen by prices: with lambda for a candidate
-and mu for a read, a candidate of reach r is taken, and its children looked at, while the tokens that it brings are
-worth it. The draft does not know how certain it will be below a node before it has read it, so that the decision to
-read depends on r alone: what reading is worth, W(r), follows from what it is worth further down,
+The rate is at most S E / max(T_v(S (1 + N)), S R / rho). Trees are best chosen by prices: with
+lambda for a candidate and mu for computing a node, a candidate of path probability r is taken, and expanded, while the
+tokens that it brings are worth it. The draft does not know how certain it will be below a node before it has computed
+it, so the decision to compute depends on r alone: its worth, W(r), follows from the worth of nodes further down,
 
-    W(r) = -mu + sum over children with reach c of max(0, c - lambda + max(0, W(c))),
+    W(r) = -mu + sum over children with path probability c of max(0, c - lambda + max(0, W(c))),
 
-in expectation over the kinds of text. The bound is the best rate over all prices. It knows no latency: every tree is
-there when its step begins, as if the drafts knew each verdict a whole step in advance and wasted no read. `ideal.py`
-says what remains of it when they do not.
+in expectation over the kinds of text. The bound is the best rate over all prices. It ignores latency: every tree is
+there when its step begins, as if the drafts knew each verify result a whole step in advance and computed no node in
+vain. `ideal.py` shows what remains of it when they do not.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ CANDIDATE_PRICES = np.geomspace(2e-3, 0.95, 48)
 READ_PRICES = np.concatenate([[0.0], np.geomspace(2e-3, 1.5, 23)])
 
 RESOLUTION = 0.005
-"""Of reach, in log-probability. Each edge is rounded up to a multiple, which keeps the bound one."""
+"""Resolution of path logprobs. Each edge's logprob is rounded up to a multiple, so that the bound stays valid."""
 
 Grid = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Trees:
-    """By price of a candidate and of a read [len(CANDIDATE_PRICES), len(READ_PRICES)]: what a session's step brings,
-    tokens E, and what it takes, candidates N and reads R."""
+    """Trees by price of a candidate and of computing a node, each [len(CANDIDATE_PRICES), len(READ_PRICES)]: tokens E
+    that a session's step brings, candidates N and computed nodes R that it takes."""
 
     tokens: Grid
     candidates: Grid
@@ -54,7 +54,7 @@ class Trees:
 
 @cache
 def trees(language: Language) -> Trees:
-    """The best ones."""
+    """Return the best trees for every pair of prices."""
     candidate, read = CANDIDATE_PRICES[:, None], READ_PRICES[None, :]
     shape = (len(CANDIDATE_PRICES), len(READ_PRICES))
     least = math.log(CANDIDATE_PRICES[0])  # below, no candidate is worth it
@@ -86,7 +86,7 @@ def trees(language: Language) -> Trees:
 
 
 def bound(language: Language, hardware: Hardware, sessions: int, drafts: int) -> float:
-    """Tokens a second of `sessions` together, with `drafts` pods."""
+    """Return the bound on tokens a second of all `sessions`, with `drafts` pods."""
     plain = sessions / hardware.target.seconds(sessions)
     if not drafts:
         return plain

@@ -18,26 +18,26 @@ from google.protobuf.message import Message
 from specdec.serving.errors import STATUS, ServiceError
 
 Behaviour = Callable[[AsyncIterator[Message], Any], Any]
-"""A servicer's method."""
+"""A method of a servicer."""
 
 
 @dataclass
 class Traffic:
-    """One way, over all streams of a channel."""
+    """Traffic in one direction, over all streams of a channel."""
 
     messages: int = 0
     bytes: int = 0
 
 
 class End:
-    """Of a stream; with an error, perhaps."""
+    """The end of a stream, perhaps with an error."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 class Pipe:
-    """One way of one stream: messages come out in order, `delay` seconds after they went in."""
+    """One direction of a stream: messages come out in order, `delay` seconds after they went in."""
 
     def __init__(self, delay: float, traffic: Traffic) -> None:
         self._delay = delay
@@ -46,7 +46,7 @@ class Pipe:
         self._arrived: asyncio.Queue[Message | End] = asyncio.Queue()
 
     def send(self, message: Message) -> None:
-        """What arrives is the message as it is now, whatever its sender does with it afterwards."""
+        """Send a copy of the message as it is now, whatever its sender does with it afterwards."""
         wire = message.SerializeToString()
         self._traffic.messages += 1
         self._traffic.bytes += len(wire)
@@ -56,14 +56,14 @@ class Pipe:
         self._dispatch(End(error))
 
     def cut(self, error: BaseException) -> None:
-        """End at this side, now."""
+        """End this side at once."""
         self._arrived.put_nowait(End(error))
 
     async def receive(self) -> Message | End:
         return await self._arrived.get()
 
     def _dispatch(self, item: Message | End) -> None:
-        # All take equally long, so the timers come due in order; among equals, the line keeps it.
+        # All take equally long, so timers come due in order; the queue keeps the order of simultaneous ones.
         self._under_way.append(item)
         asyncio.get_running_loop().call_later(self._delay, self._arrive)
 
@@ -72,7 +72,7 @@ class Pipe:
 
 
 class Call:
-    """A running stream, seen by its client; `write` is the server's context, `__aiter__` its requests."""
+    """A running stream at its client's end; a task runs the servicer's method at the other."""
 
     def __init__(self, behaviour: Behaviour, channel: Channel) -> None:
         self._delay = channel.delay
@@ -116,7 +116,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Context:
-    """What a servicer sees of its call."""
+    """The context that a servicer gets with its call."""
 
     responses: Pipe
 
@@ -126,7 +126,7 @@ class Context:
 
 @dataclass
 class Channel:
-    """To one servicer; `delay`: seconds, one way."""
+    """A channel to one servicer; `delay` is in seconds, one way."""
 
     servicer: object
     delay: float
@@ -138,7 +138,7 @@ class Channel:
         return lambda **_: Call(behaviour, self)
 
     def unary_unary(self, path: str, *_: object, **__: object) -> None:
-        """Stubs ask for all their methods when they are made; those are not called here."""
+        """Do nothing: stubs ask for all their methods when created, but unary ones are not called here."""
 
 
 def _rpc_error(error: ServiceError) -> grpc.aio.AioRpcError:

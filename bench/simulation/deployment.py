@@ -1,4 +1,4 @@
-"""A deployment on virtual time, sessions that keep it busy, and what came out of it."""
+"""A deployment on virtual time, the sessions that keep it busy, and the outcome."""
 
 from __future__ import annotations
 
@@ -35,49 +35,51 @@ from verifier_service.step_loop import MOST_CANDIDATES
 
 FINGERPRINT = "simulated"
 PROMPT = 32
-"""Tokens."""
+"""Tokens of a prompt."""
 
 MOST_A_STEP = 32
-"""No session commits more tokens in a step, on average: how long texts may get."""
+"""Most tokens per step that a session commits on average, which limits the length of texts."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`delay`: seconds from any service to another, one way. `warm_up` and `measured`: how long, in steps of the
-    target with every session's tip in it. `nodes`: candidates that a draft may have alive; if `synchronous`, that it
-    answers with (`bench.synchronous`). `branches`: below one node; 0: the services' default. `lockstep`: a synchronous
-    step waits for the answers of all drafts."""
+    """A scenario to simulate.
+
+    `delay`: seconds from any service to another, one way. `warm_up` and `measured`: durations, in steps of the target
+    with every session's root in it. `nodes`: candidates that a draft may have alive or, if `synchronous`, answers with
+    (`bench.synchronous`). `branches`: children of one node; 0: the services' default. `lockstep`: a synchronous step
+    waits for the answers of all drafts."""
 
     hardware: Hardware
     language: Language = field(default_factory=Language)
     sessions: int = 1
     drafts: int = 1  # pods; 0: plain decoding
-    shared: bool = False  # the drafts have no device but the target's
+    shared: bool = False  # the drafts run on the target's device
     delay: float = 0.0
     synchronous: bool = False
     lockstep: bool = False
     nodes: int = VerifierLimits.max_nodes
     branches: int = 0
-    always: bool = False  # the controller has no say
+    always: bool = False  # the speculation controller is off
     warm_up: int = 30
     measured: int = 60
 
     @property
     def step(self) -> float:
-        """Seconds of a step of plain decoding."""
+        """Seconds of a plain-decoding step."""
         return self.hardware.target.seconds(self.sessions)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the measured time, from the end of a step to the end of another."""
+    """The outcome of the measured time, from the end of one step to the end of another."""
 
     seconds: float
     tokens: int
     steps: int
     session_steps: int  # a step with n sessions in it counts n times
     candidates: int  # verified
-    busy: float  # part of the time that the target was in a step
+    busy: float  # fraction of the time in which the target was in a step
     draft_steps: int  # of all pods
     to_orchestrator: tuple[int, int]  # bytes from (drafts, verifier)
     from_orchestrator: tuple[int, int]  # bytes to (drafts, verifier)
@@ -89,17 +91,17 @@ class Outcome:
 
     @property
     def tokens_a_step(self) -> float:
-        """Of one session."""
+        """Tokens per step of one session."""
         return self.tokens / max(1, self.session_steps)
 
     @property
     def candidates_a_step(self) -> float:
-        """Of one session."""
+        """Candidates per step of one session."""
         return self.candidates / max(1, self.session_steps)
 
     @property
     def bytes_a_token(self) -> float:
-        """Application payload over all hops, both ways."""
+        """Bytes of application payload per token, over all hops, both ways."""
         return sum(self.to_orchestrator + self.from_orchestrator) / max(1, self.tokens)
 
 
@@ -125,7 +127,7 @@ class Totals:
 
 
 class Deployment:
-    """One verifier, pods of drafts, an orchestrator's generations. Made, used and ended on virtual time."""
+    """A deployment: one verifier, draft pods, an orchestrator's generations. It lives on virtual time only."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -166,7 +168,7 @@ class Deployment:
             await loop.end()
 
     async def generate(self, number: int, max_tokens: int | None = None) -> list[int]:
-        """One session's tokens."""
+        """Run one session; return its tokens."""
         sample = Sample(
             index=0,
             prompt=prompt(number),
@@ -247,7 +249,7 @@ class Deployment:
 
 
 def prompt(number: int) -> list[int]:
-    """Of a session: no two are alike, from their first tokens on."""
+    """Return the prompt of a session: no two are alike, from their first tokens on."""
     return [(number >> (6 * place)) % 64 if place < 4 else place for place in range(PROMPT)]
 
 
@@ -295,6 +297,6 @@ def _difference(before: Totals, after: Totals) -> Outcome:
 
 
 def simulate(scenario: Scenario) -> Outcome:
-    """Run a scenario on a clock of its own. What services log about it is left out."""
+    """Run a scenario on a virtual clock of its own; the services' logs are dropped."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     return clock.run(_measure(scenario))

@@ -1,7 +1,7 @@
-"""Engines that take the time of a device and speak the synthetic language.
+"""Simulated engines, which take the time of a device and generate the synthetic language.
 
-A slot of key/value memory holds the hash of the text that ends there, made from the slot that a row names as the one
-before: a wrong slot, path or copy makes another text, and other tokens.
+A KV cache slot holds the hash of the text that ends there, computed from the slot that a row has as its predecessor: a
+wrong slot, path or copy gives another text, and other tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from verifier_service.scheduling.step_latency import MEASURED_ROWS, StepLatency
 
 @dataclass(frozen=True)
 class Device:
-    """A forward pass over n rows takes `base` + `row` n seconds, and `beyond` more for each row past `flat`: what
-    reads its weights once for all rows first waits for memory, then for arithmetic."""
+    """A simulated device. A forward pass over n rows takes `base` + `row` n seconds, and `beyond` more for each row
+    past `flat`: a device that reads its weights once for all rows is bound by memory first, then by arithmetic."""
 
     base: float
     row: float
@@ -36,18 +36,18 @@ class Device:
         return self.base + self.row * rows + self.beyond * max(0.0, rows - self.flat)
 
     def latency(self) -> StepLatency:
-        """As if it had been measured."""
+        """Return the step latency as if it had been measured."""
         return StepLatency(MEASURED_ROWS, [self.seconds(rows) for rows in MEASURED_ROWS])
 
     @property
     def most_rows_a_second(self) -> float:
-        """However many rows a pass has."""
+        """Upper limit of rows a second, for passes of any size."""
         return 1.0 / (self.row + self.beyond)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a deployment runs on."""
+    """Devices that a deployment runs on."""
 
     target: Device
     draft: Device
@@ -62,18 +62,17 @@ PRESETS = {
 
 
 SLICE = 0.0005
-"""Seconds that one engine has a shared device for while another wants it."""
+"""Seconds for which one engine has a shared device while another wants it."""
 
 
 class SharedDevice:
-    """One device for several engines: it works for one at a time, for those that want it in turns of a SLICE. Going
-    from one to the other costs nothing."""
+    """A device shared by several engines: it works for one at a time, in turns of a SLICE. Switching costs nothing."""
 
     def __init__(self) -> None:
-        self._free = 0.0  # when it is, once all who have asked have had their slice
+        self._free = 0.0  # time at which the slices requested so far end
 
     def occupy(self, seconds: float) -> None:
-        """In a worker: a pass that takes so long where nobody else wants the device."""
+        """Let a pass run, in a worker; it takes `seconds` if no other engine wants the device."""
         slices = max(1, math.ceil(seconds / SLICE))
         for _ in range(slices):
             now = asyncio.get_running_loop().time()
@@ -82,7 +81,7 @@ class SharedDevice:
 
 
 class SimulatedEngine:
-    """An `Engine` with `capacity` slots; `speak` gives the logits of texts, `occupy` lets the time of a pass go by."""
+    """A simulated `Engine` with `capacity` slots; `speak` gives logits of texts, `occupy` lets a pass's time go by."""
 
     numerics = "simulated"
     threads: tuple[int, ...] = (1,)
@@ -112,7 +111,7 @@ class SimulatedEngine:
         self._occupy(self._device.seconds(len(batch.tokens)))
         texts = self._texts
         before = np.where(batch.positions > 0, batch.keys[np.maximum(batch.first + batch.positions - 1, 0)], 0)
-        # In order: a row may follow another of the same batch, which stands before it.
+        # In order: a row may follow an earlier one of the same batch.
         for token, slot, previous in zip(batch.tokens.tolist(), batch.slots.tolist(), before.tolist(), strict=True):
             texts[slot] = following(int(texts[previous]), token)
         return self._speak(texts[batch.slots[batch.wanted]])
@@ -121,4 +120,4 @@ class SimulatedEngine:
         self._texts[target] = self._texts[source]
 
     def use_threads(self, count: int) -> None:
-        """Its device is its own."""
+        """Do nothing: the simulated device has no threads."""

@@ -1,12 +1,12 @@
-"""An idealised schedule, latency included: what drafts can know in time, and nothing that policies get wrong.
+"""An idealised schedule with latency: drafts know what they can know in time, and no policy makes mistakes.
 
-All sessions step together, so that one stands for all, with its share of the drafts' rows. The draft always reads the
-unread nodes of highest reach, `width` at a time. Verdicts and candidates take two hops each. A step begins a fixed
-pause after the last, with all candidates that have arrived and are worth their rows at the going rate. The best of
-several widths and pauses counts.
+All sessions step together, so one stands for all, with its share of the drafts' rows. The draft always computes the
+pending nodes of highest path probability, `width` at a time. Verify results and candidates take two hops each. A step
+begins a fixed pause after the last, with all candidates that have arrived and are worth their rows at the present rate.
+The best of several widths and pauses counts.
 
-It is no bound: pauses that look at the trees may do better. Left out are the services' limits of depth, breadth and
-nodes, errors of estimates, and the rhythm of messages.
+It is no bound: pauses that depend on the trees may do better. Left out are the services' limits of depth, width and
+nodes, errors of estimates, and the send timer.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from bench.simulation.language import Language
 
 WIDTHS = (1, 2, 4, 16)
 PAUSES = (0, 2, 4)
-"""In steps of the draft; and, if there is one at all, the time that a verdict and its answer are under way."""
+"""Pauses in steps of the draft; those above 0 also include the time of a verify result and its answer on the way."""
 
 TRIAL, MEASUREMENT = 300, 2400
-"""Steps. The schedule is picked by a short trial and measured with other texts: the best of several noisy figures
-would flatter it."""
+"""Steps of a trial and of the measurement. A short trial picks the schedule, and other texts measure it: the best of
+several noisy figures would be too good."""
 
 SETTLING = 50
-"""Steps that are not counted."""
+"""Steps at the start that are not counted."""
 
 LEAST = 1e-3
-"""Reach of what is worth reading, or verifying, whatever it costs."""
+"""Least path probability of nodes that are computed or verified, at any cost."""
 
 SMOOTHING = 0.1
 
 
 @dataclass(eq=False)
 class Text:
-    """A node. Its children, (score, node) by rank, exist once it is settled; the draft sees them once it is read, the
-    target from `arrived` on. `next` is the rank that the target takes, one past the last: none of them."""
+    """A node. Its children, (logprob, node) by rank, exist once `apply` has settled it; the draft sees them once the
+    node is computed (`read`), the target from `arrived` on. `next` is the rank that the target takes; one past the
+    last: none of them."""
 
     children: list[tuple[float, Text]] = field(default_factory=list)
     next: int = -1
@@ -52,7 +53,7 @@ class Text:
 
 
 class Reader:
-    """The draft."""
+    """The draft of the idealised schedule."""
 
     def __init__(self, language: Language, seed: int) -> None:
         self._random = random.Random(seed)
@@ -62,7 +63,7 @@ class Reader:
         self._unread: list[tuple[float, int, Text]] = []
 
     def follow(self, root: Text) -> None:
-        """The text goes on from here."""
+        """Continue from this root: its pending nodes are the frontier."""
         self._unread.clear()
         pending = [(0.0, root)]
         while pending:
@@ -73,7 +74,7 @@ class Reader:
                 self._push(reach, node)
 
     def read(self, width: int, arrives: float) -> None:
-        """One step, whose result the target has at that time."""
+        """Take one step, which computes up to `width` nodes; the target has their children at `arrives`."""
         batch = [heapq.heappop(self._unread) for _ in range(min(width, len(self._unread)))]
         for negative_reach, _, node in batch:
             self.apply(node)
@@ -82,7 +83,7 @@ class Reader:
                 self._push(score - negative_reach, child)
 
     def apply(self, node: Text) -> None:
-        """Decide what follows a text, once."""
+        """Decide, once, what follows a text."""
         if node.next >= 0:
             return
         (probabilities,) = self._random.choices(self._kinds, self._shares)
@@ -98,7 +99,7 @@ class Reader:
 
 
 def _worth(root: Text, now: float, price: float) -> Iterator[Text]:
-    """Candidates that have arrived and are worth it."""
+    """Yield candidates that have arrived and whose path probability is at least `price`."""
     least = math.log(max(price, LEAST))
     pending = [(0.0, root)]
     while pending:
@@ -111,7 +112,7 @@ def _worth(root: Text, now: float, price: float) -> Iterator[Text]:
 
 
 def _verdict(reader: Reader, root: Text, offered: set[int]) -> tuple[int, Text]:
-    """(tokens committed, the new tip) of a step over candidates with these ids."""
+    """Return (tokens committed, the new root) of a step over candidates with these ids."""
     node, tokens = root, 0
     while True:
         tokens += 1
@@ -134,13 +135,13 @@ def lockstep(
     pause: int,
     steps: int,
 ) -> float:
-    """Tokens a second. `width`: rows of one session in a step of its draft; `pause`: as in PAUSES."""
+    """Return tokens a second. `width`: rows of one session in a step of its draft; `pause`: as in PAUSES."""
     reader, root = Reader(language, seed=steps), Text()
     reader.follow(root)
     target, draft_step, hops = hardware.target, hardware.draft.seconds(width * sessions / drafts), 2 * delay
     wait = pause * draft_step + (2 * hops if pause else 0.0)
     now, draft_now = 0.0, 0.0
-    mean, price = 0.0, LEAST  # candidates of a session in a step; of one more
+    mean, price = 0.0, LEAST  # mean candidates of a session and step; break-even probability of one more
     counted, since = 0, 0.0
     results: deque[tuple[float, Text]] = deque()  # on their way to the draft
     for step in range(steps):
@@ -166,7 +167,7 @@ def lockstep(
 
 @cache
 def ideal(language: Language, hardware: Hardware, sessions: int, drafts: int, delay: float) -> float:
-    """Tokens a second of the best of these schedules, plain decoding among them."""
+    """Return tokens a second of the best of these schedules, plain decoding among them."""
     plain = sessions / hardware.target.seconds(sessions)
     if not drafts:
         return plain

@@ -1,7 +1,7 @@
-"""Workers of the services without threads: each runs in a greenlet, and where its thread would wait, the event loop
-goes on.
+"""Workers of the services without threads: each runs in a greenlet, and the event loop goes on where a thread would
+wait.
 
-So one thread does everything, in an order that depends on virtual time alone: a run can be repeated exactly.
+So one thread does everything, in an order that depends on virtual time only: a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Action = Callable[[], None] | None
 
 
 def sleep(seconds: float) -> None:
-    """In a worker: let virtual time pass, as a forward pass does."""
+    """Let virtual time pass, in a worker, as a forward pass does."""
     me = getcurrent()
     asyncio.get_running_loop().call_later(seconds, me.switch)
     _wait(me)
@@ -38,8 +38,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
-        self._reader: greenlet | None = None  # who waits
-        self._alarm: asyncio.TimerHandle | None = None  # how long
+        self._reader: greenlet | None = None  # the worker that waits
+        self._alarm: asyncio.TimerHandle | None = None  # ends its wait at the timeout
 
     def put(self, action: Action) -> None:
         self._actions.append(action)
@@ -63,7 +63,7 @@ class Inbox:
         return len(self._actions)
 
     def _disarm(self) -> greenlet:
-        """Who waited; it is woken once."""
+        """Return the worker that waited, which is woken once only."""
         reader, self._reader = self._reader, None
         if self._alarm is not None:
             self._alarm.cancel()
@@ -73,7 +73,7 @@ class Inbox:
 
 
 class Turns:
-    """What a worker knows of its thread."""
+    """A stand-in for a worker's thread."""
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         self.name = name
@@ -84,7 +84,7 @@ class Turns:
         asyncio.get_running_loop().call_soon(greenlet(self._all).switch)
 
     def join(self) -> None:
-        """Who stops a worker runs on the event loop and cannot wait there: it ends when the loop gets to it."""
+        """Do nothing: the caller runs on the event loop and cannot wait; the worker ends when the loop gets to it."""
 
     def _all(self) -> None:
         self._run()
@@ -92,7 +92,7 @@ class Turns:
 
 
 class OnVirtualTime(Worker):
-    """Mixed into a worker: its inbox and its thread are those of this module."""
+    """A mixin for workers that replaces inbox and thread by those of this module."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -101,7 +101,7 @@ class OnVirtualTime(Worker):
         self._thread = self._turns  # type: ignore[assignment]
 
     async def end(self) -> None:
-        """Stop, after the pass under way."""
+        """Stop after the forward pass under way."""
         self.stop()
         await self._turns.ended.wait()
 
@@ -109,18 +109,18 @@ class OnVirtualTime(Worker):
 class SimulatedStepLoop(OnVirtualTime, StepLoop):
     @property
     def last_step(self) -> float:
-        """When it ended."""
+        """Time at which the last step ended."""
         return self._last_step
 
 
 class LockstepLoop(SimulatedStepLoop):
-    """Steps when all of its sessions can: an engine that drafts for a whole batch, then verifies it."""
+    """A step loop that steps when all its sessions can, like an engine that drafts for a batch, then verifies it."""
 
     def turn(self) -> float | None:
-        self._queue.admit()  # who comes meanwhile is not refused for want of room to wait in
+        self._queue.admit()  # sessions that come meanwhile are not refused because the queue is full
         if all(attached.session.computable for attached in self._queue.running):
             return super().turn()
-        return None  # an answer of a draft wakes the loop
+        return None  # a draft's answer wakes the loop
 
 
 class SimulatedDraftLoop(OnVirtualTime, DraftLoop):

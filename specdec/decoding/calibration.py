@@ -1,9 +1,10 @@
-"""What the verdicts teach about scores: how often the target takes a child, by its depth and its rank.
+"""Calibration: fits a draft's logprobs to how often the target takes its candidates, by depth and rank.
 
-A draft's own estimate is off in ways that depend on the pair: the best child of a node is taken more often than it
-says, say, and the third less. So the estimate's log-odds are shifted, by an amount for each depth below the tip and
-each rank among siblings, which every verdict moves a little towards what was seen (online logistic regression of
-one parameter; Platt 1999, "Probabilistic outputs for support vector machines", fits two offline).
+A draft's own estimate is off in ways that depend on the pair of models: the target takes a node's best child more
+often than the draft says, for example, and the third less often. So the estimate's log-odds are shifted. Each depth
+below the root and each rank among siblings has a shift of its own, and every verify result moves it a little towards
+what was seen (online logistic regression of one parameter; Platt 1999, "Probabilistic outputs for support vector
+machines", fits two offline).
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule
 
 DEPTHS, RANKS = 4, 4
-"""Told apart; what is deeper or ranks lower counts with the last."""
+"""Depths and ranks that have a shift of their own; what is deeper or ranks lower shares the last one."""
 
 LEARNS = 0.02
+"""Learning rate: log-odds that a shift moves per unit of error (taken or not, minus the probability)."""
+
 MOST = 3.0
-"""Log-odds, either way."""
+"""Largest shift, in log-odds, in either direction."""
 
 HOTTEST = 2.0
-"""Temperatures above it are not told apart."""
+"""Temperature above which all requests share one calibration."""
 
 LEAST = 1e-6
-"""Probabilities are kept so far from 0 and 1."""
+"""Least distance of a probability from 0 and 1, so that its log-odds stay finite."""
 
 
 class Calibration:
-    """Of one pair at about one temperature. `depth` and `rank` count from 0."""
+    """The calibration of one draft-target pair at about one temperature. `depth` and `rank` count from 0."""
 
     def __init__(self) -> None:
         self._shifts = [[0.0] * RANKS for _ in range(DEPTHS)]
 
     def corrected(self, depth: int, logprobs: Iterable[float]) -> list[float]:
-        """Log-probabilities of siblings, best first, as the verdicts have it; none above the one before it."""
+        """Return the calibrated logprobs of siblings, best first; none is above the one before it."""
         shifts = self._shifts[min(depth, DEPTHS - 1)]
         result: list[float] = []
         for rank, logprob in enumerate(logprobs):
@@ -46,7 +49,7 @@ class Calibration:
         return result
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
-        """Of siblings with these corrected scores the target took the one of rank `taken`, or none."""
+        """Learn which of the siblings with these corrected logprobs the target took: rank `taken`, or none."""
         shifts = self._shifts[min(depth, DEPTHS - 1)]
         for rank, logprob in enumerate(logprobs):
             at = min(rank, RANKS - 1)
@@ -55,7 +58,7 @@ class Calibration:
 
 
 class Calibrations:
-    """Of one pair: requests of one rule and about one temperature learn together."""
+    """The calibrations of one draft-target pair: requests with one rule and about one temperature share one."""
 
     def __init__(self) -> None:
         self._known: defaultdict[tuple[Rule, float], Calibration] = defaultdict(Calibration)

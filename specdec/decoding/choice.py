@@ -1,13 +1,12 @@
-"""The choice: from rows of logits to one token each.
+"""The choice: turns rows of logits into one token each.
 
-By the COUPLED rule, the same at draft and verifier,
+Under the COUPLED rule, draft and verifier both compute
 
     choice = argmax over surviving v of  z[v] + g(seed, position, v)
 
-where z are the processed logits and g is the shared Gumbel noise. Everything the system promises
-about reproducibility rests on this being a pure function: of one row and of what is asked about it, never
-of the other rows that happen to be answered with it. The other rules (`rejection.py`, `contrastive.py`) also look
-at what the draft proposes.
+where z are the processed logits and g is the shared Gumbel noise. All that the system promises about reproducibility
+rests on this being a pure function of one row and its sampling query, never of the other rows in the same call. The
+other rules (`rejection.py`, `contrastive.py`) also look at what the draft proposes.
 """
 
 from __future__ import annotations
@@ -32,22 +31,23 @@ from specdec.decoding.truncation import survivors, truncates
 Tokens = NDArray[np.int64]
 
 BLOCK = 1 << 17
-"""About so many logits are worked on at once: what is made of them stays in a core's cache."""
+"""Logits, about, that are processed at once: few enough that intermediate results stay in a core's cache."""
 
 MAX_DRAFT_LOGITS = 256
-"""Of a draft's logits so many, the largest, are looked at for candidates."""
+"""Number of a draft's largest logits that are searched for candidates."""
 
 AGREEMENT_SCALE = 0.6
-"""How far a draft's logits are taken to be from its target's. Under the demo pair's draft, the likelihood of
-the target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
+"""Scale of the noise by which a draft's logits are assumed to differ from its target's. For the demo pair, the
+likelihood of the target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by
+hand)."""
 
 
 @dataclass(frozen=True)
 class RequestSampler:
-    """How one request's tokens are chosen.
+    """The sampler of one request: its sampling parameters, acceptance rule and end tokens.
 
-    `end_tokens` are not chosen while the text is shorter than `first_end_position`, an absolute
-    position: the way `min_tokens` is kept.
+    It chooses none of `end_tokens` at positions before `first_end_position`, an absolute position: so `min_tokens` is
+    kept.
     """
 
     sampling: Sampling
@@ -59,14 +59,15 @@ class RequestSampler:
     def choose(
         self, logits: Logits, position: int, penalty_state: PenaltyState | None, path: Sequence[int] = ()
     ) -> int:
-        """`choose` for one row, float32 [V]."""
+        """Return the token that one row, float32 [V], chooses: `choose` for a single row."""
         return int(choose(logits[None], [SamplingQuery(self, position, penalty_state, path)])[0])
 
     def scores(
         self, logits: Logits, position: int, penalty_state: PenaltyState | None, path: Sequence[int] = ()
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Token ids, ascending, and what the choice is the argmax of; ids that do not survive are left out, or
-        have the score -inf."""
+        """Return token ids, ascending, and the values whose argmax is the choice (logits, with noise unless greedy).
+
+        Ids that do not survive are left out or have the value -inf."""
         z = adjusted(logits[None], [SamplingQuery(self, position, penalty_state, path)])
         if self.sampling.greedy:
             return np.arange(len(logits)), z[0].astype(np.float64)
@@ -77,13 +78,13 @@ class RequestSampler:
     def draft_candidates(
         self, logits: Logits, position: int, penalty_state: PenaltyState | None, path: Sequence[int], width: int
     ) -> tuple[list[int], list[float]]:
-        """The `width` likeliest choices of *another* model with the same noise, best first, as
-        (tokens, log-probabilities).
+        """Return the `width` likeliest choices of *another* model with the same noise, best first, as
+        (tokens, logprobs).
 
-        The other model's logits are taken to differ from these by noise of a fixed scale, so that its choice
-        is softmax-distributed over the perturbed logits (measured before the division by T) at that scale.
-        Only the LOOKED_AT largest logits are looked at; what that misses costs acceptance, nothing else. A
-        broken row (see `choose`) gives none.
+        The other model's logits are assumed to differ from these by noise of a fixed scale, so its choice is
+        softmax-distributed, at that scale, over the perturbed logits (measured before the division by T). Only the
+        MAX_DRAFT_LOGITS largest logits are searched; a candidate missed there costs acceptance, nothing else. A broken
+        row (see `choose`) gives none.
         """
         z = adjusted(logits[None], [SamplingQuery(self, position, penalty_state, path)])[0]
         if not abs(z.max()) < MAX_ABS_LOGIT:
@@ -109,7 +110,7 @@ class RequestSampler:
 
     @cached_property
     def state(self) -> int:
-        """Of the noise, before any position is mixed in."""
+        """The 64-bit state of the request's noise, before a position is mixed in."""
         return request_state(self.sampling.seed)
 
     @cached_property
@@ -132,11 +133,11 @@ class RequestSampler:
 
 
 class SamplingQuery(NamedTuple):
-    """What is asked about one row of logits: the token at absolute `position`.
+    """A sampling query: all that decides which token a row of logits chooses at absolute `position`.
 
-    `penalty_state` covers the committed text and is needed if the sampling penalises; `path` are the guessed
-    tokens between it and this position. `proposal` is what the draft says of this position, for the rules that
-    ask it; CONTRASTIVE cannot choose without one.
+    `penalty_state` covers the committed text and is needed if the sampling penalises; `path` holds the candidates
+    between the committed text and this position. `proposal` is the draft's proposal for this position, for the rules
+    that use one; CONTRASTIVE cannot choose without it.
     """
 
     sampler: RequestSampler
@@ -147,10 +148,10 @@ class SamplingQuery(NamedTuple):
 
 
 def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
-    """int64 [n]: the token that each row of float32 logits [n, V] chooses.
+    """Return int64 [n]: the token that each row of float32 logits [n, V] chooses.
 
-    A row whose largest processed logit is a NaN, infinite or absurd chooses that one, without noise: the caller
-    can see by the token's logit that the row is broken.
+    A row whose largest processed logit is NaN, infinite or absurdly large chooses that token, without noise: from the
+    token's logit the caller can see that the row is broken.
     """
     count, vocabulary = logits.shape
     tokens = np.empty(count, dtype=np.int64)
@@ -179,11 +180,11 @@ def _choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
 
 
 Decide = Callable[[Logits, Sequence[SamplingQuery]], Tokens]
-"""From processed logits [n, V] to tokens [n]."""
+"""A function that chooses tokens [n] from processed logits [n, V]."""
 
 
 def _decider(sampler: RequestSampler) -> Decide | None:
-    """None: the argmax decides."""
+    """Return the function that chooses for this sampler; None if the plain argmax does."""
     if sampler.rule is Rule.CONTRASTIVE:
         return contrastive.decide
     if sampler.sampling.greedy:
@@ -194,8 +195,8 @@ def _decider(sampler: RequestSampler) -> Decide | None:
 
 
 def _draw(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
-    """With noise, over whole rows."""
-    from specdec.decoding.gumbel_pruning import contenders  # compiled, which only a verifier needs
+    """Choose by Gumbel-max over whole rows."""
+    from specdec.decoding.gumbel_pruning import contenders  # compiled; only a verifier needs it
 
     divisors, streams = temperatures([query.sampler.sampling for query in queries]), streams_of(queries)
     runners = contenders(z, divisors, streams)
@@ -204,7 +205,7 @@ def _draw(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
 
 
 def _draw_truncated(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
-    """With noise, among the survivors of top-k, top-p and min-p."""
+    """Choose by Gumbel-max among the survivors of top-k, top-p and min-p."""
     samplings = [query.sampler.sampling for query in queries]
     z = tempered(z, samplings)
     offsets = range(0, z.size, z.shape[1])
@@ -215,4 +216,4 @@ def _draw_truncated(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
 
 def streams_of(queries: Sequence[SamplingQuery]) -> NDArray[np.uint64]:
     states = np.array([query.sampler.state for query in queries], dtype=np.uint64)
-    return token_words(states, np.array([query.position for query in queries]))  # `stream` of them all: one more mix
+    return token_words(states, np.array([query.position for query in queries]))  # `noise.stream` of all queries

@@ -2,9 +2,9 @@
 
     choice = argmax of log p(v) - log q(v)  over v with p(v) >= alpha * max p        lowest id on ties
 
-where p is the target's distribution and q the draft's, the amateur's. It is a function of both models: without q
-nothing can be chosen. q travels as log-probabilities of the whole vocabulary in float16, since it is small exactly
-where the rule looks.
+where p is the distribution of the target and q that of the draft, the "amateur". The choice is a function of both
+models: without q nothing can be chosen. q is sent as log-probabilities of the whole vocabulary in float16, since it is
+small exactly where the rule looks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistribution:
-    """The log-probabilities of a draft's float32 logits [V], the largest of which must be finite."""
+    """Return the log-probabilities of a draft's float32 logits [V], the largest of which must be finite."""
     z = logits.astype(np.float64) / contrast.amateur_temperature
     z -= z.max()
     log_q = z - math.log(np.exp(z).sum())
@@ -33,7 +33,7 @@ def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistributio
 
 
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> NDArray[np.int64]:
-    """int64 [n]: the tokens of processed logits [n, V]. ValueError where an ask has no proposal."""
+    """Return int64 [n]: the tokens that processed logits [n, V] choose. ValueError if a query has no proposal."""
     return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
 

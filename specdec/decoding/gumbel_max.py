@@ -1,6 +1,6 @@
-"""The Gumbel race: for many rows at once, the token with the largest z[v] + g(v).
+"""The Gumbel-max argmax: finds, for many rows at once, the token with the largest z[v] + g(v).
 
-The noise is only worked out in float64 for ids that can win (`gumbel_pruning.py`). Nothing is approximate: what is left
+Noise is computed in float64 only for ids that can win (`gumbel_pruning.py`). The result is exact: an id that is left
 out provably loses. No row's winner depends on the other rows.
 """
 
@@ -15,14 +15,15 @@ from specdec.decoding.noise import token_words, word_gumbel
 def winners(
     values: NDArray[np.float32], runners: NDArray[np.int64], vocabulary: int, streams: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
-    """int64 [n]: of each of n rows over one vocabulary the token with the largest score, the lowest on ties.
+    """Return int64 [n]: for each of n rows over one vocabulary the token with the largest sum of logit and noise, the
+    lowest id on ties.
 
-    `runners` are indices into the flattened rows, ascending, at least one of each row; `values` are their logits,
-    divided by the temperature, and `streams` [n] those of the rows' noise.
+    `runners` are the pruned candidates: indices into the flattened rows, ascending, at least one for each row. `values`
+    are their logits, divided by the temperature; `streams` [n] are the noise streams of the rows.
     """
     rows, ids = np.divmod(runners, vocabulary)
     if len(runners) == len(streams):
-        return np.asarray(ids)  # each is the only one of its row
+        return np.asarray(ids)  # each row has one only
     scores = values + word_gumbel(token_words(streams[rows], ids))
     every = np.arange(len(streams))
     best = np.maximum.reduceat(scores, np.searchsorted(rows, every))

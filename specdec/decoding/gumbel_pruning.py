@@ -1,7 +1,7 @@
-"""Who can win a Gumbel race: of every row's ids the few that are worth their noise in float64.
+"""Pruning for Gumbel-max: finds the few ids of every row that can win, for which noise is computed in float64.
 
-Over whole vocabularies this is where sampling takes its time, so it is compiled: importing this module wants Numba,
-which only a verifier has.
+Over whole vocabularies this takes most of sampling's time, so it is compiled: importing this module needs Numba, which
+only a verifier has.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import GAMMA, MULTIPLY_1, MULTIPLY_2
 
 BOUND_ERROR = 1e-4
-"""How far a bound of the noise may fall short: float32 arithmetic on numbers of up to 179, and to spare."""
+"""Amount by which an upper bound of the noise may be too low: the error of float32 arithmetic on numbers up to 179,
+and a margin."""
 
 ROUNDING = 1e-6
-"""More than the relative error of a few float32 operations (6e-8 each)."""
+"""Relative slack: more than the error of a few float32 operations (6e-8 each)."""
 
 STRIDE = 256
-"""Bounds that are looked at together: most hold no contender."""
+"""Number of bounds that are compared together first: most such stretches hold no candidate."""
 
 ROOM = 8
-"""Contenders a row that there is room for at once."""
+"""Candidates per row that the first attempt has room for."""
 
 
 def contenders(
     z: NDArray[np.float32], temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
-    """Indices into the flattened z [n, V], ascending, among them the winner of every row of z / temperature: those of
-    the ids whose upper bound is not below a score that was reached. Mostly one or two a row.
+    """Return the pruned candidates: indices into the flattened z [n, V], ascending, among them the winner of every row
+    of z / temperature.
 
-    The largest of each row must be finite; -inf elsewhere rules an id out.
+    A candidate's upper bound of logit plus noise is not below a sum that some id of the row reaches; mostly that is one
+    or two ids a row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)
@@ -48,12 +50,12 @@ def contenders(
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
-    """Write to `out` [V] what is not below z / temperature + noise, but for BOUND_ERROR and rounding.
+    """Write to `out` [V] an upper bound of z / temperature + noise, but for BOUND_ERROR and rounding.
 
-    `noise.token_words`, and a bound of what they stand for, without a number leaving its register. Since
-    -log(u) >= 1 - u, the noise is at most -log(1 - u), and 1 - u comes exactly from the word's complement. Of the
-    binary logarithm of 2**e * (1 + m), e + m is a lower bound, by 0.09 at most (Mitchell 1962), and it is what the
-    bits of a float say when they are read as an integer.
+    It computes `noise.token_words` and a bound of their noise without a number leaving its register. Since
+    -log(u) >= 1 - u, the noise is at most -log(1 - u), and 1 - u comes exactly from the word's complement. The binary
+    logarithm of 2**e * (1 + m) is at least e + m and at most 0.09 more (Mitchell 1962), and e + m is what the bits of
+    a float are when they are read as an integer.
     """
     for token in range(len(z)):
         complement = np.float32(np.float32(np.int64(~_word(stream, token) >> np.uint64(12))) + np.float32(0.5))
@@ -63,7 +65,7 @@ def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
-    """How many contenders there are; as many of them as there is room for in `found`. A row's bounds stay in the
+    """Write as many candidates to `found` as it has room for; return how many there are. A row's bounds stay in the
     core's cache."""
     count, vocabulary = 0, z.shape[1]
     bound = np.empty(vocabulary, dtype=np.float32)
@@ -74,7 +76,7 @@ def _collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
             promising += 1
         uniform = (np.float64(_word(streams[row], promising) >> np.uint64(12)) + 0.5) * 2.0**-52
         reached = z[row, promising] / temperatures[row] - math.log(-math.log(uniform))
-        # A winner's bound lies between these two, give or take its own rounding: their size is what limits that.
+        # A winner's bound lies between these two, but for its own rounding, which their size limits.
         slack = BOUND_ERROR + ROUNDING * max(abs(highest), abs(reached))
         least = np.float32(reached - slack)
         for start in range(0, vocabulary, STRIDE):
@@ -91,7 +93,7 @@ def _collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _highest(bound: Any) -> Any:
-    """Compared by their bits, as whole numbers that have the same order: so it is done eight at a time."""
+    """Return the largest bound. The bits are compared, as integers of the same order: that is done eight at a time."""
     bits, highest = bound.view(np.int32), np.int32(-(2**31))
     for token in range(len(bits)):
         highest = max(highest, np.int32(bits[token] ^ ((bits[token] >> 31) & 0x7FFFFFFF)))
@@ -100,7 +102,7 @@ def _highest(bound: Any) -> Any:
 
 @numba.njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
 def _word(stream: Any, token: Any) -> Any:
-    """`noise.token_words` of one token."""
+    """Return the word of one token, as `noise.token_words` does."""
     word = stream + np.uint64(GAMMA) + np.uint64(token)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(MULTIPLY_1)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(MULTIPLY_2)

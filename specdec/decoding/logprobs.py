@@ -1,4 +1,4 @@
-"""Log-probabilities for the client: of the target's raw logits, before penalties, temperature and truncation."""
+"""Log-probabilities for the client, from the target's raw logits: before penalties, temperature and truncation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Logits = NDArray[np.float32]
 
 
 class Logprobs(NamedTuple):
-    """Of one token: its own log-probability, and the most probable tokens with theirs, best first."""
+    """The log-probability of one chosen token, and the most probable tokens with theirs, best first."""
 
     chosen: float
     top_tokens: list[int]
@@ -22,7 +22,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> list[Logprobs]:
-    """Of the token chosen in each row of float32 logits [n, V], with as many alternatives as `tops` says."""
+    """Return the log-probability of each row's chosen token, with `tops` alternatives, from float32 logits [n, V]."""
     totals = _log_totals(logits)
     chosen = (logits[np.arange(len(logits)), tokens] - totals).astype(np.float32).tolist()
     found: list[Logprobs] = []
@@ -33,12 +33,12 @@ def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> 
 
 
 def log_softmax(logits: Logits) -> Logits:
-    """float32, shaped as the logits [..., V], over their last axis."""
+    """Return float32 log-probabilities over the last axis of logits [..., V], in their shape."""
     return np.asarray(logits - _log_totals(logits)[..., None], dtype=np.float32)
 
 
 def _log_totals(logits: Logits) -> NDArray[np.float64]:
-    """float64 [...]: log of the sum of exp over the last axis of float32 logits [..., V].
+    """Return float64 [...]: log of the sum of exp over the last axis of float32 logits [..., V].
 
     The largest weight is exactly 1, so float32 weights, summed in float64, lose nothing that matters even
     where the others' sum is small.
@@ -46,6 +46,6 @@ def _log_totals(logits: Logits) -> NDArray[np.float64]:
     peak = logits.max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):  # inf - inf, in rows that are broken anyway
         weights = np.exp(logits - peak)
-    # A copy first: summed on the way, its order could depend on how the rows fall into buffers.
+    # Copied first: if sum() did the cast, the order of the sum could depend on how rows fall into its buffers.
     total = weights.astype(np.float64).sum(axis=-1)
     return np.asarray(np.log(total) + peak[..., 0])

@@ -1,16 +1,16 @@
 """The lookahead window (Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding",
-section 3): the target guesses at W future positions at once, and every guess is made better by N - 1 rounds of it.
+section 3): the target guesses at W future positions at once, and N - 1 steps refine every guess.
 
-Level 0 are W - 1 tokens in a row behind the tip; level l >= 1 are W tokens, what the target chose after level l - 1, a
-step later. Counted from the tip, token i of level l stands at i + l (in level 0, the tip itself is number 0). It sees
-the committed text, level 0 up to number i, and its own column in the levels between: so the window is a token tree, a
-chain from which every column hangs at its own height. What the target chooses below the last level completes an
-n-gram a column. A level is made a step; the first, guesses without reason, begins longer by one token for each that is
-still to come, since every step takes one off.
+Level 0 holds W - 1 consecutive tokens behind the root. Level l >= 1 holds W tokens: the target's choices after level
+l - 1, one step later. Token i of level l stands i + l positions after the root (in level 0, the root itself is token
+0). It sees the committed text, level 0 up to token i, and its own column in the levels between. So the window is a
+token tree: a chain, with one column below each of its tokens. The target's choices below the last level complete one
+n-gram per column. Every step adds one level. Level 0 starts with arbitrary tokens, and is longer by one for each level
+that is still to come, since every step takes one off.
 
 With N = 2 there is level 0 alone, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating
-transformer inference for translation via parallel decoding"): level 0 itself is what may come next, each step
-makes all of it anew, and it moves on by what was committed.
+transformer inference for translation via parallel decoding"): level 0 itself proposes the next tokens, each step
+computes all of it anew, and it moves on by the committed tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class Lookahead(NamedTuple):
-    """The size of a window: W positions, n-grams of N tokens, G guesses kept for each first token."""
+    """The size of a window: W positions, n-grams of N tokens, G n-grams kept for each first token."""
 
     window: int
     ngram: int
@@ -28,17 +28,17 @@ class Lookahead(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Tokens that a full window adds to a step."""
+        """Rows that a full window adds to a step."""
         return self.window * (self.ngram - 1) - 1
 
     @property
     def most_rows(self) -> int:
-        """No window has more, not even while its levels are made."""
+        """The most rows that a window ever adds to a step, including while its levels are being added."""
         return (self.window + self.ngram - 3) * (self.ngram - 1)
 
 
 class Window:
-    """Token ids of all levels. `seeds` are what level 0 begins with, W + N - 3 of them."""
+    """A lookahead window: the token ids of all its levels. `seeds` are the first level 0, W + N - 3 tokens."""
 
     def __init__(self, size: Lookahead, seeds: Sequence[int]) -> None:
         self._size = size
@@ -50,19 +50,20 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether all levels are made."""
+        """True if the window has all its levels."""
         return len(self.levels) == self._size.ngram - 1
 
     @property
     def columns(self) -> list[list[int]]:
-        """Tokens of each column below level 0, from the one at the tip on."""
+        """Tokens of each column below level 0; the first column is the one below the root."""
         return [list(column) for column in zip(*self.levels[1:], strict=True)]
 
     def advance(self, tip: int, chosen: Sequence[int], committed: int = 1) -> list[list[int]]:
-        """The target has chosen a token after every column (after the tip and every token of level 0, while
-        there is no column), and the text went on from `tip` by `committed` tokens: the n-grams that are complete now.
+        """Add the target's choices to the window and return the n-grams that they complete.
 
-        The window moves on by one token, however many were committed; by all of them with N = 2.
+        `tip` is the root of the step, from which the text went on by `committed` tokens. `chosen` holds the target's
+        choice after every column (while there are none, after the root and every token of level 0). The window moves on
+        by one token, however many were committed; with N = 2, by all of them.
         """
         first_level = self.levels[0]
         if self.jacobi:
@@ -70,7 +71,7 @@ class Window:
             self.levels = [left + [chosen[-1]] * (len(first_level) - len(left))]
             return []
         if not self.full:
-            # Below the tip's own place, the first of a new level would stand on what is decided already.
+            # The first choice belongs to the old root's column, which leaves the window.
             self.levels = [level[1:] for level in self.levels] + [list(chosen[1:])]
             return []
         firsts = [tip, *first_level]

@@ -1,5 +1,5 @@
 """The n-gram pool of lookahead decoding (Fu et al. 2024, "Break the sequential dependency of LLM inference using
-lookahead decoding"): what the target itself has guessed will follow a token."""
+lookahead decoding"): continuations of a token that the target itself has guessed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 MOST_KEYS = 2048
-"""Tokens of which something is remembered; the one that was longest untouched is forgotten first."""
+"""First tokens that the pool remembers n-grams of; the least recently used one is forgotten first."""
 
 
 class NgramPool:
-    """Of every first token the `guesses` n-grams that came last; one that comes again is new again."""
+    """A pool of the `guesses` latest n-grams of every first token; one that comes again counts as the latest."""
 
     def __init__(self, guesses: int) -> None:
         self._guesses = guesses
@@ -29,5 +29,5 @@ class NgramPool:
             self._after.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What may follow a token, the latest first."""
+        """Return the sequences that may follow a token, the latest first."""
         return list(reversed(self._after.get(token, ())))

@@ -1,6 +1,6 @@
-"""Gumbel noise that both models share: a pure function of (seed, position, token id).
+"""The Gumbel noise that both models share: a pure function of (seed, position, token id).
 
-Counter-based, so that it can be computed for any subset of ids, in any order, on any machine. Adding
+It is counter-based, so it can be computed for any subset of ids, in any order, on any machine. Adding
 it to processed logits and taking the argmax samples from their softmax (Gumbel 1954; Maddison et al.
 2014); two models that add the *same* noise tend to choose the same token (Daliri, Musco, Suresh 2024).
 
@@ -16,8 +16,8 @@ DOMAIN_CHOICE = 0x63686F6963650001
 DOMAIN_DRAFT = 0x6472616674000002
 DOMAIN_ACCEPT = 0x6163636570740003
 DOMAIN_RESIDUAL = 0x7265736964750004
-"""Separate the noise of the choice rule, and the three draws of rejection sampling, from each other: random numbers
-of one request that serve two purposes would tie what must be independent."""
+"""Domains that keep the noise of the choice and the three draws of rejection sampling apart: one random number that
+served two purposes would tie together what must be independent."""
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -26,7 +26,7 @@ MULTIPLY_2 = 0x94D049BB133111EB
 
 
 def mix(value: int) -> int:
-    """One splitmix64 step (Steele, Lea, Flood 2014) on a 64-bit word."""
+    """Apply one splitmix64 step (Steele, Lea, Flood 2014) to a 64-bit word."""
     value = (value + GAMMA) & MASK
     value = ((value ^ (value >> 30)) * MULTIPLY_1) & MASK
     value = ((value ^ (value >> 27)) * MULTIPLY_2) & MASK
@@ -34,23 +34,24 @@ def mix(value: int) -> int:
 
 
 def stream(seed: int, position: int, domain: int = DOMAIN_CHOICE) -> int:
-    """The 64-bit state from which the words of all token ids at one position follow.
+    """Return the 64-bit state from which the words of all token ids at one position follow.
 
-    Nested finalisers, never one linear combination of seed and position: with that, the noise of one
-    seed would be a shifted copy of another's.
+    The finalisers are nested; with one linear combination of seed and position instead, the noise of one seed would
+    be a shifted copy of another's.
     """
     return mix((request_state(seed, domain) + position) & MASK)
 
 
 def request_state(seed: int, domain: int = DOMAIN_CHOICE) -> int:
-    """What the streams of all positions follow from."""
+    """Return the 64-bit state from which the streams of all positions follow."""
     return mix((seed & MASK) ^ domain)
 
 
 def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The raw word of each token id in each stream: uint64, of the shape that the two broadcast to.
+    """Return the raw word of each token id in each stream: uint64, in the shape that the two broadcast to.
 
-    `mix` of their sum, in place but for one scratch array: over a whole vocabulary, memory is what takes time.
+    A word is `mix` of the sum of stream and id. It is computed in place but for one scratch array, since over a whole
+    vocabulary memory access takes most of the time.
     """
     value = np.asarray(streams + np.uint64(GAMMA) + ids.astype(np.uint64))
     scratch = np.empty_like(value)
@@ -64,14 +65,14 @@ def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[
 
 
 def words(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """uint64 [n]: the raw word of each token id at an absolute position."""
+    """Return uint64 [n]: the raw word of each token id at an absolute position."""
     return token_words(np.array([stream(seed, position)], dtype=np.uint64), ids)
 
 
 def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """float64, shaped as `value`: the standard Gumbel noise that these words stand for.
+    """Return float64, shaped as `value`: the standard Gumbel noise that these words give.
 
-    52 bits of each word become a uniform strictly inside (0, 1), so the result is always finite. (With 53,
+    52 bits of each word become a uniform number strictly inside (0, 1), so the result is always finite. (With 53,
     adding the half would round the largest one up to 1.)
     """
     uniform = ((value >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -79,15 +80,15 @@ def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """float64 [n]: standard Gumbel noise of each token id at an absolute position."""
+    """Return float64 [n]: the standard Gumbel noise of each token id at an absolute position."""
     return word_gumbel(words(seed, position, ids))
 
 
 def uniform(seed: int, position: int, domain: int) -> float:
-    """A number strictly inside (0, 1), of 52 bits, for one draw at an absolute position."""
+    """Return a uniform number of 52 bits, strictly inside (0, 1), for one draw at an absolute position."""
     return float(((mix(stream(seed, position, domain)) >> 12) + 0.5) * 2.0**-52)
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a request that asks for several."""
+    """Return the seed of sample `index` of a request that asks for several."""
     return mix((mix(seed & MASK) + index) & MASK)

@@ -1,5 +1,5 @@
-"""What a request does to logits before anything is chosen, the same under every rule: penalties, bias, bans, and the
-division by the temperature."""
+"""Logit processing before the choice, the same under every rule: penalties, bias, bans, and the division by the
+temperature."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Logits = NDArray[np.float32]
 LIMIT = float(np.finfo(np.float32).max)
 
 MAX_ABS_LOGIT = 1e30
-"""Logits of this size come from a broken model; below it, none overflows float32 when divided by T."""
+"""Size from which on a logit means that the model is broken; smaller ones do not overflow float32 when divided by T."""
 
 
 class PenaltyState:
-    """Which tokens a text holds, for the penalties: prompt as a set, output as counts."""
+    """The tokens that a text holds, for the penalties: the prompt as a set, the output as counts."""
 
     def __init__(self, vocabulary: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.seen = np.zeros(vocabulary, dtype=bool)
@@ -39,17 +39,17 @@ class PenaltyState:
 
 
 def temperatures(samplings: Sequence[Sampling]) -> Logits:
-    """float32 [n], the largest of which stands for all above it."""
+    """Return the temperatures, float32 [n]; larger ones are cut to the largest float32."""
     return np.array([min(s.temperature, LIMIT) for s in samplings], dtype=np.float32)
 
 
 def tempered(z: Logits, samplings: Sequence[Sampling]) -> Logits:
-    """Divided by each row's temperature, in float32."""
+    """Return float32 logits divided by each row's temperature."""
     return np.asarray(z / temperatures(samplings)[:, None], dtype=np.float32)
 
 
 def adjusted(logits: Logits, queries: Sequence[SamplingQuery]) -> Logits:
-    """Penalties, bias and bans; the caller's rows are left alone."""
+    """Return logits with penalties, bias and bans applied; the caller's rows are left alone."""
     if not any(query.sampler.adjusts or query.position < query.sampler.first_end_position for query in queries):
         return logits
     z = logits.copy()
@@ -63,7 +63,7 @@ def adjusted(logits: Logits, queries: Sequence[SamplingQuery]) -> Logits:
 
 
 def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None:
-    """In place, for rows of one chooser and one history; `logits` are the same rows and stay what they are."""
+    """Adjust `z` in place, for rows of one sampler and one penalty state; `logits`, the same rows, stay unchanged."""
     sampler, penalty_state = queries[0].sampler, queries[0].penalty_state
     sampling = sampler.sampling
     if sampling.penalises:
@@ -72,7 +72,7 @@ def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None
         ids = np.flatnonzero(penalty_state.seen)
         z[:, ids] = _penalised(z[:, ids], penalty_state.output_counts[ids], sampling)
         for row, raw, query in zip(z, logits, queries, strict=True):
-            if query.path:  # its tokens count as output, in this row alone
+            if query.path:  # tokens of the path count as output, in this row only
                 ids, more = np.unique(query.path, return_counts=True)
                 row[ids] = _penalised(raw[ids], penalty_state.output_counts[ids] + more, sampling)
     if sampling.logit_bias:
@@ -86,7 +86,7 @@ def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None
 
 
 def _penalised(logits: Logits, counts: NDArray[np.integer], sampling: Sampling) -> Logits:
-    """Of tokens that the text holds: float32 [..., k]; `counts` [k] of them are output."""
+    """Return penalised logits, float32 [..., k], of tokens that the text holds, `counts` [k] times in its output."""
     penalty = np.float32(sampling.repetition_penalty)
     z = np.where(logits > 0, logits / penalty, logits * penalty)
     z -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)

@@ -1,5 +1,5 @@
-"""What a draft says of one position: a token, and the distribution that it was drawn from or that the target is to be
-contrasted with, in the form in which it travels."""
+"""A draft's proposal for one position, as it is sent: a token, and the distribution that the token was drawn from or
+that the target is contrasted with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specdec.decoding.sampling import Rule
 class DraftDistribution:
     """A draft's distribution over the children of a prefix, quantised.
 
-    Both sides work with these very values: what the draft had before it rounded them is nobody's business.
-    `ids`, ascending, are the tokens that the values belong to; None: all of the vocabulary, in order.
+    Both sides compute with these values, never with what the draft had before it rounded them. `ids`, ascending, are
+    the tokens that the values belong to; None: the whole vocabulary, in order.
     """
 
     ids: NDArray[np.int64] | None
@@ -25,7 +25,7 @@ class DraftDistribution:
 
     @classmethod
     def received(cls, ids: list[int], values: bytes) -> DraftDistribution | None:
-        """From a message; None if it makes no sense."""
+        """Return the distribution that a message holds; None if the message is invalid."""
         if len(values) % 2 or not values:
             return None
         numbers = np.frombuffer(values, dtype="<f2")
@@ -39,23 +39,23 @@ class DraftDistribution:
         return cls(tokens, numbers)
 
     def fits(self, rule: Rule, vocabulary: int) -> bool:
-        """Whether it is what the rule works with: weights of some tokens, or log-probabilities of all (but for the
-        padding at the end of a vocabulary)."""
+        """Return True if the rule can use it: REJECTION needs weights of some tokens, CONTRASTIVE log-probabilities of
+        all (but for the padding at the end of a vocabulary)."""
         if rule is Rule.REJECTION:
             return self.ids is not None and bool((self.values >= 0).all() and (self.values > 0).any())
         return rule is Rule.CONTRASTIVE and self.ids is None and len(self.values) > 0.9 * vocabulary
 
     def can_draw(self, token: int) -> bool:
-        """Whether a token has any weight; of a row with ids."""
+        """Return True if the token has a weight above 0; False without ids."""
         return self.ids is not None and bool((self.values[self.ids == token] > 0).any())
 
     def sent(self) -> tuple[list[int], bytes]:
-        """(ids, values) of a message."""
+        """Return (ids, values) for a message."""
         return [] if self.ids is None else self.ids.tolist(), self.values.astype("<f2").tobytes()
 
 
 class Proposal(NamedTuple):
-    """`token` is None where nothing is offered."""
+    """A proposal: a token, None if nothing is offered, and the draft distribution."""
 
     token: int | None
     row: DraftDistribution

@@ -2,13 +2,13 @@
 decoding", algorithm 1; Chen et al. 2023, "Accelerating large language model decoding with speculative sampling").
 
 A candidate x, drawn from the draft's q, is accepted with probability min(1, p(x) / q(x)); else the token is drawn from
-norm(max(0, p - q)); where there is no candidate, from p. What comes out is distributed as p, whatever q is, provided
-that x was drawn from this very q, so q is truncated and rounded *before* it is drawn from; and that whether x was
-offered does not depend on x.
+norm(max(0, p - q)). Without a candidate it is drawn from p. The tokens are distributed as p, whatever q is, under two
+conditions: x was drawn from this very q, so q is truncated and rounded *before* the draw; and whether x was offered
+does not depend on x.
 
-Each position has three random numbers, one for each purpose. They are functions of (seed, position), so that a
-draft that starts anew draws the same candidates; tokens still depend on what was offered. Without temperature this
-rule and COUPLED are one, and COUPLED is used.
+Each position has three random numbers, one for each purpose. They are functions of (seed, position), so a draft that
+starts anew draws the same candidates; tokens still depend on what was offered. At temperature 0 this rule and COUPLED
+are the same, and COUPLED is used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
 
 WIDTH = 128
-"""Tokens in a draft's distribution at most: each costs bytes on the wire, what lies beyond them acceptance."""
+"""Most tokens in a draft distribution: each costs bytes on the wire; tokens left out cost acceptance."""
 
 
 def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
-    """Draw a candidate from a draft's float32 logits [V]; None if they are broken, or become so by what the request
-    does to them."""
+    """Draw a candidate from a draft's float32 logits [V]; None if they are broken, or are once penalties, bias and bans
+    are applied."""
     sampling = query.sampler.sampling
     with np.errstate(over="ignore", invalid="ignore"):
         z = adjusted(logits[None], [query])
@@ -56,7 +56,7 @@ def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
 
 
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> Ids:
-    """int64 [n]: the tokens of processed logits [n, V], before the division by T."""
+    """Return int64 [n]: the tokens that processed logits [n, V] choose, given before the division by T."""
     z = tempered(z, [query.sampler.sampling for query in queries])
     return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
@@ -69,7 +69,7 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
         q = _on(ids, query.proposal.row)
         offered = ids == query.proposal.token
         q_offered = _probability(query.proposal.row, query.proposal.token)
-        # Strictly less, and never by a number of 0: a token that the target rules out is never accepted.
+        # Strictly less, and the random number is never 0: a token that the target rules out is never accepted.
         if uniform(sampling.seed, position, DOMAIN_ACCEPT) * q_offered < p[offered].sum():
             return query.proposal.token
         residual = np.maximum(p - q, 0.0)
@@ -78,31 +78,32 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
 
 
 def draw(weights: Weights, number: float) -> int:
-    """The index that a uniform number in (0, 1) stands for: inverse of the cumulated weights."""
+    """Return the index drawn by a uniform number in (0, 1), by the inverse of the cumulated weights."""
     cumulated = np.cumsum(weights)
     index = int(np.searchsorted(cumulated, number * cumulated[-1], side="right"))
-    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])  # the product was rounded up
+    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])  # rounding took the product to the total
 
 
 def acceptance(row: DraftDistribution) -> float:
-    """How probable it is taken to be that a draw from this row is accepted: a function of the row alone. A draft
-    that is sure is mostly right; one that is not still has much in common with its target."""
+    """Return the estimated probability that a draw from this distribution is accepted, a function of it alone.
+
+    A draft that is sure is mostly right; one that is not still has much in common with its target."""
     q = row.values.astype(np.float64)
     return float(1.0 - (1.0 - q.max() / q.sum()) * DISAGREEMENT)
 
 
 DISAGREEMENT = 0.4
-"""Of the mass that a draft does not give its favourite, so much is rejected."""
+"""Share of the probability mass outside the draft's most probable token that is assumed to be rejected."""
 
 
 def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
-    """Surviving ids, ascending, and their weights, of which the largest is 1."""
+    """Return the surviving ids, ascending, and their weights, the largest of which is 1."""
     ids = survivors(z, sampling)
     return ids, np.exp(z[ids].astype(np.float64) - z[ids].max())
 
 
 def _on(ids: Ids, row: DraftDistribution) -> Weights:
-    """The row's probabilities of these ids, which are ascending."""
+    """Return the draft distribution's probabilities of these ids, which are ascending."""
     assert row.ids is not None
     values = row.values.astype(np.float64)
     at = np.searchsorted(ids, row.ids)

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: a value, already validated."""
+"""Sampling parameters of a request: values that are validated already."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 GREEDY_BELOW = 1e-4
-"""A temperature below this is zero: the division would only amplify rounding."""
+"""Temperature below which sampling is greedy: the division would only amplify rounding."""
 
 
 class Rule(Enum):
-    """How candidates become tokens."""
+    """An acceptance rule: how candidates become tokens."""
 
     COUPLED = "coupled"
-    """Draft and target choose with the same noise, a candidate is taken iff it is the target's choice."""
+    """Draft and target choose with the same noise; a candidate is accepted iff it is the target's choice."""
     REJECTION = "rejection"
-    """A sampled candidate is accepted with min(1, p/q), or replaced by a draw from the residual."""
+    """A sampled candidate is accepted with probability min(1, p/q), or replaced by a draw from the residual."""
     CONTRASTIVE = "contrastive"
-    """The token that the target prefers most over the draft, among those plausible to the target."""
+    """The target takes the token with the largest log p - log q among those that are plausible to it."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Of the CONTRASTIVE rule (Li et al. 2023, "Contrastive decoding: open-ended text generation as optimization")."""
+    """Parameters of the CONTRASTIVE rule (Li et al. 2023, "Contrastive decoding: open-ended text generation as
+    optimization")."""
 
     alpha: float = 0.1
-    """Tokens at least so many times as probable as the most probable one are plausible. In (0, 1]."""
+    """A token is plausible if its probability is at least this times that of the most probable one. In (0, 1]."""
     amateur_temperature: float = 1.0
     """Divides the draft's logits. Above 0."""
 
@@ -36,7 +37,7 @@ USUAL_CONTRAST = Contrast()
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of the choice rule, in the order they apply. Defaults are off."""
+    """Sampling parameters, in the order in which they apply. The defaults leave everything off."""
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -55,5 +56,5 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice depends on which tokens the text already holds."""
+        """True if the choice depends on which tokens the text already holds."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0

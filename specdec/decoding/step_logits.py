@@ -1,6 +1,6 @@
-"""The rows of a step: a forward pass has brought logits, and sessions ask what they choose.
+"""Step logits: the logits of one forward pass, which answer the sampling queries of sessions.
 
-Where the logits lie is nobody's business but theirs: here they are in memory, on a device they stay where they are
+Only the class itself knows where its logits are: here they are in host memory; those of a device stay on it
 (`specdec.engine.gpu.sampler`).
 """
 
@@ -18,26 +18,26 @@ from specdec.decoding.processing import Logits
 
 
 class StepLogits(Protocol):
-    """Of n rows of logits over one vocabulary."""
+    """The step logits: n rows over one vocabulary."""
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
-        """By `choice.choose` the token that each of these rows chooses, and whether its logit is finite: if not, the
-        row is broken."""
+        """Return the tokens that these rows choose, by `choice.choose`, and which rows are sound: those whose token has
+        a finite logit. The others are broken."""
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
-        """As `logprobs.logprobs`, of these rows."""
+        """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
 
 
 class HostLogits:
-    """In memory."""
+    """Step logits in host memory."""
 
     def __init__(self, logits: Logits) -> None:
-        """float32 [n, V]."""
+        """`logits` are float32 [n, V]."""
         self._logits = logits
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         count = len(rows)
-        in_place = list(rows) == list(range(count))  # there may be others behind them
+        in_place = list(rows) == list(range(count))  # rows that are not asked for may follow
         here = self._logits[:count] if in_place else self._logits[np.asarray(rows)]
         tokens = choose(here, queries)
         return tokens, np.isfinite(here[np.arange(len(rows)), tokens])  # a NaN is every argmax's first choice

@@ -1,8 +1,8 @@
-"""What followed the last time: the end of a text, looked up in what was written before.
+"""N-gram lookup: finds what followed the end of a text where the same tokens were written before.
 
-The longer the stretch that two places agree on, the surer that they go on alike (Saxena 2023, "Prompt lookup
-decoding"; Oliaro et al. 2024, "SuffixDecoding"). There is no index to keep: comparing all tokens of a text with one
-takes microseconds, and few places are left after the first comparison.
+The more tokens two places agree on, the likelier it is that they continue alike (Saxena 2023, "Prompt lookup
+decoding"; Oliaro et al. 2024, "SuffixDecoding"). No index is kept: comparing all tokens of a text with one takes
+microseconds, and few places are left after the first comparison.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 
 LONGEST = 16
-"""Tokens that two places are compared over at most."""
+"""Most tokens over which two places are compared."""
 
 RECENT = 32
-"""Of the places that agree equally far, so many are looked at, the last ones first."""
+"""Most places with equally long agreement that are looked at, the last ones first."""
 
 
 class Continuation(NamedTuple):
-    """What followed at another place, and over how many tokens the two places agree before it."""
+    """The tokens that followed at another place, and the number of tokens before them on which the two places agree."""
 
     tokens: Tokens
     match: int
 
 
 def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[Continuation]:
-    """What followed, up to `depth` tokens, in `written` after what `end` ends with: at most `most`, each with another
-    first token, those of the longest agreement first, and the latest among equals.
+    """Return up to `most` continuations, of up to `depth` tokens, that followed the last tokens of `end` in `written`.
 
-    `end` may be the end of `written` itself. Negative numbers in `written` part one text from the next.
+    Each has another first token. Those with the longest agreement come first, the latest first among equals. `end` may
+    be the end of `written` itself. Negative numbers in `written` separate texts.
     """
     places = np.flatnonzero(written[:-1] == end[-1])
     by_match = [places]

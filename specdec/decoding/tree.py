@@ -1,8 +1,8 @@
 """The token tree: every live candidate below the committed text.
 
-A node is a path: the committed prefix plus its guessed tokens. The path is its identity; there are no
-ids. So what arrives late, twice or out of order inserts the same paths, and a commit only moves the
-root. The draft owns one tree a session and grows it; the verifier holds a cache of it and spends it.
+A node is a path: the committed prefix plus its candidates. The path is its identity; there are no ids. So messages that
+arrive late, twice or out of order insert the same paths, and a commit only moves the root. The draft owns one tree per
+session and expands it; the verifier keeps a copy of the candidates it has received, and verifies from that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BaseAheadError(ValueError):
-    """Candidates start beyond the committed text: their sender and this tree have lost each other."""
+    """Candidates start beyond the committed text: their sender and this tree disagree about what is committed."""
 
 
 class Paths(NamedTuple):
@@ -41,13 +41,13 @@ class Node:
         self.position = position  # absolute, of this token
         self.parent = parent
         self.logprob = logprob
-        self.origin = origin  # whose guess it is, in the holder's terms
+        self.origin = origin  # who proposed it, in the holder's terms
         self.children: dict[int, Node] = {}
         self.distribution: DraftDistribution | None = None  # the draft's, over the children, where the rule needs it
-        self.state: object = None  # what the holder keeps with it
+        self.state: object = None  # data of the tree's holder
 
     def path(self) -> list[Node]:
-        """The nodes from below the root down to this one."""
+        """Return the nodes from the root's child down to this one."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -57,7 +57,7 @@ class Node:
         return nodes
 
     def path_logprob(self) -> float:
-        """log P(the target's text goes through this node): the sum of scores from the root."""
+        """Return log P(the target's text goes through this node): the sum of logprobs from the root."""
         total, node = 0.0, self
         while node.parent is not None:
             total += node.logprob
@@ -65,7 +65,7 @@ class Node:
         return total
 
     def walk(self) -> Iterator[Node]:
-        """All nodes below this one, parents first."""
+        """Yield all nodes below this one, parents first."""
         stack = list(self.children.values())
         while stack:
             node = stack.pop()
@@ -80,12 +80,11 @@ def anything(_: Node) -> bool:
 class TokenTree:
     """Committed tokens and the candidates below them.
 
-    Candidates are dropped silently where they can never be taken: at positions past `last_position`,
-    below an end token, with ids outside the vocabulary or scores that are not finite, and when
-    `max_nodes` are alive.
+    Candidates are dropped silently if they can never be taken: at positions past `last_position`, below an end token,
+    with ids outside the vocabulary or logprobs that are not finite, and while `max_nodes` are alive.
 
-    In a `sampled` tree (REJECTION) candidates are draws: every node has one child at most, and comes to it together
-    with the distribution that the child was drawn from. What arrives first stays, whatever it is.
+    In a `sampled` tree (REJECTION) candidates are draws: a node has one child at most, and gets it together with the
+    distribution that the child was drawn from. The child that arrives first stays, whatever it is.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class TokenTree:
     ) -> None:
         self.committed = list(committed)
         self.base = len(self.committed)
-        """Committed tokens, prompt included: kept beside them, since a step asks for it a dozen times."""
+        """Number of committed tokens, prompt included; kept, since a step asks for it a dozen times."""
         self.root = Node(self.committed[-1], len(self.committed) - 1, None, 0.0, 0)
         self.size = 0
         self._vocabulary = vocabulary
@@ -110,13 +109,14 @@ class TokenTree:
         self._sampled = sampled
 
     def insert(self, base: int, paths: Paths, origin: int = 0) -> list[Node]:
-        """Insert paths that start from the committed text as it was when it had `base` tokens; the nodes that were
-        not there before. ValueError if they cannot be."""
+        """Insert paths that start from the committed text as it was when it had `base` tokens; return the new nodes.
+
+        ValueError if a parent does not precede its child, BaseAheadError if there are fewer committed tokens."""
         if base > self.base:
             raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
         distributions = dict(paths.distributions)
         made: list[Node] = []
-        # A place is a node, or a length of the committed text, or None for what was dropped.
+        # A place is a node, a length of the committed text, or None for a token that was dropped.
         places: list[Node | int | None] = [self.root if base == self.base else base]
         for token, parent, logprob in zip(paths.tokens, paths.parents, paths.logprobs, strict=True):
             if parent >= len(places):
@@ -140,7 +140,7 @@ class TokenTree:
     def _enter(
         self, place: Node, token: int, logprob: float, origin: int, row: DraftDistribution | None
     ) -> Node | None:
-        """The child that carries the token, made if it may be."""
+        """Return the child with this token, which is added if it may be; None if it may not."""
         known = place.children.get(token)
         if known is not None:
             if math.isfinite(logprob) and not self._sampled:
@@ -156,13 +156,13 @@ class TokenTree:
         return child
 
     def _follow(self, length: int, token: int) -> Node | int | None:
-        """One token further along a path that lies inside the committed text."""
+        """Follow a path inside the committed text for one token; return the new place, None if the token differs."""
         if self.committed[length] != token:
             return None
         return self.root if length + 1 == self.base else length + 1
 
     def add(self, parent: Node, token: int, logprob: float, origin: int = 0) -> Node | None:
-        """Make a child that is not there yet, unless it could never be taken."""
+        """Add a child that is not there yet; None if it could never be taken or the tree is full."""
         position = parent.position + 1
         if (
             position > self._last_position
@@ -178,7 +178,7 @@ class TokenTree:
         return node
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append final tokens; a node survives iff the new text is a prefix of its path."""
+        """Append final tokens; a node survives iff the new committed text is a prefix of its path."""
         self.committed += tokens
         for token in tokens:
             child = self.root.children.get(token)
@@ -189,10 +189,10 @@ class TokenTree:
             self.size = sum(1 for _ in self.root.walk())
 
     def by_path_logprob(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
-        """(reach, node) of every live node, highest reach first, parents before children. What is not `usable`
-        is left out, and what is below it."""
+        """Yield (path logprob, node) of every live node, most probable first, parents before children. A node that is
+        not `usable` is left out, with all below it."""
         frontier: list[tuple[float, int, Node]] = []
-        order = 0  # breaks ties: what was offered first comes first
+        order = 0  # breaks ties: first offered, first out
         parent, path_logprob = self.root, 0.0
         while True:
             for child in parent.children.values():
@@ -206,12 +206,15 @@ class TokenTree:
             yield path_logprob, parent
 
     def best(self, count: int) -> list[Node]:
-        """The `count` nodes of highest reach, best first: always a connected tree, parents first."""
+        """Return the `count` nodes of highest path logprob, best first: always a connected tree, parents first."""
         return [node for _, node in itertools.islice(self.by_path_logprob(), count)]
 
     def expected_tokens(self, count: int, usable: Callable[[Node], bool] = anything) -> tuple[float, float]:
-        """(tokens that a step over the `count` best nodes is expected to bring, reach of the most probable leaf among
-        them). The root is the leaf of an empty tree; with `count` nodes there is no room for more: 0."""
+        """Return (expected tokens of a step over the `count` best nodes, path probability of the likeliest leaf among
+        them).
+
+        The root is the leaf of an empty tree, with probability 1. If there are `count` nodes, no more fit, and the
+        second number is 0."""
         expected, leaf, seen = 1.0, 0.0, 0
         for path_logprob, node in itertools.islice(self.by_path_logprob(usable), count):
             probability = math.exp(path_logprob)
@@ -225,8 +228,9 @@ class TokenTree:
 
 
 def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Paths:
-    """Nodes, nodes whose rows are to go along, and all their ancestors. The root is nobody's descendant: it may be
-    among `with_distributions`."""
+    """Return the paths of nodes, of nodes whose distributions are included, and of all their ancestors.
+
+    `with_distributions` may hold the root."""
     numbers: dict[int, int] = {}
     tokens: list[int] = []
     parents: list[int] = []

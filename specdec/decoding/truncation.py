@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p: which ids of a row survive.
+"""Top-k, top-p and min-p: finds the ids of a row that survive.
 
-All three keep a leading part of the row's ranking (largest logit first, lower id first among equals), so
-they come down to one number: how many survive. Only plausible ids are ranked, and only by value.
+All three keep a leading part of the row's ranking (largest logit first, lower id first among equals), so together they
+give one number: how many survive. Only plausible ids are ranked, and only by value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def truncates(sampling: Sampling) -> bool:
 
 
 def survivors(z: Logits, sampling: Sampling) -> Ids:
-    """The ids, ascending, that survive top-k, then top-p, then min-p, of float32 logits [V] divided by T.
+    """Return the ids, ascending, that survive top-k, then top-p, then min-p, of float32 logits [V] divided by T.
 
     Top-k keeps exactly k; top-p the smallest set that reaches p of what top-k left, by float32 weights
     cumulated in float64, descending. The largest logit must be finite; one of -inf never survives.
@@ -37,21 +37,22 @@ def survivors(z: Logits, sampling: Sampling) -> Ids:
 
 
 def leading(z: Logits, ids: Ids, total: float, vocabulary: int, sampling: Sampling) -> Ids | None:
-    """`survivors` of a row of which only the largest logits are known: z, descending, their ids, and the sum of all
-    weights, in float64. Indices into z, by ascending id; None: too little is known to tell."""
+    """Return the survivors of a row of which only the largest logits are known, as indices into z, by ascending id.
+
+    Known are z, descending, their ids, and the sum of all weights, in float64. None if that is too little to tell."""
     count = int(np.count_nonzero(z > -np.inf))
     known, all_known = z[:count], count < len(z) or len(z) == vocabulary
     if sampling.top_k > count and not all_known:
         return None
     size = _surviving(known, None if 0 < sampling.top_k < vocabulary else total, sampling)
     if not all_known and not known[size - 1] > known[-1]:
-        return None  # what is not known may survive as well, or come before one of these among equals
+        return None  # an unknown id may survive as well, or come before one of these among equals
     best = np.lexsort((ids[:count], -known))[:size]
     return np.asarray(best[np.argsort(ids[best])])
 
 
 def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
-    """How many of a ranking's logits, descending, survive; `total`: as `_plausible` says."""
+    """Return how many of these logits, in descending order, survive; `total` is that of `_plausible`."""
     size = min(sampling.top_k or len(ranked), len(ranked))
     if sampling.top_p < 1.0:
         reached = np.cumsum(np.exp(ranked[:size] - ranked[0]), dtype=np.float64)
@@ -63,15 +64,17 @@ def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
 
 
 def largest(row: NDArray[np.floating], count: int) -> Ids:
-    """int64 [count]: the ids of a row's largest values, descending, lower ids first among equals."""
+    """Return int64 [count]: the ids of a row's largest values, descending, lower ids first among equals."""
     at = max(len(row) - count, 0)
     ids = np.flatnonzero(row >= np.partition(row, at)[at])
     return np.asarray(ids[np.argsort(-row[ids], kind="stable")[:count]])
 
 
 def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
-    """A superset of the survivors that is cheap to find, ascending: what is left out comes after the last of
-    them in the ranking. And the sum of all weights, if it is top-p's whole; else the whole is what top-k keeps.
+    """Return a superset of the survivors that is cheap to find, ascending, and the total weight for top-p.
+
+    Ids left out come after the last survivor in the ranking. The total is the sum of all weights if top-p takes its
+    share of that; None if it takes its share of what top-k keeps, or there is no top-p.
     """
     if 0 < sampling.top_k < len(z):
         at = len(z) - sampling.top_k
@@ -86,12 +89,12 @@ def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
 
 
 def _least(peak: np.float32, min_p: float) -> np.float64:
-    """The logit of min_p times the probability of `peak`."""
+    """Return the logit whose probability is min_p times that of `peak`."""
     return np.float64(peak) + math.log(min_p)
 
 
 def _leading(values: Logits, least: np.float32, size: int) -> NDArray[np.bool_]:
-    """Which of `values` are the `size` largest, the last of which is `least`; the first ones among equals."""
+    """Return a mask of the `size` largest `values`, the last of which is `least`; the first ones among equals."""
     keep = values >= least
     excess = int(np.count_nonzero(keep)) - size
     if excess:

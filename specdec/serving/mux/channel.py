@@ -1,4 +1,4 @@
-"""The caller's end: a channel whose streams share one."""
+"""The caller's end of multiplexed connections: a channel whose streams share one gRPC stream."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class MuxChannel:
-    """To one service. As far as generated stubs use one, a `grpc.aio.Channel`: calls with a single request or response
-    go by themselves, streams both ways share a connection, which is begun with the first of them and, when it breaks or
-    its service leaves, with the next. To a service that knows of no connections, streams go by themselves too."""
+    """A channel to one service: a `grpc.aio.Channel` as far as generated stubs use one.
+
+    Calls with a single request or response are plain gRPC calls. Bidirectional streams share a connection, which is
+    opened with the first of them; after it breaks or its service shuts down, the next stream opens another. To a
+    service that does not support connections, streams are plain gRPC calls too."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._stub: Any = mux_pb2_grpc.MuxServiceStub(channel)
-        self._connections: list[MuxConnection] = []  # the last one takes streams, others still carry some
-        self._unknown = False  # connections are, there
+        self._connections: list[MuxConnection] = []  # the last one takes new streams, the others still carry some
+        self._unknown = False  # True: the service does not support connections
 
     def unary_unary(self, *args: Any, **more: Any) -> Any:
         return self._channel.unary_unary(*args, **more)
@@ -52,13 +54,13 @@ class MuxChannel:
         return begin
 
     async def close(self) -> None:
-        """Its streams end UNAVAILABLE."""
+        """Close the channel; its streams end with UNAVAILABLE."""
         for connection in self._connections:
             await connection.close()
         await self._channel.close()
 
     def _whole(self) -> MuxConnection | None:
-        """One that takes streams; None if there are none to be had."""
+        """Return a connection that takes new streams; None if the service does not support connections."""
         self._unknown |= any(connection.unknown for connection in self._connections)
         self._connections = [connection for connection in self._connections if not connection.broken]
         if self._unknown:
@@ -69,12 +71,12 @@ class MuxChannel:
 
 
 class MuxConnection:
-    """One stream of gRPC's, and the calls that it carries."""
+    """A connection: one gRPC stream and the calls that it carries, at the caller's end."""
 
     def __init__(self, call: Any) -> None:
         self.broken = False
-        self.leaving = False  # takes no streams any more
-        self.unknown = False  # what it is, to the other side
+        self.leaving = False  # takes no new streams
+        self.unknown = False  # True: the service does not support connections
         self._call = call
         self._sending = SendQueue()
         self._calls: dict[int, Call] = {}
@@ -99,9 +101,10 @@ class MuxConnection:
         await asyncio.wait(self._tasks)
 
     async def _write(self) -> None:
-        """What becomes of a connection is learned by reading it, and a bundle that is on its way while the service says
-        that it knows no connections would turn that into an internal error: the first one waits for a service that
-        does."""
+        """Write batches of frames once the service has accepted the connection.
+
+        The first batch waits for the initial metadata: if it were on its way while the service answers that it does not
+        support connections, that answer would become an internal error. Only `_read` learns how a connection ends."""
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):
                 await self._call.initial_metadata()
@@ -110,7 +113,7 @@ class MuxConnection:
             self._call.cancel()
 
     async def _end_if_unread(self) -> None:
-        """A service that leaves so much unread serves nobody."""
+        """End the connection once the service has left too much unread: then it serves nobody."""
         await self._sending.overflowed.wait()
         self._call.cancel()
 
@@ -126,7 +129,7 @@ class MuxConnection:
                     if call is not None:
                         call.receive_frame(frame)
             end.message = "the connection has ended"
-        except grpc.aio.AioRpcError as error:  # of the connection: no service has said it of a stream
+        except grpc.aio.AioRpcError as error:  # the connection's error, not one that the service sent for a stream
             self.unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
             end.message = error.details() or error.code().name
         except ProtocolError as error:
@@ -141,7 +144,7 @@ class MuxConnection:
 
 
 class Call(Stream):
-    """A stream as its caller has it; as far as it is used, a `grpc.aio.StreamStreamCall`."""
+    """The caller's end of a stream: a `grpc.aio.StreamStreamCall` as far as one is used."""
 
     def __init__(
         self,
@@ -152,19 +155,19 @@ class Call(Stream):
         deserialize: Callable[[bytes], Any],
         running: dict[int, Call],
     ) -> None:
-        """`running` are the connection's calls by number, and this one is among them until it is over."""
+        """`running` holds the connection's calls by number, this one included until it has ended."""
         super().__init__(number, sending, timeout)
         self._serialize = serialize
         self._deserialize = deserialize
         self._running = running
-        self._cancelled = False  # from here
+        self._cancelled = False  # by `cancel`, at this end
         self._timer = None
         if timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout), self._late)
         running[number] = self
 
     async def write(self, request: Any) -> None:
-        """InvalidStateError if it is over."""
+        """Send a request; InvalidStateError if the stream has ended."""
         try:
             await self.send(self._serialize(request))
         except TooLargeError as error:
@@ -172,8 +175,8 @@ class Call(Stream):
             raise asyncio.InvalidStateError(str(error)) from error
 
     async def read(self) -> Any:
-        """The next message, None if it cannot be read, EOF after the last; AioRpcError if it has ended otherwise,
-        CancelledError if it was cancelled."""
+        """Return the next message, None if it cannot be parsed, EOF after the last one. Raise CancelledError if the
+        call was cancelled, AioRpcError if it ended with another status than OK."""
         item = await self.receive()
         if not isinstance(item, mux_pb2.End):
             with contextlib.suppress(DecodeError):
@@ -186,7 +189,7 @@ class Call(Stream):
         raise _error_of(item)
 
     def cancel(self) -> None:
-        """Whoever reads it hears of nothing else any more."""
+        """Cancel the call: what has arrived is dropped, and `read` raises CancelledError from now on."""
         self._cancelled = True
         self._abandon(grpc.StatusCode.CANCELLED, "cancelled by its caller")
 

@@ -1,4 +1,4 @@
-"""Queues the frames that are to be written into a connection, and bounds them."""
+"""The send queue of a connection: frames that wait to be written, and its bounds."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Awaitable, Callable, Sequence
 from specdec.v2 import mux_pb2
 
 BATCH_BYTES = 1 << 18
-"""Frames of one bundle, about: the next ones wait while it is written, whoever's they are."""
+"""Bytes in a batch of frames, about: later frames, of any stream, wait while it is written."""
 
 
 MAX_UNSENT_BYTES = 4 << 20
-"""Bytes of frames that wait to be written, about: the senders of more messages wait until they are fewer."""
+"""Bytes of queued frames, about, from which on senders of messages wait until fewer are queued."""
 
 MAX_UNSENT_FRAMES = 1 << 14
-"""Frames that wait to be written. Those that answer others cannot wait: an end, say. Where so many of them are unread,
-nobody reads."""
+"""Most frames that wait to be written. Frames that answer others, an end for example, cannot be held back: if so many
+of them are queued, the peer does not read."""
 
 
 class SendQueue:
-    """Frames in order. What is put while one bundle is being written goes into the next."""
+    """A queue of frames, in order. Frames that are put while one batch is being written go into the next."""
 
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
-        """Set once more frames wait than a peer that reads would leave waiting."""
-        self._frames: deque[tuple[mux_pb2.Frame, int]] = deque()  # each with its bytes
+        """Event that is set once more than MAX_UNSENT_FRAMES frames wait: a peer that reads would leave fewer."""
+        self._frames: deque[tuple[mux_pb2.Frame, int]] = deque()  # (frame, its size in bytes)
         self._bytes = 0
         self._senders: set[asyncio.Event] = set()  # to be set when there is room for messages again
         self._news = asyncio.Event()
@@ -52,7 +52,7 @@ class SendQueue:
         self._news.set()
 
     def drop(self, stream: int) -> bool:
-        """Forget what waits of a stream; whether its beginning was among that."""
+        """Drop the waiting frames of a stream; return True if its `begin` was among them."""
         dropped = [frame for frame, _ in self._frames if frame.stream == stream]
         if dropped:
             self._frames = deque(each for each in self._frames if each[0].stream != stream)
@@ -61,12 +61,12 @@ class SendQueue:
         return any(frame.HasField("begin") for frame in dropped)
 
     def finish(self) -> None:
-        """What was put is the last."""
+        """Declare that no more frames follow: `write` returns once all are written."""
         self._finished = True
         self._news.set()
 
     def abandon(self) -> None:
-        """Nothing more is written but what is being written, whatever was put, or will be."""
+        """Drop all waiting frames and those put later; only the batch that is being written still goes out."""
         self._abandoned = True
         self._frames.clear()
         self._bytes = 0
@@ -74,7 +74,7 @@ class SendQueue:
         self.finish()
 
     async def write(self, write: Callable[[Sequence[mux_pb2.Frame]], Awaitable[None]]) -> None:
-        """Write bundles until it is finished."""
+        """Write batches of frames until the queue is finished."""
         while True:
             await self._news.wait()
             if self._frames:
@@ -85,7 +85,7 @@ class SendQueue:
                 self._news.clear()
 
     def _batch(self) -> list[mux_pb2.Frame]:
-        """At least one frame; of more than that, no more bytes than BUNDLE_BYTES."""
+        """Return the next batch: at least one frame, and with more than one at most BATCH_BYTES bytes."""
         frames: list[mux_pb2.Frame] = []
         total = 0
         while self._frames and (not frames or total + self._frames[0][1] <= BATCH_BYTES):

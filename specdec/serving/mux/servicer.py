@@ -1,4 +1,4 @@
-"""The callee's end: serves what a connection carries by the methods of the services behind it."""
+"""The callee's end of multiplexed connections: serves their streams with the methods of the registered services."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from specdec.v2 import mux_pb2, mux_pb2_grpc
 log = structlog.get_logger()
 
 LINGER_SECONDS = 5.0
-"""For a caller to read what is being written when its connection ends, and then the reason."""
+"""Seconds that a caller has, when its connection ends, to read the batch being written and then the reason."""
 
 MAX_CONNECTIONS = 1024
-"""A service has so many at most. An orchestrator opens one."""
+"""Most connections to a service. An orchestrator opens one."""
 
 MAX_STREAMS = 4096
-"""A connection carries so many at once."""
+"""Most streams that a connection carries at once."""
 
 MAX_BEGIN_BYTES = 1 << 13
-"""Of a stream's method and metadata together: what gRPC allows for headers."""
+"""Most bytes of a stream's method and metadata together: what gRPC allows for headers."""
 
 
 class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
-    """Services register their methods with it as with a server."""
+    """A servicer for connections, with which services register their methods as with a server."""
 
     def __init__(self) -> None:
         self._methods: dict[str, Any] = {}
@@ -44,11 +44,11 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
         self._methods |= {f"/{service}/{name}": method for name, method in methods.items() if _streams(method)}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """The same once more, as gRPC knew them before."""
+        """Ignore the handlers: gRPC's older way to register the same methods once more."""
 
     @property
     def has_streams(self) -> bool:
-        """Whether there is anything to carry."""
+        """True if any registered method is a bidirectional stream."""
         return bool(self._methods)
 
     async def Connect(  # type: ignore[override]
@@ -63,13 +63,13 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
         if self._draining:
             connection.drain()
         try:
-            await context.send_initial_metadata(())  # for which the caller's first bundle waits
+            await context.send_initial_metadata(())  # the caller's first batch waits for it
             await connection.serve(request_iterator)
         finally:
             self._connections.remove(connection)
 
     def drain(self) -> None:
-        """Take no streams any more; every connection ends with its last one."""
+        """Take no new streams; every connection ends with its last stream."""
         self._draining = True
         for connection in self._connections:
             connection.drain()
@@ -80,7 +80,7 @@ def _streams(method: Any) -> bool:
 
 
 class MuxConnection:
-    """One stream of gRPC's, and the streams that it carries."""
+    """A connection: one gRPC stream and the streams that it carries, at the callee's end."""
 
     def __init__(self, methods: dict[str, Any], context: Any) -> None:
         self._methods = methods
@@ -90,14 +90,14 @@ class MuxConnection:
         self._draining = False
 
     def drain(self) -> None:
-        """Have the caller begin other connections for other streams, and end with the last of these."""
+        """Make the caller open another connection for new streams, and end this one with its last stream."""
         self._draining = True
         self._sending.put(mux_pb2.Frame(end=mux_pb2.End()))
         if not self._served:
             self._sending.finish()
 
     async def serve(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
-        """Until it is drained, or its caller ends it, or does not read it, and with it all that it carries."""
+        """Serve until the connection is drained or its caller ends it or reads too little; then end its streams."""
         reading = asyncio.create_task(self._read(requests))
         overflowing = asyncio.create_task(self._overflow())
         writing = asyncio.create_task(
@@ -114,7 +114,7 @@ class MuxConnection:
             task.result()
 
     async def _end(self, tasks: set[asyncio.Task[None]]) -> None:
-        """End these, and all streams that it carries."""
+        """Cancel these tasks, and end all streams of the connection."""
         ending = set(tasks)
         for served, running in self._served.values():
             served.end(mux_pb2.End())
@@ -162,21 +162,21 @@ class MuxConnection:
             running.add_done_callback(partial(self._on_run_ended, number))  # it may be cancelled before it has begun
 
     async def _run(self, served: ServedStream) -> None:
-        """One stream, by its method, as an interceptor would have it run."""
+        """Serve one stream with its method, wrapped as the interceptor wraps a call."""
         bind_request_id(served.begin.metadata)
         try:
             async with asyncio.timeout(served.time_remaining()):
                 await guarded(served.method.stream_stream)(served.requests(), served)
             served.send_end(grpc.StatusCode.OK)
         except grpc.aio.AbortError:
-            pass  # it has said why
+            pass  # its status has been sent
         except TimeoutError:
             served.send_end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
 
     def _on_run_ended(self, number: int, run: asyncio.Task[None]) -> None:
         served, _ = self._served.pop(number)
         error = None if run.cancelled() else run.exception()
-        if not served.closed and not served.ended:  # its method has ended without a word
+        if not served.closed and not served.ended:  # its method has ended without a status
             served.send_status(to_status(InternalError()))
             log.error("stream_failed", method=served.begin.method, exc_info=error)
         if self._draining and not self._served:
@@ -184,17 +184,17 @@ class MuxConnection:
 
 
 class ServedStream(Stream):
-    """A stream as its method has it; as far as methods use one, a `grpc.aio.ServicerContext`."""
+    """The callee's end of a stream: a `grpc.aio.ServicerContext` as far as methods use one."""
 
     def __init__(self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, peer: str) -> None:
         super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
         self.begin = begin
         self.method = method
-        self.ended = False  # its caller has been told
+        self.ended = False  # its end has been sent to the caller
         self._peer = peer
 
     async def requests(self) -> AsyncIterator[Any]:
-        """What the caller says, for as long as the stream lasts."""
+        """Yield the caller's requests until the stream ends."""
         while not isinstance(message := await self.receive(), mux_pb2.End):
             yield self.method.request_deserializer(message)
 
@@ -210,11 +210,11 @@ class ServedStream(Stream):
         raise grpc.aio.AbortError
 
     def cancelled(self) -> bool:
-        """Whether its caller has ended it."""
+        """Return True if the caller has ended the stream."""
         return self.closed
 
     def peer(self) -> str:
-        """Address of its caller."""
+        """Return the caller's address."""
         return self._peer
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:

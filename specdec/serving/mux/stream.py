@@ -1,4 +1,4 @@
-"""One end of a stream that a connection carries."""
+"""One end of a stream that a multiplexed connection carries."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2
 
 WINDOW = 1 << 20
-"""Bytes that one end may send beyond what the other has read, but for the message that exceeds it: a stream that nobody
-reads holds up its sender and nobody else."""
+"""Bytes that one end may send beyond what the other has read (the message that exceeds them still goes): a stream that
+nobody reads holds up its own sender only."""
 
 OVERHEAD = 64
-"""Bytes that a message counts besides its own."""
+"""Bytes that each message counts in flow control besides its own."""
 
 MOST_BYTES = MAX_MESSAGE_BYTES - 1024
-"""Of one message: a bundle is a little more than its frames, and a frame than its message."""
+"""Most bytes of one message: less than gRPC's limit, since a frame adds a little to its message, and a batch to its
+frames."""
 
 
 class TooLargeError(Exception):
@@ -25,27 +26,27 @@ class TooLargeError(Exception):
 
 
 class Stream:
-    """Sends and receives serialized messages. `closed` once nothing can be sent any more."""
+    """One end of a stream, which sends and receives serialized messages. `closed`: True once nothing can be sent."""
 
     def __init__(self, number: int, sending: SendQueue, timeout: float | None = None) -> None:
-        """It may last for `timeout` seconds: who has it sees to that."""
+        """`timeout` is how many seconds the stream may last; the owner enforces it."""
         self.number = number
         self.closed = False
         self._sending = sending
-        self._unread = 0  # bytes sent, not read there
-        self._room = asyncio.Event()  # to send more
+        self._unread = 0  # bytes sent that the other end has not read
+        self._room = asyncio.Event()  # set while more may be sent
         self._room.set()
         self._arrived: asyncio.Queue[bytes | mux_pb2.End] = asyncio.Queue()
-        self._waiting = 0  # bytes arrived, not read here
-        self._untold = 0  # bytes read, of which the sender has not heard
+        self._waiting = 0  # bytes arrived that were not read at this end
+        self._untold = 0  # bytes read that the sender does not know of yet
         self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
     def time_remaining(self) -> float | None:
-        """Seconds."""
+        """Return the seconds until the deadline; None without one."""
         return None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
 
     async def send(self, message: bytes) -> None:
-        """As soon as there is room for it; InvalidStateError if the stream is closed, TooLargeError."""
+        """Send a message as soon as there is room for it; InvalidStateError if the stream is closed, TooLargeError."""
         if len(message) > MOST_BYTES:
             raise TooLargeError(f"a message of {len(message)} bytes, at most {MOST_BYTES}")
         while not self.closed and (self._unread >= WINDOW or self._sending.full):
@@ -59,7 +60,7 @@ class Stream:
         self.send_frame(mux_pb2.Frame(message=message))
 
     async def receive(self) -> bytes | mux_pb2.End:
-        """The next message, or how the stream has ended: the last thing that is received, however often."""
+        """Return the next message or, after the last one, how the stream has ended; then the same end on every call."""
         item = await self._arrived.get()
         if isinstance(item, mux_pb2.End):
             self._arrived.put_nowait(item)
@@ -72,7 +73,7 @@ class Stream:
         return item
 
     def receive_frame(self, frame: mux_pb2.Frame) -> None:
-        """What the other end has said; ProtocolError if it may not. Behind an end nothing counts."""
+        """Handle a frame from the other end; ProtocolError if it is not allowed. Frames after an end are ignored."""
         if self.closed:
             return
         match frame.WhichOneof("event"):
@@ -96,7 +97,7 @@ class Stream:
         self._sending.put(frame)
 
     def end(self, end: mux_pb2.End, *, at_once: bool = False) -> None:
-        """Nothing is sent any more; what has arrived can still be read, unless it is to be over `at_once`."""
+        """End the stream: nothing is sent any more. What has arrived can still be read, unless it ends `at_once`."""
         while at_once and not self._arrived.empty():
             self._arrived.get_nowait()
         self.closed = True
