@@ -33,7 +33,7 @@ def verifier(args: argparse.Namespace) -> Service:
         "torch",
         directory,
         capacity=args.kv_tokens,
-        threads=(args.threads, min(args.threads, args.threads_drafted or args.threads)),
+        threads=(args.threads, min(args.threads, args.threads_while_drafting or args.threads)),
         dtype=args.dtype,
         exact=True,
     )
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of a verifier")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--threads-drafted", type=int, help="of a verifier")
+    parser.add_argument("--threads-while-drafting", type=int, help="of a verifier")
     parser.add_argument("--kv-tokens", type=int, default=16384)
     parser.add_argument("--max-candidates", type=int, default=VerifierLimits.max_candidates, help="of a verifier")
     parser.add_argument("--drain-seconds", type=float, default=2.0)

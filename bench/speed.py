@@ -111,7 +111,7 @@ def subjects(args: argparse.Namespace) -> dict[str, Starter]:
     }
     if drafted:
         found["drafted"] = lambda: Ours.start("specdec", args.target, str(args.draft), args.dtype)
-        own = ("--own-draft", str(args.draft.resolve()))
+        own = ("--draft-model", str(args.draft.resolve()))
         found["own draft"] = lambda: Ours.start("specdec", args.target, "none", args.dtype, own)
     if "transformers" in args.peers:
         options = [*common, *drafted]

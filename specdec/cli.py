@@ -113,7 +113,7 @@ def up(
     draft: Annotated[
         str | None, typer.Option(help="Directory of the draft model, or `none`; the demo's by default.")
     ] = None,
-    own_draft: Annotated[
+    local_draft: Annotated[
         Path | None,
         typer.Option(
             help="Directory of a small model that the verifier guesses with itself, instead of a draft service."
@@ -134,7 +134,7 @@ def up(
         with Stack.start(
             target,
             draft,
-            own_draft=own_draft,
+            local_draft=local_draft,
             dtype=dtype,
             port=port,
             log_level=log_level,
@@ -150,7 +150,7 @@ def up(
 
 
 @app.command()
-def load(
+def stats(
     address: Annotated[str, typer.Argument(help="Of a verifier.")],
     every: Annotated[float | None, duration("Seconds; look again and again.", min=0.1)] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object a look.")] = False,

@@ -67,7 +67,7 @@ class Stack:
         target: Path | None = None,
         draft: str | None = None,
         *,
-        own_draft: Path | None = None,
+        local_draft: Path | None = None,
         dtype: str = "float32",
         port: int = 0,
         log_level: str = "warning",
@@ -79,13 +79,13 @@ class Stack:
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
         """Start them, wait until they are ready, and end them on leaving. `draft` may be "none"; it is if the verifier
-        has its `own_draft`, unless it is given.
+        has its `local_draft`, unless it is given.
 
         `programs` says what to run in each role, `route` at which address the orchestrator finds a service that
         listens at another: where benchmarks put variants of a service, and something between them.
         """
-        target_path, draft_path = _models(target, draft, own_draft)
-        own = () if own_draft is None else ("--own-draft", str(own_draft))
+        target_path, draft_path = _models(target, draft, local_draft)
+        own = () if local_draft is None else ("--draft-model", str(local_draft))
         _check_port(port)
         children: dict[str, Child] = {}
         try:
@@ -132,7 +132,7 @@ class Stack:
                 raise LocalError(f"{name} ended by itself with status {status}")
 
 
-def _models(target: Path | None, draft: str | None, own_draft: Path | None) -> tuple[Path, Path | None]:
+def _models(target: Path | None, draft: str | None, local_draft: Path | None) -> tuple[Path, Path | None]:
     """The directories of target and draft to serve, checked before anything starts."""
     from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
@@ -140,11 +140,11 @@ def _models(target: Path | None, draft: str | None, own_draft: Path | None) -> t
         raise LocalError("this installation has no demo pair: give --target and --draft")
     target_path = target or DEMO / "target"
     # With a target of one's own, the demo's draft would never fit.
-    usual = None if target or own_draft else DEMO / "draft"
+    usual = None if target or local_draft else DEMO / "draft"
     draft_path = None if draft == "none" else Path(draft) if draft else usual
     try:
         target_directory = ModelDirectory(target_path)
-        for small in (draft_path, own_draft):
+        for small in (draft_path, local_draft):
             if small is not None:
                 ModelDirectory(small).check_pair(target_directory)
     except ModelDirectoryError as error:
@@ -162,7 +162,7 @@ def _check_port(port: int) -> None:
 
 def _threads(drafted: bool) -> tuple[str, ...]:
     cores = os.cpu_count() or 1
-    return "--threads", str(cores), *(("--threads-drafted", str(max(1, cores - 1))) if drafted else ())
+    return "--threads", str(cores), *(("--threads-while-drafting", str(max(1, cores - 1))) if drafted else ())
 
 
 def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_level: str) -> Child:

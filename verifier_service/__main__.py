@@ -46,7 +46,7 @@ def main(
         ),
     ] = "torch",
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="Threads of the forward pass.")] = 1,
-    threads_drafted: Annotated[
+    threads_while_drafting: Annotated[
         int | None,
         typer.Option(min=1, max=MOST_THREADS, help="Threads of it at most while drafts on this machine are at work."),
     ] = None,
@@ -66,7 +66,7 @@ def main(
     max_candidates: Annotated[
         int, typer.Option(min=1, max=128, help="Candidates a session verifies in a step at most.")
     ] = Limits.max_candidates,
-    shared_tokens: Annotated[
+    suffix_cache_tokens: Annotated[
         int,
         typer.Option(
             min=0,
@@ -80,7 +80,7 @@ def main(
     compile: Annotated[
         bool, typer.Option(help="Fuse the model's layers: faster steps for half a minute at start and a C++ compiler.")
     ] = False,
-    own_draft: Annotated[
+    draft_model: Annotated[
         Path | None,
         typer.Option(
             help="Directory of a small model that guesses here, between steps: where a draft service would take cores "
@@ -99,7 +99,7 @@ def main(
 
     common: dict[str, Any] = {
         "capacity": kv_tokens,
-        "threads": (threads, threads if threads_drafted is None else min(threads, threads_drafted)),
+        "threads": (threads, threads if threads_while_drafting is None else min(threads, threads_while_drafting)),
         "dtype": dtype,
         "device": device,
     }
@@ -109,14 +109,14 @@ def main(
 
     def start(ranks: Ranks | None = None) -> VerifierServicer:
         directory = ModelDirectory(model) if ranks is None else ranks.together(lambda: ModelDirectory(model))
-        small = None if own_draft is None else ModelDirectory(own_draft)
+        small = None if draft_model is None else ModelDirectory(draft_model)
         if small is not None:
             small.check_pair(directory)
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
         own = None if small is None else DraftModelProposer(load_engine(engine, small, **common), small.context)
-        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=shared_tokens, draft_model=own)
+        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=own)
         loop.start()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
