@@ -17,11 +17,12 @@ try:
     from rich.console import Console
     from rich.text import Text
 except ImportError:  # the client alone was installed
-    sys.exit("the specdec command needs typer and rich: pip install 'specdec[cli]'")
+    sys.exit("the specdec command needs typer and rich: pip install 'specdec-serve[cli]'")
 
 from specdec import __version__
 from specdec.client import Chunk, Client, Finish, SpecdecError
 from specdec.durations import duration
+from specdec.roles import environment
 
 if TYPE_CHECKING:
     from specdec.v2.verifier_pb2 import GetStatsResponse
@@ -61,7 +62,7 @@ def specdec(
 
 
 def _replace_with(module: str, context: typer.Context) -> None:
-    os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
+    os.execve(sys.executable, [sys.executable, "-m", module, *context.args], environment())
 
 
 @app.command(context_settings=PASS_ON)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specdec.roles import environment
+
 DEMO = Path(__file__).parent.parent / "demo"
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
@@ -166,14 +168,13 @@ def _threads(drafted: bool) -> tuple[str, ...]:
 
 
 def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_level: str) -> Child:
-    environment = {"TOKENIZERS_PARALLELISM": "false", **os.environ}
     common = ("--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
     process = subprocess.Popen(
         [sys.executable, "-m", *program, *options, *common],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={"TOKENIZERS_PARALLELISM": "false", **environment()},
         start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
     )
     child = Child(name, process)

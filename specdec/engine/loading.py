@@ -113,7 +113,7 @@ def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
     """Load the engine for GPUs."""
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedModelError(
-            f"device {device}: the kernels want triton, which is not installed (specdec[cuda] brings it); "
+            f"device {device}: the kernels want triton, which is not installed (specdec-serve[cuda] brings it); "
             "--engine eager goes without"
         )
     from specdec.engine.gpu.engine import GpuEngine

@@ -17,7 +17,7 @@ from tests.engine.parts import BRANCH, Case, branch, run_all, text
 from tests.models import make
 from tests.ranks import launched
 
-pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec[parallel]")
+pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec-serve[parallel]")
 
 TOLERANCE = 1e-4
 """Of the largest logit. Float32 rounding comes to about 1e-6 of it, a wrong part to more than 1e-2."""

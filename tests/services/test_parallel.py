@@ -27,7 +27,7 @@ from tests.services.conftest import Directories
 from tests.services.test_equality import SAMPLINGS, prompts, sampler
 from tests.stack import OWN_DRAFTERS, model_of, request_of, served, stack
 
-pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec[parallel]")
+pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec-serve[parallel]")
 
 TOKENS = 24
 LONG = 200

@@ -115,7 +115,7 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 def _cut_into(parts: int) -> Any:
     if importlib.util.find_spec("accelerate") is None:
-        raise UnsupportedModelError("transformers cuts a model with accelerate: pip install 'specdec[parallel]'")
+        raise UnsupportedModelError("transformers cuts a model with accelerate: pip install 'specdec-serve[parallel]'")
     from transformers.distributed import DistributedConfig
 
     return DistributedConfig(tp_size=parts, tp_plan="auto")

@@ -45,7 +45,7 @@ def providers(place: Place, available: Sequence[str]) -> list[tuple[str, dict[st
     if CUDA not in available:
         raise UnsupportedModelError(
             f"device cuda: this onnxruntime has no {CUDA}: put onnxruntime-gpu in place of onnxruntime, which it "
-            "excludes (pip uninstall onnxruntime; pip install 'specdec[draft-gpu]')"
+            "excludes (pip uninstall onnxruntime; pip install 'specdec-serve[draft-gpu]')"
         )
     return [(CUDA, {"device_id": str(place.number), **CUDA_OPTIONS}), (CPU, {})]
 
