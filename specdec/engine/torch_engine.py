@@ -78,8 +78,8 @@ class TorchEngine:
         padded: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self._by_path = device == "cpu" and not padded
-        if self._by_path and dtype == "float16":
+        self._ragged = device == "cpu" and not padded
+        if self._ragged and dtype == "float16":
             raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
@@ -89,7 +89,7 @@ class TorchEngine:
         own = ReferenceCheck.of(self.model, directory.vocabulary)
         if ranks is not None:
             shards.settle(self.model, ranks)
-        self._joined = self._by_path and not compiled and llama_like.fits(self.model)
+        self._joined = self._ragged and not compiled and llama_like.fits(self.model)
         if self._joined:
             llama_like.join_products(self.model)
         packed = device == "cpu" and not compiled and can_pack(DTYPES[dtype])
@@ -101,13 +101,13 @@ class TorchEngine:
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
         self.capacity = capacity = capacity or self._room(slot_bytes, directory.context, device, ranks)
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
-        order = -1 if self._by_path else 1  # slots after heads, or before them
+        order = -1 if self._ragged else 1  # slots after heads, or before them
         sizes = [(capacity, each.kv_heads)[::order] for each in layers]
         keys = _pool([(*size, each.width) for size, each in zip(sizes, layers, strict=True)], **place)
         values = _pool([(*size, each.value_width) for size, each in zip(sizes, layers, strict=True)], **place)
         keep_freed_memory()  # only now: the pools themselves are allocated faster from the system, in huge pages
         self._pools = EagerPools(keys, values)
-        self._memory = RaggedMemory(keys, values, self.threads[0]) if self._by_path else None
+        self._memory = RaggedMemory(keys, values, self.threads[0]) if self._ragged else None
         self._rows: InvariantRowCounts | None = None  # row counts of batches; None: any
         self._classes: ShapeRowCounts | None = None
         self._compiled = False
@@ -115,7 +115,7 @@ class TorchEngine:
         products = [each for each in self.model.modules() if isinstance(each, PackedLinear) and each not in head]
         self._largest_tiles = largest = largest_tiles(products)
         # oneDNN compiles a product for each row count, which takes milliseconds, and keeps it: a quarter of a megabyte.
-        self._usual = ShapeRowCounts.alike(CANDIDATES, largest).cut(largest) if packed and self._by_path else None
+        self._usual = ShapeRowCounts.alike(CANDIDATES, largest).cut(largest) if packed and self._ragged else None
         self.tile(None)
         self.exact = False
         self._settle(own, exact=exact, compiled=compiled)
@@ -128,14 +128,14 @@ class TorchEngine:
                 f"threads-{'-'.join(map(str, self.threads))}",
                 "compiled" if compiled else "packed" if packed else "plain",
                 "joined" if self._joined else "layers",
-                f"vectors-numba-{NUMBA}" if self._by_path else "lanes",
+                f"vectors-numba-{NUMBA}" if self._ragged else "padded",
                 f"exact-{self._classes or self._rows or 'any'}" if self.exact else "fast",
                 *([] if ranks is None else [f"parallel-{ranks.degree}"]),
             )
         )
 
     def packer(self) -> Packer:
-        if self._by_path:
+        if self._ragged:
             usual = None if self._usual is None else self._usual.batch
             return RaggedPacker(rows=self._rows or usual)
         return PaddedPacker(rows=self._rows, window=self.window, least_rows=LEAST_ROWS if self._rows else 1)
@@ -153,7 +153,7 @@ class TorchEngine:
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
         source_rows, target_rows = self._tensor(source), self._tensor(target)
-        slots = 1 if self._by_path else 0  # the dimension of slots
+        slots = 1 if self._ragged else 0  # the dimension of slots
         for pool in (*self._pools.keys, *self._pools.values):
             pool.index_copy_(slots, target_rows, pool.index_select(slots, source_rows))
 

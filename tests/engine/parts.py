@@ -81,7 +81,7 @@ def run_all(cases: list[Case], results: Path) -> None:
     with Ranks.joined("cpu") as ranks:
         kind = FollowingEngine if ranks.rank else LeadingEngine
         for case in cases:
-            options: dict[str, Any] = {"capacity": CAPACITY, "lanes": case.padded, "threads": (1,)}
+            options: dict[str, Any] = {"capacity": CAPACITY, "padded": case.padded, "threads": (1,)}
             try:
                 engine = kind(ModelDirectory(case.directory), ranks=ranks, **options)
             except UnsupportedModelError as error:

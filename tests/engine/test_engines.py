@@ -109,7 +109,7 @@ def torch_engine(model: Path) -> TorchEngine:
 
 
 @pytest.fixture(scope="session")
-def lanes_engine(model: Path) -> TorchEngine:
+def padded_engine(model: Path) -> TorchEngine:
     """As on devices other than the CPU: attention by tensor operations, which masks; and not exact."""
     return TorchEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, padded=True)
 
@@ -135,7 +135,7 @@ def test_an_onnx_session_keeps_the_fewest_threads(onnx_directory: Path) -> None:
     assert engine.threads == (1,)
 
 
-@pytest.fixture(params=["torch", "lanes", "onnx"])
+@pytest.fixture(params=["torch", "padded", "onnx"])
 def subject(request: pytest.FixtureRequest, oracle: Oracle) -> Subject:
     """Each engine in turn, with an empty pool over whatever earlier tests left in its memory."""
     return Subject(request.getfixturevalue(f"{request.param}_engine"), oracle)

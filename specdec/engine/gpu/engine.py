@@ -92,7 +92,7 @@ class GpuEngine:
                 device_kind(device),
                 dtype,
                 "joined" if self._joined else "layers",
-                f"units-triton-{triton.__version__}",
+                f"split-kv-triton-{triton.__version__}",
                 f"exact-{self._classes or self._rows}" if self.exact else "fast",
             )
         )

@@ -30,7 +30,7 @@ SPLIT = 256
 TILE_ROWS = 64
 """Rows of a split-KV tile's products: its rows times the query heads that share a key head."""
 
-LEAST_UNITS = 8
+MIN_TILES = 8
 """Tiles of the smallest batch: the number of tiles is padded to a power of two from here on, for each of which a CUDA
 graph may be kept."""
 
@@ -105,7 +105,7 @@ class SplitKvPacker(Packer):
         stacks = list(self._stacks())
         heights = np.asarray([len(stack.splits) for stack in stacks])
         tiles = int(heights.sum())
-        padded = max(LEAST_UNITS, 1 << (tiles - 1).bit_length())
+        padded = max(MIN_TILES, 1 << (tiles - 1).bit_length())
         rows = np.zeros((len(stacks), self.tile_rows), dtype=np.int32)
         keys = np.empty(padded * SPLIT, dtype=np.int32)
         bottom = 0

@@ -45,7 +45,8 @@ def test_every_share_is_run_once(dtype: type, cuts: list[int]) -> None:
 def test_a_team_of_fewer_threads_runs_every_share() -> None:
     """The runtime has a limit, of which only its environment decides."""
     program = (
-        "import numpy as np; from tests.engine.test_team import scale; out, threads = np.zeros((7, 5)), np.full(7, -1);"
+        "import numpy as np; from tests.engine.cpu.test_openmp import scale;"
+        "out, threads = np.zeros((7, 5)), np.full(7, -1);"
         "scale(np.ones((7, 5)), 2.0, out, threads, np.arange(8)); assert (out == 2).all(), out"
     )
     subprocess.run([sys.executable, "-c", program], env=os.environ | {"OMP_THREAD_LIMIT": "2"}, check=True)

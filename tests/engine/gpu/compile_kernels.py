@@ -51,7 +51,7 @@ def main(capability: int, dtype: str) -> None:
             | {"tile_row_indices": "*i32", "tile_keys": "*i32", "query_row": "i32", "query_head": "i32"}
             | {"scale": "fp32", "softcap": "fp32"}
             | found,
-            {"KV_HEADS": 2, "SHARED": 4, "PLACES": 16, "WIDTH": width, "VALUE_WIDTH": width, "ROWS": TILE_ROWS}
+            {"KV_HEADS": 2, "SHARED": 4, "TILE_CAPACITY": 16, "WIDTH": width, "VALUE_WIDTH": width, "ROWS": TILE_ROWS}
             | {"BLOCK": tiling.block, "VALUE_BLOCK": tiling.value_block, "SPLIT": SPLIT, "TILE": tiling.tile}
             | {"CAPPED": capped, "WINDOW": window, "WIDENED": False},
             num_warps=tiling.warps,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.engine.gpu.layout import LEAST_UNITS, SPLIT, TILE_ROWS, SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.layout import MIN_TILES, SPLIT, TILE_ROWS, SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
@@ -41,9 +41,9 @@ def tiles(batch: SplitKvBatch) -> int:
 
 def check_form(batch: SplitKvBatch) -> None:
     padded, used = len(batch.tile_counts), tiles(batch)
-    assert padded >= LEAST_UNITS
+    assert padded >= MIN_TILES
     assert padded & (padded - 1) == 0
-    assert padded == LEAST_UNITS or used > padded // 2
+    assert padded == MIN_TILES or used > padded // 2
     assert (batch.tile_counts[:used] > 0).all()
     assert (batch.tile_counts <= batch.tile_row_indices.shape[1]).all()
     for array in (batch.tile_counts, batch.tile_splits, batch.tile_row_indices, batch.tile_keys, batch.first_partials):
@@ -207,7 +207,7 @@ def test_any_mixture_reads_what_was_put_in(
     batch.check(slot, int(batch.positions.max()) + 1)
 
 
-@pytest.mark.parametrize(("shared", "places"), [(1, 64), (4, 16), (7, 9), (64, 1), (71, 1)])
+@pytest.mark.parametrize(("shared", "tile_rows"), [(1, 64), (4, 16), (7, 9), (64, 1), (71, 1)])
 def test_a_unit_has_room_for_what_fills_a_tile(shared: int, tile_rows: int) -> None:
     assert tile_rows_for(shared) == tile_rows
     assert tile_rows * shared <= max(TILE_ROWS, shared)

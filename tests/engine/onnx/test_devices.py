@@ -98,7 +98,7 @@ class TestWithoutCuda:
         self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        with pytest.raises(UnsupportedModelError, match=r"specdec\[draft-gpu\]"):
+        with pytest.raises(UnsupportedModelError, match=r"specdec-serve\[draft-gpu\]"):
             load_engine("onnx", ModelDirectory(llama), capacity=64, threads=(1,), device="cuda")
         assert not list(tmp_path.iterdir())
 
