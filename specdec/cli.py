@@ -99,8 +99,8 @@ def export(
         directory = ModelDirectory(model)
         from specdec.serving import logs
 
-        logs.configure("export", "warning")  # before libraries are imported that chat on stderr
-        from specdec.engine.onnx.export import export as run  # takes seconds: a wrong path is told before
+        logs.configure("export", "warning")  # before libraries that write to stderr are imported
+        from specdec.engine.onnx.export import export as run  # takes seconds: a wrong path is reported before
 
         run(directory, target, dtype)
     except (ModelDirectoryError, UnsupportedModelError) as error:
@@ -156,7 +156,7 @@ def stats(
     every: Annotated[float | None, duration("Seconds; look again and again.", min=0.1)] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object a look.")] = False,
 ) -> None:
-    """How full and how busy a verifier is."""
+    """Show how full and how busy a verifier is."""
     import grpc
     from google.protobuf.json_format import MessageToDict
 
@@ -255,7 +255,7 @@ def generate(
 
 
 def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
-    """{"text": ...} or {"tokens": ...} of each prompt."""
+    """Yield {"text": ...} or {"tokens": ...} for each prompt."""
     if file is None:
         yield {"text": sys.stdin.read() if prompt == "-" else prompt}
         return
@@ -294,7 +294,7 @@ def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_ou
             if not json_output:
                 if console.is_terminal:
                     console.print(coloured(chunk), end="")
-                else:  # to the character
+                else:  # exactly, without rich's rendering
                     sys.stdout.write(chunk.text)
                     sys.stdout.flush()
     seconds = time.monotonic() - start
@@ -314,7 +314,7 @@ def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_ou
 
 
 def coloured(chunk: Chunk) -> Text:
-    """A chunk's text, each token in the colour of where it came from."""
+    """Return a chunk's text, each token in the colour of its source."""
     text = Text()
     for piece, source in zip(chunk.token_texts, chunk.sources, strict=True):
         text.append(piece, style=STYLES.get(source, "default"))

@@ -1,7 +1,7 @@
-"""All three services as processes on this machine: what `specdec up` and the demo run.
+"""Runs all three services as processes on this machine, for `specdec up` and the demo.
 
-The target has all cores, and leaves one to its draft while that is at work: with a thread on every core, each would
-wait at every layer for the one that is busy drafting (docs/decisions/2026-11-21-cores-and-messages.md).
+The target uses all CPU cores, and leaves one to its draft while that works: with a thread on every core, all threads
+would wait at every layer for the one whose core the draft uses (docs/decisions/2026-11-21-cores-and-messages.md).
 Children end when their stdin closes, so that none is left behind however the parent dies.
 """
 
@@ -26,11 +26,11 @@ START_SECONDS = 300.0
 STOP_SECONDS = 10.0
 
 PROGRAMS = {"verifier": ("verifier_service",), "draft": ("draft_service",), "orchestrator": ("orchestrator",)}
-"""What follows `python -m` for each role."""
+"""Arguments of `python -m` for each role."""
 
 
 class LocalError(Exception):
-    """A service did not start, or ended by itself; one line for a person."""
+    """An error that says, in one line for a person, why the services do not run."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Child:
     lines: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
 
     def await_address(self, stopped: Callable[[], bool]) -> str:
-        """The address it is ready at."""
+        """Wait until the service is ready; return its address. LocalError if it ends, is too slow, or `stopped()`."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not stopped():
             with contextlib.suppress(queue.Empty):
@@ -56,11 +56,11 @@ class Child:
 
 @dataclass
 class Stack:
-    """Verifier, orchestrator and, unless there is none, a draft service."""
+    """A verifier, an orchestrator and, if there is one, a draft service, all running."""
 
     address: str  # of the orchestrator
     children: dict[str, Child]
-    addresses: dict[str, str]
+    addresses: dict[str, str]  # of all services, by role
 
     @classmethod
     @contextlib.contextmanager
@@ -80,11 +80,11 @@ class Stack:
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
-        """Start them, wait until they are ready, and end them on leaving. `draft` may be "none"; it is if the verifier
-        has its `local_draft`, unless it is given.
+        """Start the services, wait until they are ready, and end them on leaving. `draft` may be "none"; that is the
+        default if `target` or `local_draft` is given.
 
-        `programs` says what to run in each role, `route` at which address the orchestrator finds a service that
-        listens at another: where benchmarks put variants of a service, and something between them.
+        `programs` holds what to run in each role; `route` turns the address of a service into the one that the
+        orchestrator is given. With these, benchmarks run variants of a service, and put a proxy between two.
         """
         target_path, draft_path = _models(target, draft, local_draft)
         own = () if local_draft is None else ("--draft-model", str(local_draft))
@@ -127,7 +127,7 @@ class Stack:
             _stop(children.values())
 
     def check(self) -> None:
-        """LocalError if the verifier or the orchestrator has ended; without its draft, the stack serves on."""
+        """Raise LocalError if the verifier or the orchestrator has ended; without its draft, the stack serves on."""
         for name in ("verifier", "orchestrator"):
             status = self.children[name].process.poll()
             if status is not None:
@@ -135,13 +135,13 @@ class Stack:
 
 
 def _models(target: Path | None, draft: str | None, local_draft: Path | None) -> tuple[Path, Path | None]:
-    """The directories of target and draft to serve, checked before anything starts."""
+    """Return the directories of target and draft to serve, checked before anything starts."""
     from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
     if target is None and not (DEMO / "target" / "config.json").is_file():
         raise LocalError("this installation has no demo pair: give --target and --draft")
     target_path = target or DEMO / "target"
-    # With a target of one's own, the demo's draft would never fit.
+    # The demo's draft fits no other target than the demo's.
     usual = None if target or local_draft else DEMO / "draft"
     draft_path = None if draft == "none" else Path(draft) if draft else usual
     try:
@@ -155,7 +155,7 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None) ->
 
 
 def _check_port(port: int) -> None:
-    """An occupied port is told before models are loaded."""
+    """Raise LocalError if the port is occupied, before models are loaded."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
@@ -190,7 +190,7 @@ def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_le
 
 
 def _stop(children: Iterable[Child]) -> None:
-    """All together; each drains what it still has."""
+    """End all services at the same time; each drains its running requests. After STOP_SECONDS they are killed."""
     alive = [child for child in children if child.process.poll() is None]
     for child in alive:
         child.process.terminate()

@@ -1,1 +1,1 @@
-"""The verifier: the target model, its memory, and the loop that decides every token."""
+"""The verifier service: the target model, its memory, and the step loop, which decides every token."""

@@ -1,4 +1,4 @@
-"""`python -m verifier_service`: serve a target model; under `torchrun`, in parts, one in each process."""
+"""`python -m verifier_service`: serve a target model; under `torchrun`, split into parts, one in each process."""
 
 from __future__ import annotations
 

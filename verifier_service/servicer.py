@@ -1,4 +1,4 @@
-"""VerifierService: between gRPC streams and the step loop."""
+"""The servicer of VerifierService: connects gRPC streams and the step loop."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ MOST_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may have; what it gets where it asks for nothing."""
+    """Limits of a verifier and of each session; they are also what a session gets that asks for nothing."""
 
-    max_nodes: int = 256
-    max_candidates: int = 64
+    max_nodes: int = 256  # candidates of a draft that a session may have alive
+    max_candidates: int = 64  # in one step of a session
     max_sessions: int = 512
     max_waiting: int = 128  # sessions that are open but have no memory yet
 
@@ -62,7 +62,7 @@ class VerifierServicer(
         self._loop = loop
         self.identity = identity
         self._limits = limits
-        self._usual_blocks = 1.0  # of a text that comes, moving average
+        self._usual_blocks = 1.0  # KV cache blocks of a new session's text, moving average
 
     def register(self, server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
@@ -80,7 +80,7 @@ class VerifierServicer(
     def admit(self, request: verifier_pb2.VerifyRequest) -> None:
         super().admit(request)
         text = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
-        blocks = -(-(text + 1) // BLOCK)  # and for a token more
+        blocks = -(-(text + 1) // BLOCK)  # the text and one token more
         self._usual_blocks += 0.1 * (blocks - self._usual_blocks)
         waiting, limit = self._waiting(blocks), self._limits.max_waiting
         if waiting >= limit and request.open.attempt <= 1:
@@ -96,8 +96,9 @@ class VerifierServicer(
         return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
     def _waiting(self, blocks: float) -> int:
-        """Sessions that wait for memory; below zero, so many more would find some at once. Those on their way to the
-        loop will find memory, or wait; they are taken to have texts of so many blocks."""
+        """Return the number of sessions that wait for memory; if it is negative, so many more would get memory at once.
+
+        Sessions on their way to the loop count as well, with texts of `blocks` blocks each."""
         waiting = self._loop.stats.waiting - self._loop.stats.throttled
         fitting = 0 if waiting else int(self._loop.pool.available / blocks)
         return waiting + self.arriving - fitting
@@ -144,7 +145,7 @@ class VerifierServicer(
                 session.consumed = min(session.tree.base, len(session.request.prompt) + request.consumed.tokens)
 
     def _extend(self, session: Session, extend: model_pb2.Extend, arrived: float) -> None:
-        """Candidates that cannot be are dropped: they are a draft's doing, and a draft costs no token."""
+        """Insert candidates; invalid ones are dropped: they are a draft's fault, and a draft must cost no token."""
         try:
             most = max(len(extend.tokens), len(extend.parents), len(extend.logprob_bytes), len(extend.distributions))
             if most > MAX_NODES_A_MESSAGE:
@@ -153,7 +154,7 @@ class VerifierServicer(
         except ValueError as error:
             self._loop.stats.refused += 1
             session.refused_extends += 1
-            if session.refused_extends == 1:  # a draft that talks nonsense does so again and again
+            if session.refused_extends == 1:  # a draft that sends invalid candidates does so again and again
                 log.warning("candidates_refused", why=str(error))
 
     def opened(self, session: Session) -> verifier_pb2.VerifyResponse:
@@ -192,7 +193,7 @@ class VerifierServicer(
         )
 
     def parse(self, request: verifier_pb2.VerifyRequest) -> Session:
-        """Every value is checked, whoever sent it."""
+        """Return the session that `open` asks for; every value is checked, whoever sent it."""
         message = request.open
         heard = checksum.of_opening(message)
         if message.HasField("checksum") and message.checksum != heard:

@@ -1,4 +1,4 @@
-"""One session at the verifier: its text, its memory, and one step of its verification."""
+"""A session at the verifier: its text, its memory, its candidates, and its part in a step."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class SessionRequest:
     sampler: RequestSampler
     end_tokens: frozenset[int]
     max_tokens: int
-    top_logprobs: int | None  # log-probabilities wanted for a token besides its own; None: not even that
-    context: int
+    top_logprobs: int | None  # most probable tokens to give logprobs of, besides the chosen one's; None: no logprobs
+    context: int  # most tokens of a text
     tenant: str = ""
     checksum: int = 0  # of the VerifyOpen
-    coalesce_commits: bool = False  # nobody reads along
+    coalesce_commits: bool = False  # nobody waits for single tokens
 
 
 @dataclass
@@ -50,13 +50,13 @@ class Policy:
     """A validated VerifyPolicy."""
 
     drafters: frozenset[Drafter]  # who may propose candidates
-    max_candidates: int  # in a step
-    patience: float  # seconds that a step may be put off for a draft's candidates
-    forced: bool = False  # whether or not speculation pays
-    lookahead: Lookahead | None = None  # the window that is wanted in every step; None: one that pays
+    max_candidates: int  # in one step
+    patience: float  # seconds after a commit that a step may wait for a draft's candidates
+    forced: bool = False  # speculate whether or not it pays
+    lookahead: Lookahead | None = None  # size of a window in every step; None: one that pays
 
     def __post_init__(self) -> None:
-        # Asked for several times a step.
+        # Computed once: every step needs them several times.
         self.remote = Drafter.REMOTE in self.drafters
         self.own = bool(self.drafters & OWN_DRAFTERS)
         self.ngram = Drafter.NGRAM in self.drafters
@@ -65,11 +65,11 @@ class Policy:
 
 
 class Session:
-    """Owned by the step loop's thread.
+    """A session at the verifier; the step loop's thread owns it.
 
-    `computed` counts the leading tokens of the committed text whose keys and values are in place; a session
-    with all but the tip computed is decoding, one with fewer is in its prompt. One without memory has nothing
-    computed and waits.
+    `computed` counts the leading tokens of the committed text whose keys and values are in the KV cache. A session with
+    all but the root computed is decoding, one with fewer is prefilling. One without memory has nothing computed and
+    waits.
     """
 
     def __init__(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> None:
@@ -94,35 +94,35 @@ class Session:
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0
-        self.cached_tokens = 0  # tokens that were in memory already when it was first given some
-        self.consumed = len(text)
-        self.refused_extends = 0  # messages of candidates that made no sense
-        self._expected_tokens: tuple[float, float] | None = None  # of the tree as it is
+        self.cached_tokens = 0  # tokens in the KV cache at first admission; 0 once that is sent
+        self.consumed = len(text)  # tokens that the client has read, prompt included
+        self.refused_extends = 0  # messages of candidates that were invalid
+        self._expected_tokens: tuple[float, float] | None = None  # of the present tree; None: to be computed
 
     @property
     def remaining_prompt(self) -> int:
-        """Committed tokens before the tip that are not computed yet."""
+        """The number of committed tokens before the root that are not computed yet."""
         return self.tree.base - 1 - self.computed
 
     @property
     def needs_draft(self) -> bool:
-        """Whether no token can be chosen without the draft's distribution at its place."""
+        """True if no token can be chosen without the draft's distribution at its place."""
         return self.request.sampler.rule is Rule.CONTRASTIVE
 
     @property
     def samples_candidates(self) -> bool:
-        """Whether a place has room for one candidate, which is drawn."""
+        """True if candidates are drawn, one at most for each place."""
         return self.request.sampler.rule is Rule.REJECTION
 
     @property
     def speculates(self) -> bool:
-        """Whether it may have candidates at all."""
+        """True if the session may have candidates at all."""
         return self.policy.remote or self.takes_own_candidates
 
     @property
     def computable(self) -> int:
-        """Committed tokens that a step can take: all but, while its draft is silent, the tip of a session that
-        contrasts."""
+        """The number of uncomputed committed tokens that a step can take: all of them; under CONTRASTIVE, without the
+        root until the draft's distribution below it is there."""
         return self.remaining_prompt + (not self.needs_draft or self.tree.root.distribution is not None)
 
     @property
@@ -133,8 +133,8 @@ class Session:
     # --- memory -------------------------------------------------------------------------------------
 
     def allocate(self, pool: BlockPool, spare: int = 0) -> tuple[Slots, Slots]:
-        """Take memory for the text, and leave `spare` blocks to others; PoolFullError, and none taken, if there is
-        too little. Rows (from, to) to copy before the next step."""
+        """Take memory for the text, and leave `spare` blocks to others; PoolFullError, with none taken, if there is too
+        little. Return the slots (from, to) to copy before the next step."""
         table, source, target = pool.open(self.tree.committed, self.request.tenant)
         missing = max(0, self.tree.base - len(table.slots))
         try:
@@ -148,7 +148,7 @@ class Session:
         return source, target
 
     def free(self, *, wipe: bool = False) -> Slots:
-        """Give the memory back; the text stays, and can be computed anew. Slots to overwrite if wiping."""
+        """Give the memory back; the text stays, and can be computed anew. Return the slots to overwrite if wiping."""
         if self.table is None:
             return np.arange(0)
         spare = self.table.close(wipe=wipe)
@@ -156,15 +156,15 @@ class Session:
         return spare
 
     def cache_prefix(self) -> None:
-        """Let others share what has been computed."""
+        """Publish the computed part of the text, so that other sessions can use its blocks."""
         if self.table is not None:
             self.table.publish(self.tree.committed, self.computed)
 
     # --- candidates ---------------------------------------------------------------------------------
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
-        """Candidates came, from a draft that had known of `base` for so many seconds, if it says so; ValueError if they
-        cannot be."""
+        """Insert candidates of a draft, which came at the time `arrived`; ValueError if they are invalid. `held`:
+        seconds for which the draft had known of `base`; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(distributions=rows), origin=DRAFT)
@@ -172,24 +172,25 @@ class Session:
         self._expected_tokens = None
 
     def usable(self, node: Node) -> bool:
-        """Whether verifying a candidate can bring anything: where tokens are contrasted, one without the draft's
-        distribution below it is a place at which nothing can be chosen."""
+        """True if verifying a candidate can bring anything. Under CONTRASTIVE nothing can be chosen below a candidate
+        without the draft's distribution."""
         return not self.needs_draft or node.distribution is not None
 
     def set_policy(self, policy: Policy) -> None:
-        """Speculate otherwise from now on."""
+        """Replace the session's policy."""
         self.policy = policy
         self._expected_tokens = None
 
     @property
     def takes_own_candidates(self) -> bool:
-        """Whether it may have candidates that come of no draft. Where they are drawn they would take the place of
-        better ones; where tokens are contrasted nothing can be chosen below them."""
+        """True if the session may have candidates of proposers. Under REJECTION with a remote draft they would take the
+        places of better ones; under CONTRASTIVE nothing can be chosen below them."""
         rule = self.request.sampler.rule
         return self.policy.own and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.remote))
 
     def propose_ngrams(self, price: float, shared: Tokens | None) -> None:
-        """Put its own candidates into the tree, once for each length of the text; `shared` are texts of others."""
+        """Add n-gram proposals to the tree, once for each length of the text. `price` is the break-even probability,
+        `shared` are finished texts of the tenant."""
         every = self.policy.lookahead is not None
         if self.ngrams.propose(
             self.tree,
@@ -203,12 +204,13 @@ class Session:
             self._expected_tokens = None
 
     def add_local_candidates(self, paths: Paths) -> None:
-        """Candidates of the verifier's own draft, below the text as it is."""
+        """Insert candidates of the local draft, which start from the present text."""
         self.tree.insert(self.tree.base, paths, origin=OWN_DRAFT)
         self._expected_tokens = None
 
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
-        """A lookahead window of this size for the coming step, if any."""
+        """Open a lookahead window of this size for the coming step and return its rows, if it has any. Without a size,
+        or if its candidates could not be accepted, close it."""
         if size is None or (size.ngram == 2 and self.samples_candidates):
             self.ngrams.close_window()  # a window's first level that is not sampled cannot be accepted
             return None
@@ -216,28 +218,28 @@ class Session:
 
     @property
     def has_draft_candidates(self) -> bool:
-        """Whether a draft's candidates for the next token are here; what the session guessed itself does not count."""
+        """True if a remote draft's candidates for the next token are here; those of proposers do not count."""
         return any(node.origin == DRAFT for node in self.tree.root.children.values())
 
     @property
     def max_candidates(self) -> int:
-        """Candidates it may have in a step."""
+        """The number of candidates that the session may have in a step."""
         if self.remaining_prompt or not self.speculates:
             return 0
         return self.policy.max_candidates
 
     def candidates(self) -> Iterator[tuple[float, Node]]:
-        """The candidates it would like to have in a step, best first, each with its reach."""
+        """Yield the best candidates for a step, best first, each after its path logprob."""
         return islice(self.tree.by_path_logprob(self.usable), self.max_candidates)
 
     def expected_tokens(self) -> tuple[float, float]:
-        """As `TokenTree.expected_tokens`, of as many candidates as it may have."""
+        """Return `TokenTree.expected_tokens` over as many candidates as the session may have."""
         if self._expected_tokens is None:
             self._expected_tokens = self.tree.expected_tokens(self.policy.max_candidates, self.usable)
         return self._expected_tokens
 
     def wait_estimate(self, now: float, price: float) -> WaitEstimate:
-        """What it would bring to a step now, and what it has to hope for, a row more costing `price` tokens."""
+        """Return the wait estimate of the session; `price` is the break-even probability."""
         expected, leaf = self.expected_tokens()
         if self.policy.patience <= 0:
             return WaitEstimate(expected)
@@ -255,9 +257,9 @@ class Session:
         tree_slots: list[int],
         lookahead: LookaheadRows | None = None,
     ) -> ScheduledRows:
-        """Add rows to a batch: `count` committed tokens that are not computed yet and, if the tip is the last of them,
-        candidates, best first, as far as there is room to accept them, and a window. `tree_slots` holds free slots for
-        side branches; its end is used up."""
+        """Add rows to a batch: `count` committed tokens that are not computed yet and, if the root is the last of them,
+        a window, and candidates as far as there is room to accept them. `nodes` are the candidates, best first;
+        `tree_slots` holds free slots for side branches, which are taken from its end."""
         start, end = self.computed, self.computed + count
         own = self.slots
         nodes = [node for node in nodes if node.position < len(own)]
@@ -274,7 +276,7 @@ class Session:
         return planned
 
     def apply(self, verification: TreeVerification, now: float) -> VerifyResult:
-        """Take what the walk has found into the text."""
+        """Apply the verify result to the session's state: commit its tokens, and learn from them."""
         result = verification.result
         self.computed += verification.planned.count + result.accepted
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
@@ -288,7 +290,7 @@ class Session:
         return result
 
     def finish(self, token: int, position: int) -> int:
-        """Whether the text ends with this token, and why."""
+        """Return why the text ends with this token, a FinishReason; 0 if it goes on."""
         if token in self.request.end_tokens:
             return STOP
         if position + 1 >= self.end:

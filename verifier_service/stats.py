@@ -1,4 +1,4 @@
-"""How full and how busy a verifier is."""
+"""Statistics of a verifier: how full and how busy it is."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 @dataclass
 class VerifierStats:
-    """Written by the loop's thread, read by any."""
+    """Counters and gauges of a verifier; the step loop's thread writes them, any thread reads them."""
 
     running: int = 0
     waiting: int = 0
-    throttled: int = 0  # of those waiting, far ahead of their readers
+    throttled: int = 0  # waiting sessions that are far ahead of their readers
     steps: int = 0
     rows: int = 0
     committed: int = 0  # tokens
     drafted: int = 0  # candidates verified
     accepted: int = 0
-    drafted_steps: int = 0  # verdicts on sessions for which there is a draft, and that go on
-    draft_ready_steps: int = 0  # of these, those whose next candidates had come before the step was over
-    refused: int = 0  # messages of candidates that made no sense
-    prompt_tokens: int = 0  # that sessions came with
-    cached_tokens: int = 0  # of these, in memory already
+    drafted_steps: int = 0  # steps of sessions that have a draft, after which the text goes on
+    draft_ready_steps: int = 0  # those of them that ended with the next candidates already there
+    refused: int = 0  # messages of candidates that were invalid
+    prompt_tokens: int = 0  # tokens that sessions came with, generated ones included
+    cached_tokens: int = 0  # those of them that were in the KV cache already
     preemptions: int = 0
     busy: float = 0.0  # seconds spent in steps
-    step_begun: float = 0.0  # when the step under way was; 0: none is
-    step_expected: float = 0.0  # seconds that a step of its size usually takes
-    lifetime: float = 1.0  # seconds they had memory for, moving average
+    step_begun: float = 0.0  # when the present step began; 0: there is none
+    step_expected: float = 0.0  # seconds that the present step is expected to take
+    lifetime: float = 1.0  # seconds from admission to the end of a session, moving average
 
     def expected_wait(self, waiting: int) -> float:
-        """Seconds until one more than `waiting` sessions have had their turn."""
+        """Return the seconds until `waiting` sessions and one more are expected to have got memory."""
         return min(60.0, max(0.1, self.lifetime * (waiting + 1) / max(1, self.running)))

@@ -1,7 +1,7 @@
-"""The step loop: take what is ready from every session, run one forward pass, commit, again.
+"""The step loop: takes rows of all sessions that are ready, runs one forward pass, commits tokens, and starts again.
 
-It runs in its own thread and owns every session and all memory. It never waits for the network: a session uses
-the candidates that have arrived, and a step is put off only while waiting for more pays.
+It runs in its own thread and owns every session and all memory. It never blocks on the network: a session uses the
+candidates that have arrived, and a step is delayed only while waiting for more of them pays.
 """
 
 from __future__ import annotations
@@ -43,30 +43,32 @@ from verifier_service.verification.verify_trees import verify_trees, warm_up
 log = structlog.get_logger()
 
 MOST_CANDIDATES = 256
-"""Candidates of all sessions in one step; as many slots are set aside for side branches."""
+"""Most candidates of all sessions in one step; as many slots are set aside as tree slots."""
 
 MESSAGES_A_SECOND = 400
-"""About so many commits are told, over all sessions: each takes the event loop a tenth of a millisecond of the
-interpreter that it shares with the steps, and the steps' own cores a millisecond and a half, at the servicer, the
-orchestrator and the client. Those of a drafted session are told at once, others are joined, for a
-COMMIT_COALESCE_SECONDS at least. (For 0.01 seconds only, one stream of a model whose step takes a millisecond and a
-half had an eighth fewer tokens.)"""
+"""Commits a second, about, that are sent over all sessions. Each takes 0.1 ms of the interpreter, which the event loop
+shares with the steps, and 1.5 ms of the CPU cores that compute them, at servicer, orchestrator and client. Commits that
+somebody waits for are sent at once; others are joined for COMMIT_COALESCE_SECONDS at least. (With 0.01 s, one stream of
+a model whose step takes 1.5 ms had an eighth fewer tokens.)"""
 
 COMMIT_COALESCE_SECONDS = 0.025
-"""Seconds that hardly anybody notices: commits of sessions without a draft are joined for so long."""
+"""Least seconds between two commits of a session that nobody waits for; hardly any reader notices them."""
 
 RELAXED_COALESCE_SECONDS = 0.25
-"""Seconds between two commits of a session along which nobody reads."""
+"""Least seconds between two such commits of a session whose request has `coalesce_commits`: nobody reads along."""
 
 PRICE_SMOOTHING = 0.2
 WITHOUT_DRAFT = WaitEstimate(1.0)
-"""Of a session that brings one token and hopes for nothing."""
+"""The wait estimate of a session that brings one token and waits for nothing."""
 
 
 class StepLoop(EngineWorker[Session]):
-    """`step_rows`: up to which prompts fill a step, or fewer if a row costs less then; `max_unread_tokens`: tokens a
-    session may be ahead of what its client has read; `suffix_cache_tokens`: of finished texts, kept for their tenant to
-    guess from; `latency`: measured unless it is known; `draft_model`: guesses between steps, where that pays."""
+    """The step loop of a verifier.
+
+    `step_rows`: rows up to which prompts fill a step, or fewer if a row costs less then; `max_unread_tokens`: tokens
+    that a session may be ahead of what its client has read; `suffix_cache_tokens`: tokens of finished texts that are
+    kept for each tenant; `latency`: of the target's steps, measured if not given; `draft_model`: the local draft.
+    """
 
     def __init__(
         self,
@@ -93,26 +95,29 @@ class StepLoop(EngineWorker[Session]):
         warm_up(engine.vocabulary)
         self._controller = controller or SpeculationController()
         self._draft_model = draft_model
-        self._proposed = NO_PROPOSALS  # what it did for the coming step
+        self._proposed = NO_PROPOSALS  # the local draft's work for the coming step
         self._suffix_cache = SuffixCache(suffix_cache_tokens)
         self._prefill_slowdown = PrefillSlowdown()
-        self._price = 0.0  # of a candidate, moving average
-        self._drafted = 0  # sessions for which there is a draft
-        self._last_step = 0.0  # when it ended
-        self._idle = True  # whether there has been nothing to do since
-        self._delayed_since: float | None = None  # since when a step is
-        self._prefilling = False  # whether prompts have the cores that drafts would take
+        self._price = 0.0  # the break-even probability, moving average
+        self._drafted = 0  # running sessions that have a remote draft
+        self._last_step = 0.0  # when the last step ended
+        self._idle = True  # there has been nothing to do since then
+        self._delayed_since: float | None = None  # when the delay of the coming step began
+        self._prefilling = False  # prompts use the CPU cores that drafts would take
 
     @property
     def context(self) -> int:
-        """Tokens that one session can have memory for at most."""
+        """The number of tokens that one session can have memory for at most."""
         return self.pool.usable * BLOCK
 
     def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
-        """Of a candidate of the draft of a session that is the last of so many, as far as can be told before it has
-        taken a step, and if the others are like it. Changes nothing: any thread may ask."""
+        """Return (True if candidates of a remote draft are wanted, the break-even probability) for a new session.
+
+        It is an estimate before the session's first step, with `sessions` sessions that are all like it. Changes
+        nothing: any thread may ask.
+        """
         if self._threads.yields:
-            return False, self._price  # until its prompt is read: with fewer cores that would take longer
+            return False, self._price  # until its prompt is read: with fewer threads that would take longer
         drawn = not session.request.sampler.sampling.greedy
         batch = BatchProfile(
             sessions, session.policy.remote, session.takes_own_candidates, drawn, self._has_local_draft
@@ -129,7 +134,7 @@ class StepLoop(EngineWorker[Session]):
     # --- actions: called in the loop's thread -------------------------------------------------------
 
     def attach(self, entry: RunningSession) -> None:
-        """Let a session in as soon as there is memory for it; EngineLostError if nothing can be computed."""
+        """Queue a session for memory; EngineLostError if nothing can be computed."""
         self.check_works()
         self._queue.add(entry)
 
@@ -139,7 +144,7 @@ class StepLoop(EngineWorker[Session]):
         self._forget(session)
 
     def _on_preempt(self, entry: RunningSession) -> None:
-        """It is about to lose its memory, at the target; then it needs none at the own draft."""
+        """Send what is pending of a session that is about to lose its memory; free its memory at the local draft."""
         self._send_pending(entry)
         self._forget(entry.session)
 
@@ -166,7 +171,7 @@ class StepLoop(EngineWorker[Session]):
         if batch is not None:
             self._controller.select(batch, time.monotonic())
         for entry in speculating:
-            drawing = entry.session.samples_candidates and self._uses_local_draft(entry)  # its place is the own draft's
+            drawing = entry.session.samples_candidates and self._uses_local_draft(entry)  # its child is the draft's
             if self._uses_ngrams(entry) and not entry.session.remaining_prompt and not drawing:
                 entry.session.propose_ngrams(self._price, self._suffix_cache.tokens_of(entry.session.request.tenant))
         now = time.monotonic()
@@ -189,7 +194,7 @@ class StepLoop(EngineWorker[Session]):
         return 0.0
 
     def _run_draft_model(self, ready: list[RunningSession]) -> None:
-        """Have the own draft guess for the coming step."""
+        """Let the local draft propose candidates for the coming step."""
         self._proposed = NO_PROPOSALS
         decoding = [entry for entry in ready if not entry.session.remaining_prompt]
         asked = [entry.session for entry in decoding if self._uses_local_draft(entry)]
@@ -199,7 +204,7 @@ class StepLoop(EngineWorker[Session]):
     def _run_step(self, ready: list[RunningSession], batch: BatchProfile | None) -> None:
         if not ready:
             return
-        # 1. What every session adds to the batch.
+        # 1. Collect every session's rows.
         start = time.monotonic()
         waited = start - self._delayed_since if self._delayed_since else 0.0
         packer = self._engine.packer()
@@ -207,7 +212,7 @@ class StepLoop(EngineWorker[Session]):
         rows = len(packer.tokens)
         self.stats.step_expected = self._latency.of(rows)
 
-        # 2. One forward pass, one walk.
+        # 2. Run one forward pass, and verify all trees.
         try:
             forward_start = time.monotonic()
             verifications = [(a, TreeVerification(a.session, p)) for a, p in planned if p.root_row is not None]
@@ -224,7 +229,7 @@ class StepLoop(EngineWorker[Session]):
             self.step_failed([entry.session for entry, _ in planned], np.asarray(packer.slots, dtype=np.int64), error)
             return
 
-        # 3. Commit: keep what was accepted, tell everybody.
+        # 3. Commit: keep what was accepted, and send the results.
         for entry, piece in planned:
             self._retry.forget(entry.session)
             if piece.root_row is None:
@@ -236,7 +241,7 @@ class StepLoop(EngineWorker[Session]):
         end = self._last_step = time.monotonic()
         self._idle = False
         results = [(entry, entry.session.apply(verification, end)) for entry, verification in kept]
-        for entry, _ in kept:  # a prompt that is not through yet may still turn out to be no numbers
+        for entry, _ in kept:  # not of unfinished prompts: whether their logits are finite is not known yet
             entry.session.cache_prefix()
         for entry, verification in verifications:
             if verification.error is not None:
@@ -244,13 +249,13 @@ class StepLoop(EngineWorker[Session]):
         if any(piece.root_row is None for _, piece in planned):
             self._prefill_slowdown.observe(self._latency.of(rows), end - start)
         self._observe(rows, end - start, results)
-        # A step with prompts in it, or the ends of some, tells nothing of speculation.
+        # A step with prompts in it, or the ends of some, says nothing about speculation.
         if batch is not None and all(piece.root_row is not None and piece.count == 1 for _, piece in planned):
             self._update_controller(batch, rows, end - begin, results)
         self._publish(results, forward_time, end - start, waited)
 
     def _plan(self, packer: Packer, ready: list[RunningSession]) -> list[tuple[RunningSession, ScheduledRows]]:
-        """Rows of all: the tips of those who decode, the candidates that pay, pieces of prompts."""
+        """Add the rows of all sessions: the roots of those that decode, candidates that pay, windows, prompt chunks."""
         prompts, plain, speculating = [], [], []
         for entry in ready:
             if entry.session.remaining_prompt:
@@ -283,8 +288,8 @@ class StepLoop(EngineWorker[Session]):
     def _open_windows(
         self, speculating: list[RunningSession], chosen: list[list[Node]], decoding: int
     ) -> list[LookaheadRows | None]:
-        """The lookahead windows of a step of so many `decoding`, which is to hold the `chosen` candidates; a Jacobi
-        window's join them."""
+        """Open the lookahead windows of a step with `decoding` sessions and the `chosen` candidates, to which a Jacobi
+        window's candidates are added. One entry for each speculating session."""
         taken = sum(map(len, chosen))
         free = len(self._tree_slots) - taken
         prices = WindowCosts(decoding, self._latency, decoding + taken)
@@ -293,7 +298,7 @@ class StepLoop(EngineWorker[Session]):
             session, size = entry.session, None
             if session.policy.windows and self._uses_ngrams(entry):
                 size = session.policy.lookahead
-                if size is None and not self._uses_local_draft(entry):  # a draft leaves a window little to find
+                if size is None and not self._uses_local_draft(entry):  # with a draft a window has little to gain
                     size = prices.affordable(session.ngrams.sizes, session.ngrams.gain)
             if size is not None and size.most_rows > free:
                 size = None
@@ -307,7 +312,7 @@ class StepLoop(EngineWorker[Session]):
         return windows
 
     def _observe_windows(self, verifications: list[TreeVerification], logits: StepLogits) -> None:
-        """Tell the windows what the target chooses below them."""
+        """Add the target's choices below the windows' rows to the windows."""
         looking = [verification for verification in verifications if verification.lookahead_count]
         if not looking:
             return
@@ -322,17 +327,17 @@ class StepLoop(EngineWorker[Session]):
     # --- who speculates -----------------------------------------------------------------------------
 
     def _uses_remote_draft(self, entry: RunningSession) -> bool:
-        """Whether it is worth its draft's while. CONTRASTIVE needs it in any case."""
+        """True if the session uses candidates of its remote draft now. CONTRASTIVE always needs them."""
         if not entry.session.policy.remote:
             return False
         return (self._controller.mode is Mode.REMOTE_DRAFT and not self._prefilling) or self._is_exempt(entry)
 
     def _uses_ngrams(self, entry: RunningSession) -> bool:
-        """Whether it may have candidates of the verifier's own."""
+        """True if the session may have candidates of proposers now."""
         return entry.session.takes_own_candidates and (self._controller.mode is not Mode.OFF or self._is_forced(entry))
 
     def _uses_local_draft(self, entry: RunningSession) -> bool:
-        """Whether the verifier's own draft guesses for it. Who asks for a window gets that."""
+        """True if the local draft proposes for the session now. One whose request asks for a window has only that."""
         own, session = self._draft_model, entry.session
         wanted = (
             session.takes_own_candidates
@@ -350,11 +355,11 @@ class StepLoop(EngineWorker[Session]):
         return entry.session.policy.forced or entry.session.needs_draft
 
     def _is_forced(self, entry: RunningSession) -> bool:
-        """Whether it speculates whatever the controller finds, which learns nothing of such steps."""
+        """True if the session speculates whatever the controller finds, which learns nothing from such steps."""
         return self._is_exempt(entry) or entry.session.policy.lookahead is not None
 
     def _batch_profile(self, entry: list[RunningSession]) -> BatchProfile | None:
-        """Those of a step, some of which speculate, for the controller; None if it has no say."""
+        """Return the batch profile of a step's sessions, some of which speculate; None if the controller has no say."""
         batch = BatchProfile(
             len(entry),
             remote_draft=any(a.session.policy.remote for a in entry),
@@ -365,7 +370,8 @@ class StepLoop(EngineWorker[Session]):
         return None if any(self._is_forced(a) for a in entry) else batch
 
     def _settle_prefill_threads(self) -> None:
-        """Prompts, while more of them are read than texts go on: drafts would have them take twice as long."""
+        """Decide whether prompts get the CPU cores that drafts would take: they do while most running sessions prefill,
+        since beside drafts prompts would take twice as long."""
         if self._threads.yields:
             reading = sum(bool(entry.session.remaining_prompt) for entry in self._queue.running)
             self._prefilling = 2 * reading > len(self._queue.running)
@@ -409,20 +415,20 @@ class StepLoop(EngineWorker[Session]):
         ResponseQueue.send_all(messages)
 
     def _is_awaited(self, entry: RunningSession) -> bool:
-        """Whether somebody waits for its verdict: its draft, for what to guess next; the next step, for that draft; or,
-        where it is stalled, it itself, for its reader."""
-        wanted = entry.drafting_wanted or self._uses_remote_draft(entry)  # candidates; or so its draft thinks
+        """True if somebody waits for the session's verify result: its draft, which needs it to go on; the next step,
+        which needs that draft; or its reader, if the session is throttled."""
+        wanted = entry.drafting_wanted or self._uses_remote_draft(entry)  # now, or as its draft was last told
         return wanted or not entry.session.computable or self._queue.throttled(entry)
 
     def _send_pending(self, entry: RunningSession) -> None:
-        """At once, outside of any step, if there is something to tell."""
+        """Send what is pending at once, outside of any step."""
         if entry.pending_result is not None:
             ResponseQueue.send_all([self._message(entry)])
 
     def _message(
         self, entry: RunningSession, forward: float = 0.0, step: float = 0.0, waited: float = 0.0
     ) -> tuple[ResponseQueue[Any], Callable[[], Any]]:
-        """What is untold of a session, to be put into its outbox."""
+        """Return a session's response queue and a function that makes the commit of its pending result."""
         found, entry.session.cached_tokens = entry.session.cached_tokens, 0
         entry.drafting_wanted = self._uses_remote_draft(entry) and self._price < 1.0
         times = StepTimes(
@@ -456,8 +462,8 @@ class StepLoop(EngineWorker[Session]):
     def _update_controller(
         self, batch: BatchProfile, rows: int, seconds: float, results: list[tuple[RunningSession, VerifyResult]]
     ) -> None:
-        """Tell the controller what a step of a batch has brought in `seconds`. A step that lost sessions tells
-        nothing."""
+        """Update the controller with the tokens that a step of a batch brought in `seconds`. A step that lost sessions
+        does not count."""
         before, sessions = self._controller.mode, len(results)
         if batch.sessions != sessions:
             return
@@ -472,7 +478,8 @@ class StepLoop(EngineWorker[Session]):
             log.debug("mode_changed", mode=self._controller.mode.value, before=before.value, sessions=sessions)
 
     def _count_ready(self, ready: list[RunningSession]) -> None:
-        """What came while the last step was under way is in place; nothing has been waited for yet."""
+        """Count the sessions that have a draft, and those whose next candidates came while the last step was under way:
+        the coming step has not been delayed yet."""
         for entry in ready:
             if entry.awaiting_draft:
                 self.stats.drafted_steps += 1
@@ -493,7 +500,7 @@ class StepLoop(EngineWorker[Session]):
         self.pool.forget_prefixes()
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
-        """End a session that failed, and wipe its memory: a NaN in it would spread to whoever gets it next."""
+        """End a session that failed, and wipe its memory: a NaN in it would spread to the session that gets it next."""
         log.error("session_failed", exc_info=error)
         self._send_pending(entry)
         self._queue.remove(entry.session, wipe=True)

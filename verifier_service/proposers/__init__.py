@@ -1,1 +1,1 @@
-"""Where candidates come from besides draft services: n-grams, lookahead windows, a draft model, and other texts."""
+"""The proposers, drafters inside the verifier: n-gram lookup, suffix cache, lookahead windows, local draft."""

@@ -1,4 +1,4 @@
-"""What the verifier's own draft has read of a session, and the chain of guesses that it makes below the text."""
+"""A session at the local draft model: how much of its text is read, and the chain of proposals below the text."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.session import Session
 
 BRANCHES = 3
-"""Candidates for a place: the one by which the chain goes on, and the next likeliest."""
+"""Most candidates for a place: the one with which the chain goes on, and the next likeliest ones."""
 
 MAX_DEPTH = 16
-"""Guesses of a chain."""
+"""Most tokens in a chain."""
 
 MIN_LOGPROB = math.log(0.02)
-"""What is reached less often is not offered."""
+"""Least path logprob of a candidate that is offered."""
 
 
 class PrefixState:
-    """Of one session, as far as a draft of this `context` and `vocabulary` can. Guessed tokens are read where they will
-    stand if they are right; then they need not be read again."""
+    """The part of a session's text that a draft model with this `context` and `vocabulary` has read. Proposed tokens
+    are read in the slots that they keep if they are accepted; then they need not be read again."""
 
     def __init__(self, session: Session, table: BlockTable, context: int, vocabulary: int) -> None:
         self.session = session
         self.table = table
-        self.end = min(session.end - 1, context)  # what would be the last token of the text saves no step
-        self.over = False  # nothing is guessed any more
+        self.end = min(session.end - 1, context)  # a candidate for the text's last token saves no step
+        self.over = False  # nothing is proposed any more
         self.computed = table.shared  # leading tokens of the text whose keys and values are in place
-        self.chain: DraftChain | None = None  # at this length of the text
+        self.chain: DraftChain | None = None  # at the present length of the text
         self._vocabulary = vocabulary
-        self._length = 0  # of the text when it was last looked at
+        self._length = 0  # of the text at the last `follow`
 
     @property
     def pending(self) -> int:
-        """Committed tokens."""
+        """The number of committed tokens that are not read yet."""
         return self.session.tree.base - self.computed
 
     def follow(self) -> bool:
-        """Whether the text has grown since it was last looked at, and the draft can read it and guess on."""
+        """Catch up with the text. True if it has grown since the last call, and the draft can read it and propose."""
         tree, before = self.session.tree, self._length
         if self.over or tree.base == before:
             return False
@@ -57,13 +57,13 @@ class PrefixState:
         self.over = tree.base >= self.end or self._has_unknown(tree.committed[before:])
         if self.over:
             return False
-        if self.chain is not None:  # and with it numbers for all that was read
+        if self.chain is not None:  # it had finite logits, so what was read may be published
             committed = tree.committed[before:]
             self.chain.learn(committed)
             self.table.publish(tree.committed, self.computed)
             self.computed += _agreeing(self.chain.computed, committed)
             self.chain = None
-        self.computed = min(self.computed, tree.base - 1)  # what may follow the last one is asked anew
+        self.computed = min(self.computed, tree.base - 1)  # the last token is read anew: its logits propose the next
         try:
             self.table.reserve(min(self.end, tree.base + MAX_DEPTH))
         except PoolFullError:
@@ -71,11 +71,11 @@ class PrefixState:
         return True
 
     def _has_unknown(self, tokens: Sequence[int]) -> bool:
-        """Of a narrower vocabulary, whose padding was left out."""
+        """True if a token is beyond the draft's vocabulary, which is narrower where its padding was left out."""
         return self._vocabulary < self.session.vocabulary and max(tokens) >= self._vocabulary
 
     def take(self, most: int) -> tuple[list[int], int, Slots]:
-        """So many of the unread tokens at most, which count as read from now on; the position of the first; the slots
+        """Return up to `most` unread tokens, which count as read from now on, the position of the first, and the slots
         of all that is read."""
         begin = self.computed
         self.computed = min(begin + most, self.session.tree.base)
@@ -83,29 +83,29 @@ class PrefixState:
 
 
 class DraftChain:
-    """The likeliest guess for each place, one below the other, and others beside them."""
+    """A chain of the likeliest tokens, one below the other, and alternatives beside each of them."""
 
     def __init__(self, prefix: PrefixState, calibration: Calibration) -> None:
         self.prefix = prefix
         self.tokens: list[int] = []
-        self.computed: list[int] = []  # of them, by the draft
+        self.computed: list[int] = []  # those of the tokens that the draft has read
         self.path_logprob = 0.0  # log P(the text goes through its last token)
-        self.expected_accepted = 0.0  # tokens of it that are expected to be right
-        self.ended = False
+        self.expected_accepted = 0.0  # tokens of the chain that are expected to be accepted
+        self.ended = False  # it does not get longer
         self.broken = False  # the draft's logits are not finite
         self._calibration = calibration
-        self._places: list[tuple[list[int], list[float]]] = []  # tokens and scores of siblings
+        self._places: list[tuple[list[int], list[float]]] = []  # tokens and logprobs of siblings
         self._rows: list[DraftDistribution] = []  # from which they were drawn (REJECTION)
         prefix.chain = self
 
     def take(self) -> tuple[int, int, Slots]:
-        """Its last token, which counts as read from now on; its position; the slots of all up to it."""
+        """Return the last token, which counts as read from now on, its position, and the slots of all up to it."""
         position = self._end - 1
         self.computed.append(self.tokens[-1])
         return self.tokens[-1], position, self.prefix.table.slots[: position + 1]
 
     def extend(self, logits: NDArray[np.float32]) -> bool:
-        """By what the draft's logits [V] below its last token say; whether that is a guess."""
+        """Add a token and its siblings by the draft's logits [V] after the last token; False if they propose none."""
         session, position = self.prefix.session, self._end
         logits = logits[: session.vocabulary]
         if len(logits) < session.vocabulary:
@@ -125,7 +125,7 @@ class DraftChain:
         return True
 
     def _likeliest(self, logits: NDArray[np.float32], position: int) -> tuple[list[int], list[float]]:
-        """Candidates for a position and their scores, best first; none of a broken row."""
+        """Return the candidates for a position and their logprobs, best first; none if the row is broken."""
         session = self.prefix.session
         sampler = session.request.sampler
         if not session.samples_candidates:
@@ -139,8 +139,8 @@ class DraftChain:
         return [drawn], [math.log(rejection.acceptance(row))]
 
     def offer(self) -> None:
-        """What is not hopeless, to its session."""
-        nodes: list[tuple[int, int, float]] = []  # token, parent, score
+        """Add the candidates that reach MIN_LOGPROB to the session's token tree."""
+        nodes: list[tuple[int, int, float]] = []  # token, parent, logprob
         parent, path_logprob = 0, 0.0
         for tokens, logprobs in self._places:
             likely = [
@@ -159,7 +159,7 @@ class DraftChain:
             )
 
     def learn(self, committed: Sequence[int]) -> None:
-        """What followed in fact."""
+        """Learn from the tokens that were committed after the text."""
         for depth, (token, (tokens, logprobs)) in enumerate(zip(committed, self._places, strict=False)):
             taken = tokens.index(token) if token in tokens else None
             self._calibration.learn(depth, taken, logprobs)
@@ -168,10 +168,10 @@ class DraftChain:
 
     @property
     def _end(self) -> int:
-        """Position behind its last token."""
+        """The position after the last token."""
         return self.prefix.session.tree.base + len(self.tokens)
 
 
 def _agreeing(guessed: Sequence[int], committed: Sequence[int]) -> int:
-    """Leading tokens that are the same."""
+    """Return the number of leading tokens that are the same."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(guessed, committed, strict=False)))

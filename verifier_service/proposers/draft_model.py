@@ -1,9 +1,9 @@
-"""A draft model of the verifier's own: it guesses between two steps.
+"""The local draft: a small model in the verifier's process that proposes candidates between two steps.
 
-A draft in a process of its own is for a device of its own: it guesses ahead while the target verifies. On the target's
-cores it takes one of them from the target, and pays for every message. This one takes turns with the target: while it
-guesses the target rests, either has every core, and nothing is sent. It reads a token of every session's chain in one
-pass, for as long as that is worth its time, and nothing ahead of need.
+A draft service is for a device of its own: it drafts while the target verifies. On the target's machine it takes a CPU
+core from the target, and every message costs time. The local draft takes turns with the target: only one of them
+computes at a time, with all CPU threads, and nothing is sent. One pass reads a token of every session's chain; passes
+follow for as long as they are worth their time.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from verifier_service.session import Session
 log = structlog.get_logger()
 
 MAX_PREFILL_ROWS = 256
-"""Committed tokens that are read between two steps, over all sessions, besides the two that each has at the end of a
-step: who waits for the step waits for them."""
+"""Most committed tokens that are read between two steps, over all sessions, besides two for each session, which any
+step may leave: the next step waits for them."""
 
 FIRST_ACCEPTANCE, FIRST_EXPECTED_ACCEPTED = 0.5, 1.0
 SMOOTHING = 0.05
 
 
 class ProposalStats(NamedTuple):
-    """What was done before a step."""
+    """The local draft's work before a step."""
 
     seconds: float
-    sessions: int  # for which something was guessed
+    sessions: int  # for which it began a chain
 
 
 NO_PROPOSALS = ProposalStats(0.0, 0)
 
 
 class DraftModelProposer:
-    """Of the step loop's thread. `engine` knows the target's tokens; its bits may depend on what it reads together. A
-    draft costs no token: one that fails is not asked again."""
+    """The local draft of a verifier; it belongs to the step loop's thread. `engine` shares the target's tokens and need
+    not be exact. A draft that fails costs no token: it is not used again."""
 
     def __init__(self, engine: Engine, context: int, latency: StepLatency | None = None) -> None:
-        """`context`: tokens that its model can read of a text; `latency`: of a pass, measured unless it is known."""
+        """`context`: tokens of a text that the model can read; `latency`: of one pass, measured if not given."""
         blocks = engine.capacity // BLOCK
         self.engine = engine
         self.works = True
@@ -59,22 +59,25 @@ class DraftModelProposer:
         self._latency = latency or StepLatency.measure(engine, blocks * BLOCK)
         self._prefixes: dict[Session, PrefixState] = {}
         self._calibrations = Calibrations()
-        self._next_token_acceptance = FIRST_ACCEPTANCE  # that the next token of a chain is right
-        self._expected_accepted = FIRST_EXPECTED_ACCEPTED  # right tokens of a chain
+        self._next_token_acceptance = FIRST_ACCEPTANCE  # P(the next token of a chain is accepted), moving average
+        self._expected_accepted = FIRST_EXPECTED_ACCEPTED  # tokens of a chain, moving average
 
     @property
     def held(self) -> int:
-        """Blocks of key/value memory."""
+        """The number of KV cache blocks that sessions hold."""
         return self._pool.held
 
     def serves(self, session: Session) -> bool:
-        """Whether it may have guesses for a session now or later, as far as is known."""
+        """True if it may propose candidates for a session now or later, as far as is known."""
         prefix = self._prefixes.get(session)
         return self.works and session.tree.base < self._context and (prefix is None or not prefix.over)
 
     def guess(self, sessions: Sequence[Session], decoding: int, latency: StepLatency, price: float) -> ProposalStats:
-        """Suggest to these sessions what may follow their texts, as far as it is worth its time before a step of
-        `decoding` ones that costs T_v, where a row more costs `price` tokens."""
+        """Propose candidates to these sessions, for as long as that is worth its time before the next step.
+
+        The step has `decoding` sessions and the target's step `latency`; `price` is the break-even probability.
+        Sessions whose candidates already promise more than a chain does are left out.
+        """
         begin = time.monotonic()
         chains: list[DraftChain] = []
         try:
@@ -92,13 +95,13 @@ class DraftModelProposer:
         return ProposalStats(time.monotonic() - begin, len(chains))
 
     def leave(self, session: Session) -> None:
-        """Forget a session; it may come back."""
+        """Forget a session and free its memory; it may come back."""
         prefix = self._prefixes.pop(session, None)
         if prefix is not None:
             self._close(prefix)
 
     def _begin(self, sessions: Sequence[Session]) -> list[DraftChain]:
-        """Read what was committed, the shortest first; chains of those of whom nothing is unread."""
+        """Read committed tokens, of the session with the fewest first; return the chains of those that are all read."""
         prefixes = [prefix for session in sessions if (prefix := self._followed(session)) is not None]
         prefixes.sort(key=lambda prefix: prefix.pending)
         packer, budget = self.engine.packer(), MAX_PREFILL_ROWS + 2 * len(prefixes)
@@ -120,7 +123,7 @@ class DraftModelProposer:
     def _go_on(
         self, chains: Sequence[DraftChain], decoding: int, latency: StepLatency, price: float, begin: float
     ) -> None:
-        """Read the ends of chains, for as long as a pass over them brings more than the step would in its time."""
+        """Extend chains by one token a pass, while a pass brings more tokens than the step would in the same time."""
         expected, rows = float(decoding), decoding
         longer = [chain for chain in chains if chain.tokens]
         while longer:
@@ -140,15 +143,15 @@ class DraftModelProposer:
             longer = self._read(packer, going)
 
     def _gain(self, chain: DraftChain) -> float:
-        """Tokens that one more in a chain is expected to bring."""
+        """Return the expected number of accepted tokens from making a chain one token longer."""
         return math.exp(chain.path_logprob) * self._next_token_acceptance
 
     def _read(self, packer: Packer, chains: Sequence[DraftChain]) -> list[DraftChain]:
-        """One forward pass, whose wanted rows are these chains'; those that it makes longer."""
+        """Run a forward pass whose wanted rows are the ends of these chains; return the chains that it extends."""
         rows, begin = len(packer.tokens), time.monotonic()
         logits = self.engine.forward(packer.pack())
         longer: list[DraftChain] = []
-        for chain, row in zip(chains, logits, strict=False):  # others may be behind them
+        for chain, row in zip(chains, logits, strict=False):  # padding rows may follow
             before = chain.path_logprob
             try:
                 if not chain.extend(row):
@@ -165,7 +168,7 @@ class DraftModelProposer:
         return longer
 
     def _followed(self, session: Session) -> PrefixState | None:
-        """What has been read of a session, brought up to its text; None if nothing can be guessed for it now."""
+        """Return a session's prefix state, brought up to its text; None if nothing can be proposed for it now."""
         prefix = self._prefixes.get(session)
         if prefix is None:
             table, source, target = self._pool.open(session.tree.committed, session.request.tenant)
@@ -179,7 +182,7 @@ class DraftModelProposer:
         return None
 
     def _close(self, prefix: PrefixState, *, wipe: bool = False) -> None:
-        """Give its memory back."""
+        """End proposing for a session, and give its memory back."""
         prefix.over = True
         spoiled = prefix.table.close(wipe=wipe)
         if len(spoiled) and self.works:

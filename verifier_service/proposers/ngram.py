@@ -1,9 +1,9 @@
-"""What a session guesses by itself, without a draft: the verifier's own drafter, which is never far and never down.
+"""The n-gram proposer: candidates that a session finds without any draft model, by lookup and lookahead windows.
 
-Two sources feed the token tree beside the draft's candidates: what followed where the text said the same before
-(`suffix.py`), which costs no row but those that verify it, and the n-grams of a lookahead window (`lookahead.py`),
-whose rows are in every step. How sure a guess is depends on how far it is known to agree; that is learned from
-verdicts.
+Two sources feed the token tree beside the draft's candidates: n-gram lookups (`suffix.py`), which propose what followed
+where the text said the same before and cost only the rows that verify them; and the n-grams of a lookahead window
+(`lookahead.py`), whose rows are in every step. P(a proposal is right) depends on how many tokens before it agree with
+its source; it is learned from verify results.
 """
 
 from __future__ import annotations
@@ -28,41 +28,45 @@ NGRAM, LOOKAHEAD = 5, 6  # specdec.v2.TokenSource
 
 BRANCHES = 3
 DEPTH = 24
-"""Of what the text itself suggests, so many continuations of so many tokens are tried."""
+"""Most continuations of a lookup, and most tokens in each."""
 
 MAX_OWN_NODES = 128
-"""Guesses of its own that a session may have alive, about, besides the nodes that its draft was granted."""
+"""Number of nodes, about, that a session's token tree has for the proposers, besides those granted to its draft."""
 
 MIN_PROBABILITY = 0.02
 PRICE_SHARE = 0.5
-"""A guess is put into the tree if it is reached at least so often, and where rows cost half as much as of late."""
+"""Least path probability of a proposal that enters the tree, and its least fraction of the break-even probability: it
+may still pay if rows get cheaper."""
 
 FRUITLESS_STEPS, MAX_SKIPPED = 8, 15
-"""Looking takes time of the step: after every so many steps in a row in which no guess was right, one step more is left
-out between two looks, up to so many."""
+"""Lookups take time of the step. After every FRUITLESS_STEPS steps in a row in which no proposal was accepted, one step
+more is skipped between two lookups, up to MAX_SKIPPED."""
 
 CONFIDENCE_SMOOTHING = 0.1
 LEAST_RATE = 0.01
 
 WINDOWS = (Lookahead(15, 5, 15), Lookahead(10, 5, 10), Lookahead(7, 5, 7), Lookahead(5, 4, 5), Lookahead(4, 3, 4))
-"""Sizes of windows to choose from where a request asks for none: the larger, the better and the dearer."""
+"""Sizes of windows to choose from if a request asks for none, in order of preference: larger ones bring more and cost
+more."""
 
 GAIN_SMOOTHING = 0.05
 INITIAL_GAIN = 0.5
-"""Tokens a step that a window is hoped to bring when it is opened."""
+"""Tokens a step that a new window is assumed to bring, until it is measured."""
 
 FIRST_WINDOW_PAUSE, LONGEST_WINDOW_PAUSE = 64, 4096
-"""Steps until a window that did not pay is tried again, twice as many each time."""
+"""Steps until a window that did not pay is tried again, at first and at most; doubled each time."""
 
 
 class Confidence:
-    """P(a guess is right), by the number of tokens before it on which the text and its source agree."""
+    """Estimates of P(a proposal is right), by the number of tokens before it on which the text and its source agree."""
 
     def __init__(self) -> None:
         self._scores = [math.log(1 - 0.8 / (1 + 0.5 * match)) for match in range(LONGEST + 1)]
 
     def logprobs(self, match: int, most: int, least: float) -> list[float]:
-        """Logarithms for a guess and those that hang on it, `most` at most, while their sum is not below `least`."""
+        """Return the logprobs of up to `most` consecutive proposals, while their sum is at least `least`.
+
+        Each one counts those before it as agreement, after the first `match` tokens."""
         found: list[float] = []
         for agreement in range(match, match + most):
             logprob = self._scores[min(agreement, LONGEST)]
@@ -82,23 +86,24 @@ class LookaheadRows(NamedTuple):
     """A window's rows in a step."""
 
     nodes: list[Node]  # parents first
-    queried: list[Node]  # below which a choice is wanted; one without a parent is the tip
+    queried: list[Node]  # below which the target's choice is wanted; one without a parent is the root
     candidates: list[Node]  # nodes that live in the token tree
 
 
 class NgramProposer:
-    """Owned by its session. `text` are prompt and generated tokens so far; it ends before position `end`."""
+    """A session's n-gram proposer. `text`: prompt and generated tokens so far; the text will end before position
+    `end`."""
 
     def __init__(self, text: Sequence[int], end: int, sampler: RequestSampler) -> None:
         self._text = np.empty(max(end, len(text)) + 1, dtype=np.int32)
         self._text[: len(text)] = text
         self._length = len(text)
         self._end = end
-        # A guess is deterministic: under a rule that draws otherwise, the best one is the most probable token.
+        # A proposal is deterministic: under a rule with other randomness, the most probable token is the best one.
         likeliest = replace(sampler.sampling, temperature=0.0)
         self._sampler = sampler if sampler.rule is Rule.COUPLED else RequestSampler(likeliest)
         self.lookup_confidence, self.lookahead_confidence = Confidence(), Confidence()
-        self._proposed = 0  # length of the text at which guesses were last made
+        self._proposed = 0  # length of the text at the last `propose`
         self._fruitless = self._skipped = 0  # steps in a row
         self._size: Lookahead | None = None
         self.window: Window | None = None
@@ -119,8 +124,12 @@ class NgramProposer:
         lookups: bool = True,
         windows: bool = True,
     ) -> bool:
-        """Put what may follow the text into the tree, by what it says itself and by what `shared` ones say, as far as
-        it may be worth its row's `price`, or `every` n-gram of a window; False if that is done already."""
+        """Add candidates to the tree: n-gram lookups in the text and in `shared` texts, and n-grams of the window.
+
+        `price` is the break-even probability, by which improbable ones are left out; `every` n-gram of the window is
+        added if that is set. `sampled`: candidates need a distribution (REJECTION). False if nothing was looked up:
+        it is done for this length of the text, or the step is skipped.
+        """
         if self._proposed == self._length:
             return False
         self._proposed = self._length
@@ -131,7 +140,7 @@ class NgramProposer:
         worth = math.log(max(MIN_PROBABILITY, price * PRICE_SHARE))
         text = self._text[: self._length]
         for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH) if lookups else ():
-            # What reaches the end of the text goes on as it has begun: the text repeats itself.
+            # A continuation that reaches the end of the text starts over: the text is assumed to repeat itself.
             self._insert_lookup(tree, np.resize(tokens, DEPTH), match, worth, sampled)
         if shared is not None and lookups:
             for tokens, match in continuations(shared, text[-LONGEST:], BRANCHES, DEPTH):
@@ -154,12 +163,12 @@ class NgramProposer:
             node.state = match + node.position - tree.base
 
     def learn(self, node: Node, right: bool) -> None:
-        """The target has chosen at a place for which one of these guesses was offered."""
+        """Learn from the target's choice at a place where candidate `node` was verified."""
         if isinstance(node.state, int):
             (self.lookup_confidence if node.origin == NGRAM else self.lookahead_confidence).learn(node.state, right)
 
     def extend(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
-        """The text goes on."""
+        """Append committed tokens to the text, and learn from their sources."""
         self._text[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         self._fruitless = 0 if NGRAM in sources or LOOKAHEAD in sources else self._fruitless + 1
@@ -172,14 +181,14 @@ class NgramProposer:
 
     @property
     def sizes(self) -> tuple[Lookahead, ...]:
-        """Those that a window of the next step may have if nobody asks for one."""
+        """The sizes that the next step's window may have if the request asks for none; empty during a pause."""
         if self.window is None or self._size is None:
             return () if self._window_pause > 0 else WINDOWS
         return (self._size,)
 
     def open_window(self, tree: TokenTree, size: Lookahead) -> LookaheadRows | None:
-        """The rows of a window for this step, which is opened if there is none of this size; None at the end of a
-        text, where there is nothing ahead."""
+        """Return the rows of a window for this step; a new one is opened if there is none of this size. None near the
+        end of the text, which the window would exceed."""
         if tree.base + size.window + size.ngram - 3 > self._end:
             return None
         if self.window is None or self._size != size:
@@ -189,7 +198,7 @@ class NgramProposer:
         return _jacobi(self.window, tree) if self.window.jacobi else _lookahead_rows(self.window, tree)
 
     def close_window(self) -> None:
-        """No window in this step: what it saw is soon out of date. Its n-grams stay."""
+        """Close the window, if any: without a step its tokens are soon out of date. Its n-grams stay."""
         if self.window is not None:
             self.window, self.gain = None, INITIAL_GAIN
             self._window_pause, self._next_window_pause = (
@@ -198,13 +207,14 @@ class NgramProposer:
             )
 
     def queries(self, lookahead_rows: LookaheadRows, penalty_state: PenaltyState | None) -> Iterator[SamplingQuery]:
-        """What is to be chosen below the window."""
+        """Yield the sampling queries of the window's rows."""
         for node in lookahead_rows.queried:
             path = [step.token for step in node.path()]
             yield SamplingQuery(self._sampler, node.position + 1, penalty_state, path, None)
 
     def observe_window(self, chosen: Sequence[int], committed: int) -> None:
-        """What the target chose where it was asked; by the same step the text is to go on by `committed` tokens."""
+        """Add the target's choices at the queried rows to the window, and complete n-grams to the pool. The same step
+        extends the text by `committed` tokens."""
         assert self.window is not None
         assert self.pool is not None
         for ngram in self.window.advance(int(self._text[self._length - 1]), chosen, committed):
@@ -212,7 +222,7 @@ class NgramProposer:
 
 
 def _certain(token: int) -> DraftDistribution:
-    """A distribution that is sure of a token."""
+    """Return a distribution with all probability on one token."""
     return DraftDistribution(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
 
 
@@ -225,7 +235,7 @@ def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:
 
 
 def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
-    """A tree of its own behind the tip: nothing of it is seen by candidates, nor are they."""
+    """Return a window's rows as a tree of its own below the root: it sees no candidates, nor do they see it."""
     tip = Node(tree.root.token, tree.root.position, None, 0.0, 0)
     first_level = _chain(tip, window.levels[0])
     if len(window.levels) == 1:
@@ -236,8 +246,8 @@ def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
 
 
 def _jacobi(window: Window, tree: TokenTree) -> LookaheadRows:
-    """The first level as candidates: each token is where the walk finds it, or beside the tree if it cannot be
-    there."""
+    """Return a Jacobi window's rows: its first level as candidates in the token tree. A token that the tree cannot
+    take, and all after it, are nodes outside the tree."""
     nodes: list[Node] = []
     candidates: list[Node] = []
     place = tree.root

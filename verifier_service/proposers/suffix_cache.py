@@ -1,7 +1,7 @@
-"""What a tenant's requests have said lately, for the next ones to guess from.
+"""The suffix cache: the latest finished texts of each tenant, for n-gram lookups by its next requests.
 
-Off unless asked for: it is other people's text. Nobody is told any of it, since a guess is only ever accepted if it is
-the target's own choice; but the time that an answer takes tells whether somebody has said it before. So texts are
+Off unless asked for: it is other people's text. Nobody receives any of it, since a proposal is only accepted if it is
+the target's own choice; but the time that an answer takes can tell that somebody has said it before. So texts are
 shared within a tenant only, as computed prompts are.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from specdec.decoding.suffix import Tokens
 
 MOST_TENANTS = 64
-"""Whose texts are kept; who was longest silent is forgotten first."""
+"""Most tenants whose texts are kept; the one that has been silent longest is forgotten first."""
 
 BREAK = -1
-"""Between two texts: no token, so that nothing agrees across it."""
+"""Separator of two texts: no token id, so that no lookup continues across it."""
 
 
 class SuffixCache:
@@ -29,7 +29,7 @@ class SuffixCache:
         self._texts: OrderedDict[str, _Recent] = OrderedDict()
 
     def add(self, tenant: str, text: Sequence[int]) -> None:
-        """A text has ended."""
+        """Add a finished text."""
         if not self._most:
             return
         recent = self._texts.setdefault(tenant, _Recent(self._most))
@@ -39,13 +39,13 @@ class SuffixCache:
             self._texts.popitem(last=False)
 
     def tokens_of(self, tenant: str) -> Tokens | None:
-        """A view of a tenant's texts, the latest last."""
+        """Return a view of a tenant's texts, the latest last; None if there are none."""
         recent = self._texts.get(tenant)
         return None if recent is None else recent.tokens
 
 
 class _Recent:
-    """The last tokens of a growing row of them, always in one piece."""
+    """A buffer of the last `most` tokens that were added, always contiguous."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -57,7 +57,7 @@ class _Recent:
         return self._buffer[max(0, self._end - self._most) : self._end]
 
     def add(self, tokens: Sequence[int]) -> None:
-        """At most as many as are kept."""
+        """Append tokens, `most` of them at most."""
         if self._end + len(tokens) > len(self._buffer):
             kept = self.tokens.copy()
             self._buffer[: len(kept)] = kept

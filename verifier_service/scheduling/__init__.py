@@ -1,1 +1,1 @@
-"""What goes into a step, and when the step begins."""
+"""The scheduler: chooses what goes into a step, and when the step begins."""

@@ -1,4 +1,4 @@
-"""A session's rows of a step: the end of its text and, below the tip, candidates and a window."""
+"""A session's rows of a step: the end of its text and, below the root, candidates and a lookahead window."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from verifier_service.proposers.ngram import LookaheadRows
 
 @dataclass(slots=True)
 class TreeRows:
-    """What a step computes below the tip."""
+    """The rows of a step below a session's root."""
 
     candidates: list[Node]
     lookahead: LookaheadRows | None
     results: dict[int, int] = field(default_factory=dict)  # id(candidate) -> index among the results
     slots: dict[int, int] = field(default_factory=dict)  # id(node) -> where its key and value are written
-    lookahead_results: list[int] = field(default_factory=list)  # for each place that the window asks about, likewise
+    lookahead_results: list[int] = field(default_factory=list)  # likewise, for each query of the window
 
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """Where to find the logits of the tip, and of what is below it."""
+    """A session's rows of a step: where to find the logits of the root, and of the rows below it."""
 
     count: int  # committed tokens among the rows
-    root_row: int | None = None  # None: a piece of prompt that does not reach the tip
+    root_row: int | None = None  # index among the results; None: a piece of prompt that does not reach the root
     tree: TreeRows | None = None
 
 
@@ -42,17 +42,19 @@ def plan_tree(
     tree_slots: list[int],
     lookahead: LookaheadRows | None,
 ) -> TreeRows:
-    """Rows for candidates, best first, and for a window, and a path of keys to each leaf. `root_row` is the result of
-    the tip's row, the last of the rows of the `text`; `text_slots` are the session's slots.
+    """Add rows for candidates, which are given best first, and for a window, and a path of keys to each leaf.
 
-    The most probable path is written where its tokens will stand if they are accepted; only side branches
-    need scratch slots, and copying if one of them wins.
+    `text` holds the session's rows of committed tokens, the root's last; `root_row` is the index of the root's logits
+    among the results; `text_slots` are the session's slots. Tree slots are taken from the end of `tree_slots`.
+
+    The most probable path is written to the slots that its tokens keep if they are accepted. Only side branches need
+    tree slots, and are copied if one of them is accepted.
     """
     tree = TreeRows(candidates, lookahead)
     principal = root
     row_of: dict[int, int] = {}
     inner: set[int] = set()
-    for node in candidates:  # best first, so the first child met is the principal path's next
+    for node in candidates:  # best first, so the first child of `principal` continues the most probable path
         if node.parent is principal:
             principal, slot = node, int(text_slots[node.position])
         else:
@@ -85,7 +87,7 @@ def plan_tree(
 
 
 def _result(packer: Packer, root_row: int, tree: TreeRows, node: Node, row_of: dict[int, int]) -> int:
-    """Where a window's node finds its logits: it may be the tip, or a candidate."""
+    """Return the index of a window node's logits among the results; the node may be the root or a candidate."""
     if node.parent is None:
         return root_row
     known = tree.results.get(id(node))

@@ -1,11 +1,11 @@
-"""How many cores a step has, and what it costs with them.
+"""Chooses how many CPU threads a step uses, and measures its latency with each number.
 
-A draft on the verifier's own machine wants a core while it is at work. While none is, that core is the verifier's:
-speculation that does not pay must not leave it slower than if nobody had speculated.
+A draft on the verifier's own machine needs a CPU core while it works. While no draft works, the verifier uses that core
+itself: speculation that does not pay must not leave the verifier slower than plain decoding.
 
-All threads of a forward pass meet several times in every layer. Where another process takes a part of a core, each
-meeting waits until the system gives it back, and a step can take thirty times as long as with a thread fewer. So what
-steps cost with either number is compared as they come.
+All threads of a forward pass synchronise several times in every layer. If another process takes part of a core, each
+synchronisation waits until the system gives the core back, and a step can take thirty times as long as with one thread
+fewer. So the latencies with both numbers of threads are compared all the time.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from specdec.engine.engine import Engine
 from verifier_service.scheduling.step_latency import StepLatency
 
 MIN_IMPROVEMENT = 0.9
-"""Part of the present cost that another number of threads must come down to, to be taken."""
+"""Fraction of the present step latency that another number of threads must stay below to be taken."""
 
 WINDOW_SECONDS, MIN_STEPS = 0.5, 5
-"""Seconds of steps, and steps, over which what all threads take is summed up: a draft that reads now and then what was
-committed makes a single step long, and all of them together not."""
+"""Seconds of steps, and number of steps, that one comparison sums up at least. A draft that only reads committed tokens
+now and then makes a single step long, but not the sum."""
 
 FIRST_PROBE_PAUSE, LONGEST_PROBE_PAUSE = 1.0, 60.0
-"""Seconds of steps until all threads are tried again; each time that they lose twice as long."""
+"""Seconds of steps until all threads are tried again, at first and at most; doubled with each attempt."""
 
 LINGER_SECONDS = 0.05
-"""Seconds for which drafts keep their core when they are no longer wanted: they have to hear of it, in the midst of a
-step over all that they had not read. To take it from them at once cost a step of thirty times the usual length."""
+"""Seconds for which drafts keep their core when their candidates are no longer used: the message has to reach them, and
+they may be in the middle of a step over all that they had not read. Taking the core at once cost a step of thirty times
+the usual length."""
 
 SETTLED_SECONDS = 1.0
-"""Seconds of steps with all threads after which it counts as over that they had to wait."""
+"""Seconds of steps with all threads, without a loss, after which the pause is FIRST_PROBE_PAUSE again."""
 
 
 class ThreadPolicy:
-    """Of an engine that can compute with all of its threads, or with fewer beside drafts or strangers at work."""
+    """The choice of an engine's number of threads: all of them, or fewer while drafts or other processes work."""
 
     def __init__(self, engine: Engine, measure: Callable[[], StepLatency], beside: Sequence[Engine] = ()) -> None:
-        """`measure` says what steps cost with the threads that the engine has just then. Engines `beside` it have the
-        same."""
+        """`measure` returns the latency of steps with the engine's present number of threads. Engines `beside` it
+        always get the same number."""
         self._engines = [engine, *beside]
         self._latencies: dict[int, StepLatency] = {}
         for threads in reversed(engine.threads):
@@ -47,43 +48,43 @@ class ThreadPolicy:
         self._all, self._fewest = engine.threads[0], engine.threads[-1]
         self._ratio = self._latencies[self._all].of(1) / self._latencies[self._fewest].of(
             1
-        )  # where nobody is in the way
-        self._plain = self._all  # threads of a step without drafts
+        )  # with nothing else running
+        self._plain = self._all  # number of threads of a step without drafts
         self._used = self._all
-        self._drafted = -LINGER_SECONDS  # when drafts were last at work
-        self._clock = 0.0  # seconds of undrafted steps
+        self._drafted = -LINGER_SECONDS  # when drafts were last used
+        self._clock = 0.0  # seconds of steps without drafts
         self._pause = FIRST_PROBE_PAUSE
-        self._changed = 0.0  # when another number was last taken
+        self._changed = 0.0  # when `_plain` last changed, by `_clock`
         self._reset()
 
     @property
     def latency(self) -> StepLatency:
-        """Of a step with the threads that it has now."""
+        """The latency of a step with its present number of threads."""
         return self._latencies[self._used]
 
     @property
     def plain_latency(self) -> StepLatency:
-        """Of a step with as many as it has where no draft is at work."""
+        """The latency of a step with the number of threads that it has while no draft works."""
         return self._latencies[self._plain]
 
     @property
     def yields(self) -> bool:
-        """Whether drafts at work take some of them, wherever they are at work."""
+        """True if steps use fewer threads while drafts work, on whatever machine these are."""
         return self._fewest < self._all
 
     @property
     def yielding(self) -> bool:
-        """Whether drafts have taken some of them, even if they bring nothing."""
+        """True if the engine has fewer threads now because of drafts, even if these bring nothing."""
         return self._used != self._plain
 
     def choose(self, drafting: bool, now: float) -> None:
-        """Have the next step leave room for drafts at work, or not."""
+        """Set the number of threads for the next step; `drafting`: drafts work beside it."""
         if drafting:
             self._drafted = now
         self._use(self._fewest if now - self._drafted < LINGER_SECONDS else self._plain)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step over `rows` rows was made, with the threads that it has now."""
+        """Add a step over `rows` rows, made with the present number of threads."""
         self.latency.observe(rows, seconds)
         if self._all == self._fewest or self.yielding:
             return
@@ -94,11 +95,11 @@ class ThreadPolicy:
             self._switch(self._all)
         elif self._clock - self._changed >= self._pause:
             self._pause = min(2 * self._pause, LONGEST_PROBE_PAUSE)
-            self._latencies[self._all].become(rows, self._ratio * self.latency.of(rows))  # as if nobody were in the way
+            self._latencies[self._all].become(rows, self._ratio * self.latency.of(rows))  # as if nothing else ran
             self._switch(self._all)
 
     def _compare(self, rows: int, seconds: float) -> None:
-        """What all threads have taken with what fewer would have."""
+        """Add a step to the comparison of all threads' time with what fewer would have taken."""
         self._steps += 1
         self._taken += seconds
         self._with_fewest += self._latencies[self._fewest].of(rows)

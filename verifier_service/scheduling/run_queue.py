@@ -1,6 +1,6 @@
-"""Who has memory: sessions wait for it in order of precedence, run while they have it, and may lose it again.
+"""The run queue: sessions wait for memory in order of precedence, run while they have it, and may lose it again.
 
-Of the loop's thread, like all that it keeps.
+It belongs to the step loop's thread, with all that it holds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from verifier_service.stats import VerifierStats
 log = structlog.get_logger()
 
 SPARE_SHARE = 16
-"""A session is let in only if this part of all blocks, or one for each running session, stays available."""
+"""Divisor of the number of blocks: a session is admitted only if 1/16 of all blocks stays available, or one block for
+each running session if that is less."""
 
 
 class RunQueue:
-    """`max_unread_tokens`: tokens a session may be ahead of what its client has read; `on_preempt` hears of a session
-    that is about to lose its memory."""
+    """Sessions that have memory and sessions that wait for it. `max_unread_tokens`: tokens that a session may be ahead
+    of what its client has read; `on_preempt` is called with a session that is about to lose its memory."""
 
     def __init__(
         self,
@@ -40,8 +41,8 @@ class RunQueue:
         on_preempt: Callable[[RunningSession], None],
     ) -> None:
         self.pool = pool
-        self.running: list[RunningSession] = []  # in order of arrival
-        self._waiting: list[RunningSession] = []  # for memory, in order of precedence
+        self.running: list[RunningSession] = []  # sessions that have memory, in order of arrival
+        self._waiting: list[RunningSession] = []  # sessions that wait for memory, in order of precedence
         self._engine = engine
         self._stats = stats
         self._max_unread_tokens = max_unread_tokens
@@ -50,11 +51,11 @@ class RunQueue:
 
     @property
     def all(self) -> list[RunningSession]:
-        """Those who have memory, and those who wait for it."""
+        """All sessions: those that have memory, then those that wait for it."""
         return [*self.running, *self._waiting]
 
     def add(self, entry: RunningSession) -> None:
-        """Let a session in as soon as there is memory for it."""
+        """Queue a session: it is admitted as soon as there is memory for it."""
         entry.arrival = next(self._arrivals)
         entry.waiting_since = time.monotonic()
         insort(self._waiting, entry, key=lambda a: a.precedence)
@@ -69,21 +70,23 @@ class RunQueue:
         self._count()
 
     def admit(self) -> None:
-        """Give memory to who waits for it, in order, as far as it goes."""
+        """Give memory to waiting sessions, in order, until there is too little for the next one.
+
+        Throttled sessions are passed over while they wait, and preempted for others while they run."""
         for entry in [a for a in self._waiting if not self.throttled(a)]:
             while not self._admit(entry):
                 throttled = [a for a in self.running if self.throttled(a)]
                 if not throttled:
                     return
-                self._preempt(throttled[-1])  # it has no use for its memory until its reader catches up
+                self._preempt(throttled[-1])  # it cannot use its memory until its reader catches up
 
     def throttled(self, entry: RunningSession) -> bool:
-        """Whether it is far ahead of its reader; `consumed` will wake the loop."""
+        """True if the session is too far ahead of its reader; a `consumed` message will wake the loop."""
         return entry.session.tree.base - entry.session.consumed > self._max_unread_tokens
 
     def reserve_text(self, entry: RunningSession) -> bool:
-        """Memory up to the tip, if need be at the expense of the youngest; False if this is the youngest, or
-        has just been preempted for another."""
+        """Reserve memory for the text up to the root; preempt the youngest sessions if need be. False if the session
+        has no memory, since it was the youngest itself or has just been preempted for another."""
         while entry.session.table is not None:
             try:
                 entry.session.table.reserve(entry.session.tree.base)
@@ -94,14 +97,14 @@ class RunQueue:
         return False
 
     def reserve_candidates(self, session: Session, nodes: list[Node]) -> None:
-        """Room to accept candidates, if it is there for nothing."""
+        """Reserve memory for the text with all candidates accepted, if it can be had without a preemption."""
         missing = max((node.position + 1 for node in nodes), default=0) - len(session.slots)
         if 0 < missing <= self.pool.available * BLOCK:
             assert session.table is not None
             session.table.reserve(len(session.slots) + missing)
 
     def copy_rows(self, moves: list[tuple[int, int]]) -> None:
-        """Keys and values from slot to slot."""
+        """Copy keys and values from slot to slot."""
         if moves:
             pairs = np.asarray(moves)
             self._copy(pairs[:, 0], pairs[:, 1])
@@ -125,7 +128,7 @@ class RunQueue:
         return True
 
     def _preempt(self, entry: RunningSession) -> None:
-        """Take a session's memory; its text is computed anew when there is room, before anyone new comes in."""
+        """Take a session's memory; its text is computed anew when there is room, before new sessions are admitted."""
         self._on_preempt(entry)
         self._take_memory(entry.session)
         entry.preemptions += 1

@@ -1,4 +1,4 @@
-"""What a step costs: T_v(n), the time of a step over n rows, as measured at warm-up and ever since."""
+"""Step latency: T_v(n), the seconds of a step over n rows, measured at warm-up and corrected by every step since."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ log = structlog.get_logger()
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
-"""Rounds over all of them, so that a slow spell of the machine falls on all alike: it is their ratios that matter."""
+"""Rounds over all MEASURED_ROWS, so that a slow spell of the machine affects all alike: their ratios matter."""
 
 WARM_UP_KEYS = 32
-"""Tokens that each row sees at warm-up."""
+"""Number of committed tokens that each row attends to at warm-up."""
 
 SCALE_LEARNS = 0.1
 SHAPE_LEARNS = 0.01
-"""How fast. Machines get slower and faster as a whole, by the second; what a row more costs in proportion stays
-the same. If only what was just measured moved, a slow spell would leave behind it a slope that is too steep,
-and with it candidates that are not verified though they would pay."""
+"""Learning rates of all points together and of the two points next to a measurement. Machines get slower and faster as
+a whole, by the second; what a row more costs in proportion stays the same. If only the measured points moved, a slow
+spell would leave behind a slope that is too steep, and candidates would not be verified though they would pay."""
 
 LONG = 0.2
-"""Seconds of a step of prompts that is never worth exceeding."""
+"""Seconds of a step of prompts beyond which no larger step is tried: it would never be worth it."""
 
 GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
-"""What every row is asked at warm-up."""
+"""The sampling query of every row at warm-up."""
 
 MANY = 1 << 20
-"""Rows, where they cost nothing."""
+"""Number of rows that stands for any number, where rows cost nothing."""
 
 
 class StepLatency:
@@ -50,20 +50,20 @@ class StepLatency:
 
     @classmethod
     def measure(cls, engine: Engine, slots: int) -> StepLatency:
-        """Run the engine over its first `slots` slots, which must be nobody's yet."""
+        """Measure the latency by running the engine over its first `slots` slots, which no session may use yet."""
         rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
         rounds = [[_timed(engine, n) for n in rows] for _ in range(REPEATS)]
         return cls(rows, np.min(rounds, axis=0).tolist())
 
     def of(self, rows: int) -> float:
-        """T_v(rows); beyond what was measured, as if the last stretch went on."""
+        """Return T_v(rows); beyond the last measured point, the last segment is extended."""
         table = self._table
         if rows < len(table):
             return table[rows]
         return table[-1] + (rows - len(table) + 1) * self._slope
 
     def rows_within(self, seconds: float) -> int:
-        """The most rows whose step takes no longer."""
+        """Return the largest number of rows whose step takes at most `seconds`."""
         table = self._table
         if seconds < table[-1]:
             return max(0, bisect_right(table, seconds) - 1)
@@ -77,7 +77,7 @@ class StepLatency:
         return min(rows, MANY)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step was made: all points move by the same factor, those on both sides of it a little further."""
+        """Learn from a step: all points move by the same factor, the two next to `rows` a little further."""
         if rows > self._rows[-1]:
             return
         right = int(np.searchsorted(self._rows, rows))
@@ -91,12 +91,12 @@ class StepLatency:
         self._tabulate()
 
     def become(self, rows: int, seconds: float) -> None:
-        """Take a step over `rows` to cost so many `seconds`, and all others in proportion."""
+        """Scale the whole function so that a step over `rows` rows takes `seconds`."""
         self._seconds *= seconds / self.of(rows)
         self._tabulate()
 
     def _tabulate(self) -> None:
-        """T_v at every number of rows up to the last measured one: it is asked for often in a step."""
+        """Compute T_v at every number of rows up to the last measured one: it is needed often in a step."""
         monotone = np.maximum.accumulate(self._seconds)
         last = int(self._rows[-1])
         self._table: list[float] = np.interp(np.arange(last + 1), self._rows, monotone).tolist()
@@ -104,15 +104,15 @@ class StepLatency:
 
 
 def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:
-    """How many rows of prompts a step had best have, up to `most`: found by running the engine over its first `slots`
-    slots, which must be nobody's yet; `most` where they are too few."""
+    """Return the number of prompt rows, up to `most`, at which a row takes the least time. Found by running the engine
+    over its first `slots` slots, which no session may use yet; `most` if they are too few."""
     best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG) if most < slots else most
     log.info("prompt_rows", best=best)
     return best
 
 
 def _timed_prefill(engine: Engine, rows: int) -> float:
-    """Seconds of a step over so many rows of short prompts."""
+    """Return the seconds of a step over `rows` rows of short prompts."""
     packer = engine.packer()
     for begin in range(0, rows, WARM_UP_KEYS):
         own = np.arange(1 + begin, 1 + min(rows, begin + WARM_UP_KEYS))
@@ -133,7 +133,7 @@ def _timed(engine: Engine, rows: int) -> float:
 
 
 def _seconds(engine: Engine, packer: Packer, wanted: int) -> float:
-    """Of a step."""
+    """Run a step and return its seconds; `wanted` is the number of its wanted rows."""
     step = step_of(engine)
     start = time.perf_counter()
     step(packer.pack(), lambda: dict.fromkeys(range(wanted), GREEDY))

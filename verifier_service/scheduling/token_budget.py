@@ -1,4 +1,4 @@
-"""Which candidates a step verifies: those that raise its goodput.
+"""The token budget: chooses the candidates that a step verifies, those that raise its goodput.
 
 Every decoding session has its root in the step. A candidate is added while the tokens that it is expected to bring, per
 second that it takes, are more than the step brings per second without it (Liu et al. 2024, "Optimizing speculative
@@ -18,12 +18,12 @@ from specdec.decoding.tree import Node
 from verifier_service.scheduling.step_latency import StepLatency
 
 Offers = Iterable[tuple[float, Node]]
-"""A session's candidates, best first, each with its log-probability: as many as it may have in a step."""
+"""A session's candidates, best first, each with its path logprob: as many as the session may have in a step."""
 
 
 class Selection(NamedTuple):
-    """The nodes to verify of each session, best first, always a connected tree; and the break-even probability, from
-    which on a further candidate would have paid."""
+    """The nodes of each session to verify, best first and always a connected tree, and the break-even probability (as
+    `price`): from which on a further candidate would have paid."""
 
     nodes: list[list[Node]]
     price: float
@@ -32,8 +32,11 @@ class Selection(NamedTuple):
 def select_candidates(
     offers: Sequence[Offers], latency: StepLatency, rows: int, most: int, spent: float = 0.0
 ) -> Selection:
-    """`rows` are in the step already, and a token is sure to come of each; at most `most` rows are added. Seconds have
-    been `spent` on guesses for it."""
+    """Return the candidates that raise the goodput of a step.
+
+    `rows` rows are in the step already, and each is sure to bring a token; at most `most` rows are added. `spent` are
+    the seconds that the local draft model has taken before the step.
+    """
     chosen: list[list[Node]] = [[] for _ in offers]
     ranked = heapq.merge(*map(_numbered, count(), offers), key=lambda offer: offer[0])
     expected, time = float(rows), latency.of(rows)
@@ -55,20 +58,21 @@ def _numbered(index: int, offers: Offers) -> Iterator[tuple[float, int, Node]]:
 
 
 class WindowCosts:
-    """What lookahead windows cost, in tokens, that are added to a step of `rows` rows which is expected to bring
-    `tokens` without them."""
+    """The costs of lookahead windows, in tokens, when they are added to a step of `rows` rows that is expected to bring
+    `tokens` tokens without them."""
 
     def __init__(self, tokens: float, latency: StepLatency, rows: int) -> None:
         self._tokens, self._latency, self._rows = tokens, latency, rows
-        self._prices: dict[Lookahead, float] = {}  # asked for by every session of the step
+        self._prices: dict[Lookahead, float] = {}  # the cost of each size; every session of the step asks for it
 
     def add(self, rows: int) -> None:
-        """A window has taken so many more."""
+        """Add the rows of a window that was opened."""
         self._rows += rows
         self._prices.clear()
 
     def affordable(self, sizes: Sequence[Lookahead], gain: float) -> Lookahead | None:
-        """The first size of window that costs no more than it brings: `gain` tokens a step."""
+        """Return the first size of window that costs at most `gain`, the tokens a step that it brings; None if all cost
+        more."""
         return next((size for size in sizes if self._of(size) <= gain), None)
 
     def _of(self, size: Lookahead) -> float:

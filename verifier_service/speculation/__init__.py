@@ -1,1 +1,1 @@
-"""Whether and how a step speculates."""
+"""Adaptive speculation: chooses the mode of every step."""

@@ -44,21 +44,21 @@ PROBE_BUDGET = 0.05
 
 
 class Mode(Enum):
-    """Which candidates a step verifies."""
+    """The candidates that a step verifies."""
 
     OFF = "off"
     """None: one token a step."""
     NGRAM = "ngram"
-    """Those that the verifier finds without a model: n-grams of the text and lookahead windows."""
+    """Candidates that the verifier finds without a model: n-grams of the text and lookahead windows."""
     LOCAL_DRAFT = "local_draft"
-    """Those of NGRAM, and those of a draft model in the verifier's process."""
+    """The candidates of NGRAM, and those of a draft model in the verifier's process."""
     REMOTE_DRAFT = "remote_draft"
-    """Those of NGRAM, and those of draft services."""
+    """The candidates of NGRAM, and those of draft services."""
 
 
 @dataclass
 class Probe:
-    """When a mode is measured next, and how long it then pauses if it loses again. Seconds of steps."""
+    """The next probe of a mode: when it is, and how long the mode then pauses if it loses again. Seconds of steps."""
 
     at: float = 0.0
     pause: float = FIRST_PROBE_PAUSE
@@ -66,7 +66,7 @@ class Probe:
 
 @dataclass
 class ModeStats:
-    """What is known of the modes for one kind of batch, and the measurement under way."""
+    """Statistics of the modes for one kind of batch, and the measurement under way."""
 
     best: Mode  # as far as is known
     probes: dict[Mode, Probe]  # of all other modes
@@ -104,11 +104,11 @@ class ModeStats:
 
     @property
     def _conclusive(self) -> bool:
-        """Whether enough steps had candidates to say something about the mode."""
+        """True if enough steps had candidates to say something about the mode."""
         return self.speculated >= MIN_STEPS and self.speculated_seconds >= EARLY_STOP_SECONDS
 
     def _hopeless(self, plain_rate: float) -> bool:
-        """Whether a mode that was not measured before has no chance, by what it has brought so far."""
+        """True if a mode that was not measured before has no chance, by what it has brought so far."""
         if self.probing is None and self.rates:
             return False
         return self.tokens < HOPELESS_RATIO * max(self.rates.get(self.best, 0.0), plain_rate) * self.seconds
@@ -146,7 +146,7 @@ class ModeStats:
 
 
 class BatchProfile(NamedTuple):
-    """What decides which mode is best for the sessions of a step."""
+    """A batch profile: all that decides which mode is best for the sessions of a step."""
 
     sessions: int
     remote_draft: bool  # some sessions have a draft

@@ -1,1 +1,1 @@
-"""Which candidates the target accepts."""
+"""Verification: follows the target's choices down the token trees, and accepts candidates."""

@@ -1,4 +1,4 @@
-"""What steps bring to a session's text."""
+"""The verify result: the tokens that steps add to a session's text."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v2.FinishReason
 
 @dataclass(slots=True)
 class VerifyResult:
-    """What a step, or several, add to a session."""
+    """The tokens that one step, or several in a row, add to a session, and how they came about."""
 
-    base: int
-    offered: int
+    base: int  # committed tokens before them
+    offered: int  # candidates verified
     tokens: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     accepted: int = 0
     finish: int = 0  # FinishReason; 0: goes on
     steps: int = 1
-    checksum: int = 0  # as in Commit
+    checksum: int = 0  # as in specdec.v2.Commit
 
     def join(self, later: VerifyResult) -> None:
-        """Take in the one of the steps that followed."""
+        """Append the result of the steps that followed."""
         self.offered += later.offered
         self.tokens += later.tokens
         self.sources += later.sources

@@ -1,4 +1,4 @@
-"""A session's way down its tree, from the logits of one step to a verdict."""
+"""Tree verification of one session: from the logits of a step to a verify result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TreeVerification:
-    """One of the walkers of a `verify_trees`."""
+    """The verification of a session's token tree in one step; a `TreeWalker` for `verify_trees`."""
 
     __slots__ = ("_node", "_path", "error", "kv_copies", "planned", "result", "row", "rows", "session")
 
@@ -27,7 +27,7 @@ class TreeVerification:
         offered = 0 if planned.tree is None else len(planned.tree.results)
         self.result = VerifyResult(session.tree.base, offered)
         self.kv_copies: list[tuple[int, int]] = []  # slots (from, to) to copy
-        self.rows: list[int] = []  # results visited
+        self.rows: list[int] = []  # indices among the results: the rows that chose a token
         self.error: Exception | None = None
         self.row = planned.root_row
         self._node = session.tree.root
@@ -37,9 +37,11 @@ class TreeVerification:
         return self._query(self._node, self._path)
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """What may be asked about the window and on any way: rows of the results, and the question to each. A window
-        may ask about a row of the way as well; the later question, by which a token is committed, is the one that
-        counts."""
+        """Yield every sampling query that the step may lead to, each after its row's index among the results: those of
+        the window, of the root and of all candidates.
+
+        The window may query a row of the tree as well. Of two queries to a row the later one counts: the tree's, which
+        commits a token."""
         yield from self.lookahead_queries()
         yield self.row, self.query()
         if self.planned.tree is not None:
@@ -48,11 +50,11 @@ class TreeVerification:
 
     @property
     def lookahead_count(self) -> int:
-        """Places at which its window wants to know the choice."""
+        """The number of the window's sampling queries."""
         return 0 if self.planned.tree is None else len(self.planned.tree.lookahead_results)
 
     def lookahead_queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """What its window asks, likewise."""
+        """Yield the window's sampling queries, each after its row's index among the results."""
         tree = self.planned.tree
         if tree is not None and tree.lookahead is not None:
             queries = self.session.ngrams.queries(tree.lookahead, self.session.penalty_state)
@@ -81,7 +83,7 @@ class TreeVerification:
         self.error = error
 
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
-        """The candidate that has been chosen, if there was one in this step; the guesser hears of its own."""
+        """Return the candidate that was chosen, if it was in this step; let the n-gram proposer learn from its own."""
         for guessed in self._node.children.values():
             if guessed.origin != DRAFT and id(guessed) in tree.results:
                 self.session.ngrams.learn(guessed, guessed.token == token)
@@ -89,8 +91,8 @@ class TreeVerification:
         return child if child is not None and id(child) in tree.results else None
 
     def _query(self, node: Node, path: list[int]) -> SamplingQuery:
-        """A sampled child is put to the test whether or not it is in this step: if it is accepted, what the draft has
-        grown below it stays alive."""
+        """Return the sampling query below a node. A sampled child is tested even if it is not in this step: if it is
+        accepted, the candidates below it stay alive."""
         proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
         return SamplingQuery(
             self.session.request.sampler, node.position + 1, self.session.penalty_state, path, proposal

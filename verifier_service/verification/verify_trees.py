@@ -1,7 +1,7 @@
-"""The walk: from the logits of a step to what every session commits.
+"""Tree verification: from the logits of a step to the tokens that every session commits.
 
-From the tip take the target's own choice, go to the child that carries it, stop where there is none. All sessions
-go down together, one level at a time, so that their choices are made by one vectorised call.
+Start at the root, take the target's own choice, go to the child with that token, and stop where there is none. All
+sessions go down together, one level at a time, so that one vectorised call makes all their choices.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from specdec.decoding.step_logits import StepLogits
 
 
 class TreeWalker(Protocol):
-    """A session on its way down."""
+    """A session whose tree is being verified. It stands at a node, at first the root."""
 
     row: int
-    """That of its present node."""
+    """Index of the present node's logits among the results."""
 
     def query(self) -> SamplingQuery:
-        """What is to be chosen there."""
+        """Return the sampling query below the present node."""
 
     def take(self, token: int) -> bool:
-        """Go on with the choice; False at the end of the way."""
+        """Commit the chosen token and go to its child; False if verification ends here."""
 
     def fail(self, error: Exception) -> None:
-        """Its logits cannot be used."""
+        """End verification with an error: the logits are broken."""
 
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
-    """Take every walker to the end of its way."""
+    """Verify the trees of all walkers, each until it ends or fails."""
     while walkers:
         tokens, sound = rows.choose([walker.row for walker in walkers], [walker.query() for walker in walkers])
         going: list[TreeWalker] = []
@@ -46,5 +46,5 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
 
 
 def warm_up(vocabulary: int) -> None:
-    """Draw a token, so that no request has to wait for what is compiled when it is first used."""
+    """Draw a token, so that no request has to wait for the code that is compiled on first use."""
     choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])
