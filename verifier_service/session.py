@@ -23,7 +23,14 @@ from specdec.serving import checksum
 from verifier_service.proposers.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
 from verifier_service.scheduling.batch_plan import ScheduledRows, plan_tree
 from verifier_service.scheduling.step_delay import DraftTiming, WaitEstimate
-from verifier_service.verification.result import CONTEXT, CORRECTION, DRAFT, LENGTH, OWN_DRAFT, STOP, VerifyResult
+from verifier_service.verification.result import (
+    CONTEXT,
+    CORRECTION,
+    LENGTH,
+    REMOTE_DRAFT,
+    STOP,
+    VerifyResult,
+)
 
 if TYPE_CHECKING:
     from verifier_service.verification.tree_verification import TreeVerification
@@ -167,7 +174,7 @@ class Session:
         seconds for which the draft had known of `base`; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
-        self.tree.insert(base, paths._replace(distributions=rows), origin=DRAFT)
+        self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT)
         self.draft_timing.arrived(base, arrived, held)
         self._expected_tokens = None
 
@@ -203,9 +210,10 @@ class Session:
         ):
             self._expected_tokens = None
 
-    def add_local_candidates(self, paths: Paths) -> None:
-        """Insert candidates of the local draft, which start from the present text."""
-        self.tree.insert(self.tree.base, paths, origin=OWN_DRAFT)
+    def add_candidates(self, paths: Paths, source: int) -> None:
+        """Add a proposer's candidates below the text; tokens that come of them have this source. Where candidates are
+        sampled (REJECTION), each comes with the distribution that it was drawn from, or is dropped."""
+        self.tree.insert(self.tree.base, paths, origin=source)
         self._expected_tokens = None
 
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
@@ -219,7 +227,7 @@ class Session:
     @property
     def has_draft_candidates(self) -> bool:
         """True if a remote draft's candidates for the next token are here; those of proposers do not count."""
-        return any(node.origin == DRAFT for node in self.tree.root.children.values())
+        return any(node.origin == REMOTE_DRAFT for node in self.tree.root.children.values())
 
     @property
     def max_candidates(self) -> int:

@@ -30,6 +30,7 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
+from verifier_service.plain_loop import PlainLoop
 from verifier_service.running_session import RunningSession
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy, Session, SessionRequest
@@ -209,7 +210,7 @@ class Client:
 
     def __init__(
         self,
-        loop: StepLoop,
+        loop: StepLoop | PlainLoop,
         prompt: Sequence[int],
         max_tokens: int = 20,
         *,
@@ -278,7 +279,7 @@ class Client:
         self._loop.detach(self.session)
 
 
-def run(loop: StepLoop, *clients: Client, turns: int = 2000) -> None:
+def run(loop: StepLoop | PlainLoop, *clients: Client, turns: int = 2000) -> None:
     """Turn until all are over, reading everything; AssertionError if it takes longer or nothing moves."""
     for _ in range(turns):
         for client in clients:

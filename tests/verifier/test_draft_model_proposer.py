@@ -26,11 +26,10 @@ from tests.verifier.fakes import (
     step_loop,
 )
 from verifier_service.proposers.draft_model import MAX_PREFILL_ROWS, DraftModelProposer
-from verifier_service.proposers.ngram import LOOKAHEAD, NGRAM
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
-from verifier_service.verification.result import CORRECTION, OWN_DRAFT
+from verifier_service.verification.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM
 
 REMOTE = frozenset({Drafter.REMOTE})
 
@@ -76,6 +75,11 @@ class OftenWrong(TextEngine):
         return logits
 
 
+def local_model(loop: StepLoop) -> DraftModelProposer:
+    (found,) = (each for each in loop._proposers if isinstance(each, DraftModelProposer))
+    return found
+
+
 def loop_with(draft: TextEngine, *, context: int = CONTEXT, target: TextEngine | None = None) -> StepLoop:
     own = DraftModelProposer(draft, context, latency=QUICK)
     return step_loop(target or TextEngine(60), controller=Decided(Mode.LOCAL_DRAFT), draft_model=own)
@@ -101,8 +105,7 @@ def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
         assert each.tokens == each.want
     assert draft.faults == []
     assert loop.pool.held == 0
-    assert loop._draft_model is not None
-    assert loop._draft_model.held == 0
+    assert local_model(loop).held == 0
 
 
 @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16, 64, 256))], ids=["any-rows", "row-class"])
@@ -114,7 +117,7 @@ def test_a_crowd_gets_what_each_would_get_alone(sampling: Sampling, kind: Any, r
     clients = [client(loop, 30 * i + 1, i, sampling=sampling) for i in range(5)]
     run(loop, *clients)
     check_over(loop, draft, *clients)
-    assert sources(*clients).count(OWN_DRAFT) > (150 if kind is TextEngine else 60)  # of 300
+    assert sources(*clients).count(LOCAL_MODEL) > (150 if kind is TextEngine else 60)  # of 300
 
 
 def test_what_was_guessed_right_is_not_read_again() -> None:
@@ -136,7 +139,7 @@ def test_long_texts_are_read_in_pieces() -> None:
     run(loop, short, long)
     check_over(loop, draft, short, long)
     assert max(draft.steps) <= MAX_PREFILL_ROWS + 4
-    assert sources(long).count(OWN_DRAFT) > 20
+    assert sources(long).count(LOCAL_MODEL) > 20
 
 
 def test_guesses_that_do_not_pay_are_not_made() -> None:
@@ -153,7 +156,7 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
         run(loop, one)
         check_over(loop, draft, one)
         assert len(draft.steps) <= sum(result.steps for result in one.mail.results)
-        assert (OWN_DRAFT in sources(one)) is (latency is FREE)  # what the tip's own row tells costs nothing more
+        assert (LOCAL_MODEL in sources(one)) is (latency is FREE)  # what the tip's own row tells costs nothing more
 
 
 def test_the_last_token_is_not_guessed() -> None:
@@ -194,8 +197,8 @@ def test_who_wants_no_guesses_gets_none() -> None:
     one, other = client(loop, policy=Policy(NO_DRAFTERS, 8, 0.0)), client(loop, seed=1)
     run(loop, one, other)
     check_over(loop, draft, one, other)
-    assert OWN_DRAFT not in sources(one)
-    assert OWN_DRAFT in sources(other)
+    assert LOCAL_MODEL not in sources(one)
+    assert LOCAL_MODEL in sources(other)
 
 
 def test_a_text_beyond_its_context_goes_on_without() -> None:
@@ -204,7 +207,7 @@ def test_a_text_beyond_its_context_goes_on_without() -> None:
     one = client(loop, 10, max_tokens=80)
     run(loop, one)
     check_over(loop, draft, one)
-    assert 10 < sources(one).count(OWN_DRAFT) <= 30
+    assert 10 < sources(one).count(LOCAL_MODEL) <= 30
 
 
 def test_a_token_that_it_does_not_know() -> None:
@@ -216,9 +219,8 @@ def test_a_token_that_it_does_not_know() -> None:
     run(loop, one, other)
     check_over(loop, draft, one, other)
     assert max(one.tokens) >= Narrow.vocabulary
-    assert OWN_DRAFT in sources(other)
-    assert loop._draft_model is not None
-    assert loop._draft_model.works
+    assert LOCAL_MODEL in sources(other)
+    assert local_model(loop).works
 
 
 def test_memory_that_is_full_costs_no_token() -> None:
@@ -227,7 +229,7 @@ def test_memory_that_is_full_costs_no_token() -> None:
     clients = [client(loop, BLOCK, i) for i in range(6)]
     run(loop, *clients)
     check_over(loop, draft, *clients)
-    assert OWN_DRAFT in sources(*clients)
+    assert LOCAL_MODEL in sources(*clients)
 
 
 def test_one_that_fails_is_not_asked_again() -> None:
@@ -259,8 +261,8 @@ def test_a_broken_draft_harms_nobody() -> None:
         whole = Client(loop, [*start, 2, 3], 60, sampling=sound, policy=GUESSING)
         run(loop, broken, whole)
         check_over(loop, draft, broken, whole)
-        assert OWN_DRAFT not in sources(broken)
-        assert OWN_DRAFT in sources(whole)
+        assert LOCAL_MODEL not in sources(broken)
+        assert LOCAL_MODEL in sources(whole)
         assert not draft.broken.any()
     assert sum(draft.steps) < 4 * 2 * (3 * BLOCK + 60 * 3)
 
@@ -269,15 +271,14 @@ def test_who_loses_its_memory_to_another_comes_back() -> None:
     draft = TextEngine(60)
     loop = loop_with(draft, target=TextEngine(9))
     clients = [client(loop, BLOCK, i, 3 * BLOCK) for i in range(4)]
-    assert loop._draft_model is not None
     while not all(each.over for each in clients):
         for each in clients:
             each.read()
         assert loop.turn() == 0.0 or all(each.over for each in clients)
-        assert loop._draft_model._prefixes.keys() <= {attached.session for attached in loop._queue.running}
+        assert local_model(loop)._prefixes.keys() <= {attached.session for attached in loop._queue.running}
     check_over(loop, draft, *clients)
     assert loop.stats.preemptions > 0
-    assert sources(*clients).count(OWN_DRAFT) > 200
+    assert sources(*clients).count(LOCAL_MODEL) > 200
 
 
 def test_those_who_leave_take_their_memory_with_them() -> None:
@@ -288,11 +289,10 @@ def test_those_who_leave_take_their_memory_with_them() -> None:
         for each in clients:
             each.read()
         loop.turn()
-    assert loop._draft_model is not None
-    assert loop._draft_model.held > 0
+    assert local_model(loop).held > 0
     for each in clients:
         each.cancel()
-    assert loop._draft_model.held == 0
+    assert local_model(loop).held == 0
     assert loop.turn() is None
 
 
@@ -317,7 +317,7 @@ def test_draws_have_their_places_to_themselves() -> None:
     run(loop, *clients)
     assert draft.faults == []
     came = sources(*clients)
-    assert came.count(OWN_DRAFT) > 100
+    assert came.count(LOCAL_MODEL) > 100
     assert NGRAM not in came
     assert CORRECTION not in came
 
@@ -344,4 +344,4 @@ def test_vocabularies_may_differ_by_padding() -> None:
     one = client(loop)
     run(loop, one)
     check_over(loop, draft, one)
-    assert sources(one).count(OWN_DRAFT) > 20
+    assert sources(one).count(LOCAL_MODEL) > 20

@@ -19,7 +19,16 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PoolFullError
 from verifier_service.scheduling.batch_plan import ScheduledRows
 from verifier_service.session import Policy, Session, SessionRequest
-from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP, VerifyResult
+from verifier_service.verification.result import (
+    BONUS,
+    CONTEXT,
+    CORRECTION,
+    LENGTH,
+    PLAIN,
+    REMOTE_DRAFT,
+    STOP,
+    VerifyResult,
+)
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
 
@@ -110,7 +119,7 @@ class TestStep:
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         result, verification = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
         assert result.tokens == [4, 5, 6]
-        assert result.sources == [DRAFT, DRAFT, BONUS]
+        assert result.sources == [REMOTE_DRAFT, REMOTE_DRAFT, BONUS]
         assert (result.offered, result.accepted, verification.kv_copies) == (2, 2, [])
         assert verification.rows == [0, 1, 2]
         assert session.computed == 5
@@ -120,7 +129,7 @@ class TestStep:
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         result, verification = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 8}))
         assert result.tokens == [4, 8]
-        assert result.sources == [DRAFT, CORRECTION]
+        assert result.sources == [REMOTE_DRAFT, CORRECTION]
         assert verification.rows == [0, 1]
         assert session.tree.size == 0
         assert session.computed == 4
@@ -131,7 +140,7 @@ class TestStep:
         scratch = list(SCRATCH)
         result, verification = step(session, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), scratch)
         assert result.tokens[:3] == [5, 6, 7]
-        assert result.sources[:3] == [DRAFT] * 3
+        assert result.sources[:3] == [REMOTE_DRAFT] * 3
         own = session.slots.tolist()
         assert verification.kv_copies == [(53, own[3]), (52, own[4]), (51, own[5])]
         assert scratch == [50]
@@ -156,7 +165,7 @@ class TestStep:
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
-        assert session.apply(verification, 0.0).sources == [DRAFT, BONUS]
+        assert session.apply(verification, 0.0).sources == [REMOTE_DRAFT, BONUS]
 
     @pytest.mark.parametrize(
         ("fields", "choices", "tokens", "finish"),
@@ -246,7 +255,7 @@ class TestCandidates:
         result, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
         assert result.offered == 2
         assert result.tokens == [4, 5, 6]
-        assert result.sources == [DRAFT, DRAFT, BONUS]
+        assert result.sources == [REMOTE_DRAFT, REMOTE_DRAFT, BONUS]
 
     def test_none_without_speculation_or_in_the_prompt(self) -> None:
         session = made(max_candidates=5)
@@ -352,7 +361,7 @@ class TestMemory:
         session.allocate(pool)
         session.computed = 2
         result, _ = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}))
-        assert result.sources == [DRAFT, BONUS]
+        assert result.sources == [REMOTE_DRAFT, BONUS]
 
 
 def test_a_plan_wants_each_row_once_and_writes_each_slot_once() -> None:

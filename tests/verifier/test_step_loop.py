@@ -41,12 +41,13 @@ from tests.verifier.fakes import (
     run,
     step_loop,
 )
+from verifier_service.publishing.commits import COMMIT_COALESCE_SECONDS, RELAXED_COALESCE_SECONDS
 from verifier_service.scheduling.prefill import MIN_CHUNK_TOKENS
 from verifier_service.scheduling.run_queue import SPARE_SHARE
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode, SpeculationController
-from verifier_service.step_loop import COMMIT_COALESCE_SECONDS, MOST_CANDIDATES, RELAXED_COALESCE_SECONDS, StepLoop
-from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, DRAFT, LENGTH, PLAIN, STOP
+from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
+from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
 
 REMOTE = frozenset({Drafter.REMOTE})
 
@@ -101,7 +102,7 @@ class TestTokens:
             loop.turn()
         check_over(loop, engine, *clients)
         sources = {source for each in clients for result in each.mail.results for source in result.sources}
-        assert sources == {DRAFT, CORRECTION, BONUS, PLAIN}
+        assert sources == {REMOTE_DRAFT, CORRECTION, BONUS, PLAIN}
         assert 0 < loop.stats.accepted < loop.stats.drafted
 
     @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from specdec.decoding.tree import Paths
 from specdec.engine.kv.blocks import BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.session import Session
+from verifier_service.verification.result import LOCAL_MODEL
 
 BRANCHES = 3
 """Most candidates for a place: the one with which the chain goes on, and the next likeliest ones."""
@@ -153,9 +154,9 @@ class DraftChain:
             parent, path_logprob = len(nodes) + 1, path_logprob + logprobs[0]
             nodes += likely
         if nodes:
-            of_tokens, of_parents, of_scores = zip(*nodes, strict=True)
-            self.prefix.session.add_local_candidates(
-                Paths(of_tokens, of_parents, of_scores, list(enumerate(self._rows)))
+            of_tokens, of_parents, of_logprobs = zip(*nodes, strict=True)
+            self.prefix.session.add_candidates(
+                Paths(of_tokens, of_parents, of_logprobs, list(enumerate(self._rows))), LOCAL_MODEL
             )
 
     def learn(self, committed: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -22,6 +21,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
 from verifier_service.proposers.draft_chain import DraftChain, PrefixState
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Session
 
@@ -35,19 +35,11 @@ FIRST_ACCEPTANCE, FIRST_EXPECTED_ACCEPTED = 0.5, 1.0
 SMOOTHING = 0.05
 
 
-class ProposalStats(NamedTuple):
-    """The local draft's work before a step."""
-
-    seconds: float
-    sessions: int  # for which it began a chain
-
-
-NO_PROPOSALS = ProposalStats(0.0, 0)
-
-
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """The local draft of a verifier; it belongs to the step loop's thread. `engine` shares the target's tokens and need
     not be exact. A draft that fails costs no token: it is not used again."""
+
+    phase = Phase.AFTER_DELAY
 
     def __init__(self, engine: Engine, context: int, latency: StepLatency | None = None) -> None:
         """`context`: tokens of a text that the model can read; `latency`: of one pass, measured if not given."""
@@ -72,6 +64,11 @@ class DraftModelProposer:
         prefix = self._prefixes.get(session)
         return self.works and session.tree.base < self._context and (prefix is None or not prefix.over)
 
+    def propose(self, step: ComingStep) -> ProposalStats:
+        decoding = step.decoding
+        asked = [session for session in decoding if step.eligibility.uses_local_model(session)]
+        return self.guess(asked, len(decoding), step.latency, step.price) if asked else NO_PROPOSALS
+
     def guess(self, sessions: Sequence[Session], decoding: int, latency: StepLatency, price: float) -> ProposalStats:
         """Propose candidates to these sessions, for as long as that is worth its time before the next step.
 
@@ -94,7 +91,7 @@ class DraftModelProposer:
                 self._close(chain.prefix, wipe=True)
         return ProposalStats(time.monotonic() - begin, len(chains))
 
-    def leave(self, session: Session) -> None:
+    def forget(self, session: Session) -> None:
         """Forget a session and free its memory; it may come back."""
         prefix = self._prefixes.pop(session, None)
         if prefix is not None:

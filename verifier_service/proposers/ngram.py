@@ -23,8 +23,7 @@ from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import LONGEST, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
-
-NGRAM, LOOKAHEAD = 5, 6  # specdec.v2.TokenSource
+from verifier_service.verification.result import LOOKAHEAD, NGRAM
 
 BRANCHES = 3
 DEPTH = 24

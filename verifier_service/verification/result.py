@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from specdec.decoding.logprobs import Logprobs
 
-DRAFT, CORRECTION, BONUS, PLAIN, OWN_DRAFT = 1, 2, 3, 4, 7  # specdec.v2.TokenSource
-STOP, LENGTH, CONTEXT = 1, 2, 3  # specdec.v2.FinishReason
+
+class TokenSource(IntEnum):
+    """Where a committed token came from; numbers as in specdec.v2.TokenSource."""
+
+    REMOTE_DRAFT = 1
+    CORRECTION = 2
+    BONUS = 3
+    PLAIN = 4
+    NGRAM = 5
+    LOOKAHEAD = 6
+    LOCAL_MODEL = 7
+
+
+class FinishReason(IntEnum):
+    """Why a text ended; numbers as in specdec.v2.FinishReason."""
+
+    STOP = 1
+    LENGTH = 2
+    CONTEXT = 3
+
+
+REMOTE_DRAFT, CORRECTION, BONUS, PLAIN, NGRAM, LOOKAHEAD, LOCAL_MODEL = TokenSource
+STOP, LENGTH, CONTEXT = FinishReason
 
 
 @dataclass(slots=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from specdec.decoding.choice import SamplingQuery
 from specdec.decoding.proposal import Proposal
+from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
 from verifier_service.scheduling.batch_plan import ScheduledRows, TreeRows
-from verifier_service.verification.result import BONUS, CORRECTION, DRAFT, PLAIN, VerifyResult
+from verifier_service.verification.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
 
 if TYPE_CHECKING:
     from verifier_service.session import Session
@@ -85,7 +89,7 @@ class TreeVerification:
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
         """Return the candidate that was chosen, if it was in this step; let the n-gram proposer learn from its own."""
         for guessed in self._node.children.values():
-            if guessed.origin != DRAFT and id(guessed) in tree.results:
+            if guessed.origin != REMOTE_DRAFT and id(guessed) in tree.results:
                 self.session.ngrams.learn(guessed, guessed.token == token)
         child = self._node.children.get(token)
         return child if child is not None and id(child) in tree.results else None
@@ -106,3 +110,16 @@ class TreeVerification:
             return PLAIN
         offered = any(id(other) in tree.results for other in self._node.children.values())
         return CORRECTION if offered else BONUS
+
+
+def add_logprobs(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+    """Add the log-probabilities of committed tokens to the results of requests that want them."""
+    asking = [each for each in verifications if each.session.request.top_logprobs is not None]
+    if not asking:
+        return
+    rows = [row for each in asking for row in each.rows]
+    tokens = np.asarray([token for each in asking for token in each.result.tokens])
+    tops = [each.session.request.top_logprobs or 0 for each in asking for _ in each.rows]
+    found = iter(logits.logprobs(rows, tokens, tops))
+    for each in asking:
+        each.result.logprobs = list(islice(found, len(each.rows)))

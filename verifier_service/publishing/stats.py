@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from verifier_service.verification.result import VerifyResult
 
 
 @dataclass
@@ -27,6 +30,16 @@ class VerifierStats:
     step_begun: float = 0.0  # when the present step began; 0: there is none
     step_expected: float = 0.0  # seconds that the present step is expected to take
     lifetime: float = 1.0  # seconds from admission to the end of a session, moving average
+
+    def observe(self, rows: int, seconds: float, results: Iterable[VerifyResult]) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.rows += rows
+        self.busy += seconds
+        for result in results:
+            self.committed += len(result.tokens)
+            self.drafted += result.offered
+            self.accepted += result.accepted
 
     def expected_wait(self, waiting: int) -> float:
         """Return the seconds until `waiting` sessions and one more are expected to have got memory."""

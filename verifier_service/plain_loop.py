@@ -1,0 +1,96 @@
+"""The step loop without speculation: one token a session and step. It says what `StepLoop` must not change.
+
+No candidates, no modes, no delay, no windows, no joined commits: what is left is admission, one packed forward pass and
+the sampler's choice. Whatever speculation does, the tokens are these; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from specdec.engine.engine import Engine, step_of
+from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.serving.engine_worker import EngineWorker
+from verifier_service.publishing.stats import VerifierStats
+from verifier_service.running_session import RunningSession, StepTimes
+from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.session import Session
+from verifier_service.verification.tree_verification import TreeVerification, add_logprobs
+from verifier_service.verification.verify_trees import verify_trees
+
+
+class PlainLoop(EngineWorker[Session]):
+    """A verifier's loop with the interface of `StepLoop`. `step_rows`: prompt tokens of one session in a step."""
+
+    def __init__(self, engine: Engine, *, step_rows: int = 512, max_unread_tokens: int = 256) -> None:
+        super().__init__("plain-loop", engine)
+        self.stats = VerifierStats()
+        self.pool = BlockPool(engine.capacity // BLOCK)
+        self._forward = step_of(engine)
+        self._step_rows = step_rows
+        self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, lambda _: None)
+
+    @property
+    def context(self) -> int:
+        """The number of tokens that one session can have memory for at most."""
+        return self.pool.usable * BLOCK
+
+    def attach(self, entry: RunningSession) -> None:
+        """Queue a session for memory; EngineLostError if nothing can be computed."""
+        self.check_works()
+        self._queue.add(entry)
+
+    def detach(self, session: Session) -> None:
+        """Forget a session and free its memory, whatever state it is in."""
+        self._queue.remove(session)
+
+    def step(self) -> float | None:
+        self._queue.admit()
+        ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
+        ready = [entry for entry in ready if self._queue.reserve_text(entry)]
+        if not ready:
+            return None
+        start, packer = time.monotonic(), self._engine.packer()
+        planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
+        pairs = [(e, TreeVerification(e.session, rows)) for e, rows in planned if rows.root_row is not None]
+        verifications = [verification for _, verification in pairs]
+        try:
+            logits = self._forward(
+                packer.pack(), lambda: dict(query for each in verifications for query in each.queries())
+            )
+            verify_trees(verifications, logits)
+        except Exception as error:
+            self.step_failed([entry.session for entry in ready], np.asarray(packer.slots, dtype=np.int64), error)
+            return 0.0
+        for entry, rows in planned:
+            if rows.root_row is None:
+                entry.session.computed += rows.count
+        add_logprobs([each for each in verifications if each.error is None], logits)
+        for entry, verification in pairs:
+            if verification.error is not None:
+                self._end(entry, verification.error)
+                continue
+            now = time.monotonic()
+            result = entry.session.apply(verification, now)
+            entry.session.cache_prefix()
+            self.stats.observe(0, 0.0, [result])
+            entry.responses.send(entry.message(result, StepTimes(now - start, now - start, 0.0, entry.queued)))
+            if result.finish:
+                self.detach(entry.session)
+        self.stats.observe(len(packer.tokens), time.monotonic() - start, [])
+        return 0.0
+
+    def end_session(self, session: Session, error: Exception) -> None:
+        (entry,) = (entry for entry in self._queue.all if entry.session is session)
+        self._end(entry, error)
+
+    def end_sessions(self, error: Exception) -> None:
+        for entry in self._queue.all:
+            self._end(entry, error)
+        self.pool.forget_prefixes()
+
+    def _end(self, entry: RunningSession, error: Exception) -> None:
+        self._queue.remove(entry.session, wipe=True)
+        entry.responses.send(error)

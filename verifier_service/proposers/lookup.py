@@ -1,0 +1,24 @@
+"""Candidates that cost no forward pass: what followed where the text, or another of its tenant, said the same
+before."""
+
+from __future__ import annotations
+
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
+from verifier_service.proposers.suffix_cache import SuffixCache
+from verifier_service.session import Session
+
+
+class LookupProposer(Proposer):
+    """N-gram lookup for all sessions. What one session's text says is kept by that session (`ngram.py`); this object
+    keeps `cached_tokens` tokens of each tenant's finished texts."""
+
+    def __init__(self, cached_tokens: int) -> None:
+        self._cache = SuffixCache(cached_tokens)
+
+    def propose(self, step: ComingStep) -> ProposalStats:
+        for session in step.proposed_for():
+            session.propose_ngrams(step.price, self._cache.tokens_of(session.request.tenant))
+        return NO_PROPOSALS
+
+    def finished(self, session: Session) -> None:
+        self._cache.add(session.request.tenant, session.tree.committed)

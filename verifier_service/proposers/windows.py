@@ -1,0 +1,60 @@
+"""Lookahead windows of a step: proposers that need rows of their own in the batch, and the target's choices there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from specdec.decoding.step_logits import StepLogits
+from specdec.decoding.tree import Node
+from verifier_service.proposers.ngram import LookaheadRows
+from verifier_service.scheduling.step_latency import StepLatency
+from verifier_service.scheduling.token_budget import WindowCosts
+from verifier_service.session import Session
+from verifier_service.speculation.eligibility import Eligibility
+from verifier_service.verification.tree_verification import TreeVerification
+
+
+def open_windows(
+    sessions: Sequence[Session],
+    chosen: Sequence[list[Node]],
+    decoding: int,
+    free: int,
+    latency: StepLatency,
+    eligibility: Eligibility,
+) -> list[LookaheadRows | None]:
+    """Open the lookahead windows of a step of `decoding` sessions. One entry for each of these `sessions`.
+
+    `chosen` are their candidates, to which a Jacobi window's are added; `free` tree slots are left for windows.
+    """
+    costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
+    windows: list[LookaheadRows | None] = []
+    for session, nodes in zip(sessions, chosen, strict=True):
+        size = None
+        if session.policy.windows and eligibility.uses_proposers(session):
+            size = session.policy.lookahead
+            if size is None and not eligibility.uses_local_model(session):  # with a draft a window has little to gain
+                size = costs.affordable(session.ngrams.sizes, session.ngrams.gain)
+        if size is not None and size.most_rows > free:
+            size = None
+        window = session.open_window(size)
+        windows.append(window)
+        if window is not None:
+            planned = {id(node) for node in nodes}
+            nodes += [node for node in window.candidates if id(node) not in planned]
+            costs.add(len(window.nodes))
+            free -= len(window.nodes)
+    return windows
+
+
+def observe_windows(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+    """Tell the windows of a step what the target has chosen below their rows."""
+    looking = [each for each in verifications if each.error is None and each.lookahead_count]
+    if not looking:
+        return
+    rows, queries = zip(*(asked for each in looking for asked in each.lookahead_queries()), strict=True)
+    chosen = iter(logits.choose(rows, queries)[0].tolist())
+    for each in looking:
+        each.session.ngrams.observe_window(
+            list(itertools.islice(chosen, each.lookahead_count)), len(each.result.tokens)
+        )

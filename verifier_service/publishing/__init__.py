@@ -1,0 +1,1 @@
+"""What the step loop tells the outside: commits and statistics."""

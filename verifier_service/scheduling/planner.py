@@ -1,0 +1,119 @@
+"""The plan of a step: which rows of which session it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.engine.batch import Packer
+from specdec.engine.kv.slots import Slots
+from verifier_service.proposers.windows import open_windows
+from verifier_service.running_session import RunningSession
+from verifier_service.scheduling.batch_plan import ScheduledRows
+from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
+from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.scheduling.token_budget import select_candidates
+from verifier_service.speculation.eligibility import Eligibility
+
+PRICE_SMOOTHING = 0.2
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A packed batch in the making, and where each session's rows are in it."""
+
+    packer: Packer
+    entries: list[tuple[RunningSession, ScheduledRows]]
+    expected: float  # seconds
+
+    @property
+    def rows(self) -> int:
+        return len(self.packer.tokens)
+
+    @property
+    def slots(self) -> Slots:
+        """The KV slots that the step writes."""
+        return np.asarray(self.packer.slots, dtype=np.int64)
+
+    @property
+    def has_prefill(self) -> bool:
+        """True if a prompt goes on after this step."""
+        return any(rows.root_row is None for _, rows in self.entries)
+
+    @property
+    def decodes_only(self) -> bool:
+        """True if the step has nothing of a prompt, not even the end of one."""
+        return all(rows.root_row is not None and rows.count == 1 for _, rows in self.entries)
+
+
+class Planner:
+    """Fills steps: the roots of sessions that decode, the candidates that pay, lookahead windows, chunks of prompts.
+
+    `price` is the break-even probability: from which on a candidate has paid of late, as a moving average. `tree_slots`
+    are for side branches of token trees; `step_rows` are the rows up to which prompts fill a step.
+    """
+
+    def __init__(
+        self,
+        queue: RunQueue,
+        threads: ThreadPolicy,
+        eligibility: Eligibility,
+        tree_slots: Sequence[int],
+        step_rows: int,
+    ) -> None:
+        self.price = 0.0
+        self._queue = queue
+        self._threads = threads
+        self._eligibility = eligibility
+        self._tree_slots = tree_slots
+        self._step_rows = step_rows
+        self._prefill_slowdown = PrefillSlowdown()
+
+    def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
+        """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
+        prompts, plain, speculating = self._sorted(ready)
+        decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
+        offers = [entry.session.candidates() for entry in speculating]
+        chosen, price = select_candidates(offers, latency, decoding, len(tree_slots), spent)
+        if decoding:
+            self.price += PRICE_SMOOTHING * (min(price, 1.0) - self.price)
+        free = len(tree_slots) - sum(map(len, chosen))
+        sessions = [entry.session for entry in speculating]
+        windows = open_windows(sessions, chosen, decoding, free, latency, self._eligibility)
+        entries: list[tuple[RunningSession, ScheduledRows]] = []
+        for entry, nodes, window in zip(speculating, chosen, windows, strict=True):
+            self._queue.reserve_candidates(entry.session, nodes)
+            entries.append((entry, entry.session.plan(packer, 1, nodes, tree_slots, window)))
+        for entry in (*plain, *prompts):
+            entry.session.ngrams.close_window()
+        entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
+        remaining = [entry.session.computable for entry in prompts]
+        rows, slowdown = len(packer.tokens), self._prefill_slowdown.factor
+        chunks = prefill_chunks(remaining, decoding, latency, rows, self._step_rows, slowdown)
+        for entry, chunk in zip(prompts, chunks, strict=True):
+            entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
+        return StepPlan(packer, entries, latency.of(len(packer.tokens)))
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from how long a step took."""
+        if plan.has_prefill:
+            self._prefill_slowdown.observe(self._threads.latency.of(plan.rows), seconds)
+        self._threads.observe(plan.rows, seconds)
+
+    def _sorted(self, ready: Sequence[RunningSession]) -> tuple[list[RunningSession], ...]:
+        """Return the sessions that prefill, those that decode without candidates, and those that may have some."""
+        prompts: list[RunningSession] = []
+        plain: list[RunningSession] = []
+        speculating: list[RunningSession] = []
+        for entry in ready:
+            session = entry.session
+            if session.remaining_prompt:
+                prompts.append(entry)
+            elif self._eligibility.uses_remote_draft(session) or self._eligibility.uses_proposers(session):
+                speculating.append(entry)
+            else:
+                plain.append(entry)
+        return prompts, plain, speculating

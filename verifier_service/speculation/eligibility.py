@@ -1,0 +1,87 @@
+"""Which drafters a session uses now: by its policy, its rule and the mode that the controller has selected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from verifier_service.session import Session
+from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
+
+
+class LocalModel(Protocol):
+    """A local draft model, as far as it decides whether it is used."""
+
+    works: bool
+
+    def serves(self, session: Session) -> bool:
+        """Return True if it may propose candidates for the session now or later."""
+
+
+class Eligibility:
+    """Says who uses what. Changes only with the controller's mode, and with `prefilling`."""
+
+    def __init__(self, controller: SpeculationController, local_model: LocalModel | None) -> None:
+        self.prefilling = False  # prompts use the CPU cores that drafts would take
+        self._controller = controller
+        self._local_model = local_model
+
+    def uses_remote_draft(self, session: Session) -> bool:
+        """Return True if the session uses candidates of its remote draft. CONTRASTIVE always needs them."""
+        if not session.policy.remote:
+            return False
+        return (self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling) or _is_exempt(session)
+
+    def uses_proposers(self, session: Session) -> bool:
+        """Return True if the session may have candidates of the verifier's own proposers."""
+        return session.takes_own_candidates and (self._controller.mode is not Mode.OFF or _is_forced(session))
+
+    def uses_local_model(self, session: Session) -> bool:
+        """Return True if the local model proposes for the session. One whose request asks for a window has only
+        that."""
+        wanted = (
+            session.takes_own_candidates
+            and session.policy.local_model
+            and self._controller.mode is Mode.LOCAL_DRAFT
+            and session.policy.lookahead is None
+        )
+        return wanted and self._local_model is not None and self._local_model.serves(session)
+
+    def profile(self, sessions: Sequence[Session]) -> BatchProfile | None:
+        """Return the batch profile of a step's sessions; None if none may speculate, or if one does whatever the
+        controller finds: it learns nothing from such steps."""
+        if not any(session.speculates for session in sessions) or any(map(_is_forced, sessions)):
+            return None
+        return BatchProfile(
+            len(sessions),
+            remote_draft=any(session.policy.remote for session in sessions),
+            ngram=any(session.takes_own_candidates for session in sessions),
+            sampled=2 * sum(not session.request.sampler.sampling.greedy for session in sessions) > len(sessions),
+            local_draft=self._has_local_model,
+        )
+
+    def would_draft(self, session: Session, sessions: int) -> bool:
+        """Return True if so many `sessions`, all like this one, would use remote drafts. Any thread may ask."""
+        batch = BatchProfile(
+            sessions,
+            session.policy.remote,
+            session.takes_own_candidates,
+            not session.request.sampler.sampling.greedy,
+            self._has_local_model,
+        )
+        return self._controller.mode_for(batch, time.monotonic()) is Mode.REMOTE_DRAFT
+
+    @property
+    def _has_local_model(self) -> bool:
+        return self._local_model is not None and self._local_model.works
+
+
+def _is_exempt(session: Session) -> bool:
+    """Return True if the session uses its draft whatever the controller finds."""
+    return session.policy.forced or session.needs_draft
+
+
+def _is_forced(session: Session) -> bool:
+    """Return True if the session speculates whatever the controller finds."""
+    return session.policy.forced or session.needs_draft or session.policy.lookahead is not None
