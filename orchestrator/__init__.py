@@ -1,1 +1,1 @@
-"""The orchestrator: runs every request, holds the committed text, brings draft and verifier together."""
+"""The orchestrator: runs every request, holds the committed text, and moves candidates from draft to verifier."""

@@ -1,4 +1,4 @@
-"""`python -m orchestrator`: serve completions, with a verifier and, if there is one, a draft."""
+"""`python -m orchestrator`: serve completions, with verifiers and, if there are any, drafts."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def main(
     ] = 30.0,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
-    share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # what a worker is started with
+    share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # set when a worker is started
 ) -> None:
     """Serve completions to backend applications."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text, and our threads are few
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin, share_port)
     if workers > 1:
         run_program(supervise(settings, workers), "orchestrator")

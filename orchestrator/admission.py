@@ -1,9 +1,9 @@
-"""Who may open a session at a verifier that may be full.
+"""Admission control: decides whether a session may be opened at a verifier that may be full.
 
-In a flood every request would otherwise be carried to the verifier to be refused there, and the refusals would be slow
-when they are wanted most. A verifier tells how many sessions more it takes: beyond these, requests are refused without
-asking it. While that is not known, one goes ahead and finds out; its answer waits for no step. If there is no answer,
-those behind it need not find that out one after another.
+In a flood, every request would otherwise be sent to the verifier to be refused there, and refusals would be slow when
+they matter most. A verifier reports how many more sessions it takes: beyond that number, requests are refused without
+asking it. While the number is unknown, one request goes ahead and finds out; its answer waits for no step. If there is
+no answer, the requests behind it need not find that out one after another.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from specdec.serving.errors import OverloadedError
 from specdec.v2 import model_pb2
 
 AT_ONCE = 64
-"""Sessions being opened, at most."""
+"""Sessions that may be in the course of being opened at a verifier."""
 
 MOMENT = 0.05
-"""Seconds for which a refusal stands for others."""
+"""Seconds in which other requests are refused as well after the verifier has refused one."""
 
 
 class LeftAloneError(Exception):
-    """Others have just found that the verifier does not answer."""
+    """The verifier is not asked: other requests have just found that it does not answer."""
 
 
 class Admission:
-    """To one verifier."""
+    """Admission to one verifier."""
 
     def __init__(self, load: PodCapacity, breaker: Breaker) -> None:
         self._load = load
@@ -38,8 +38,8 @@ class Admission:
 
     @asynccontextmanager
     async def opening(self, *, again: bool = False) -> AsyncIterator[None]:
-        """Around the opening of a session; OverloadedError if there is no room, LeftAloneError if it is no use to wait
-        for it. A text that is taken up `again` is not kept waiting: the verifier will take it."""
+        """Wrap the opening of a session. Raise OverloadedError if there is no room, LeftAloneError if waiting for room
+        is of no use. A text that is resumed (`again`) does not wait: the verifier takes it in any case."""
         load = self._load
         load.coming += 1
         try:
@@ -63,14 +63,15 @@ class Admission:
 
     @property
     def refusal(self) -> OverloadedError | None:
-        """What to tell whoever comes now, if it is no use to ask the verifier."""
+        """The error for a request that comes now, if asking the verifier is of no use; else None."""
         told = self._load.reported
         if told is None or told.room > self._load.opening:
             return None
         return OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
 
     def _go_ahead(self) -> bool:
-        """Whether to ask the verifier now; OverloadedError if it is no use."""
+        """Return True if the verifier may be asked now, False if the caller must wait; OverloadedError if asking is of
+        no use."""
         refusal = self.refusal
         if refusal is not None:
             raise refusal

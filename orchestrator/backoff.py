@@ -1,4 +1,4 @@
-"""How often one thing is tried, and for how long."""
+"""Backoff: the pauses between tries of one thing, and when to stop trying."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 SHORTEST_PAUSE = 0.05
-"""Seconds."""
+"""Seconds of the first pause, before jitter."""
 
 
 class Backoff:
-    """Pauses that double, up to `longest`, until `budget` seconds have passed since the first failure. Progress begins
-    both anew."""
+    """Pauses that double, up to `longest` seconds, until `budget` seconds have passed since the first failure. Progress
+    resets both."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class Backoff:
         return self._failing_since is not None and self._clock() - self._failing_since >= self.budget
 
     def pause(self) -> float:
-        """Seconds until the next try: never the same for two, lest they all come at once."""
+        """Return the seconds until the next try: random, so that callers that failed together do not come back
+        together."""
         pause = min(SHORTEST_PAUSE * (1 << min(self._pauses, 16)), self._longest)
         self._pauses += 1
         return pause * (0.5 + 0.5 * self._jitter())

@@ -1,6 +1,7 @@
-"""Threads for work that takes long, given out by turns on the event loop.
+"""Bounded threads: threads for work that takes long, for which callers wait on the event loop.
 
-Who waits for a turn has nothing in a thread's queue: if its caller leaves, so does what it would have worked on.
+A caller that waits has nothing in the executor's queue yet: if it leaves, the data that it would have worked on is
+freed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ Result = TypeVar("Result")
 
 
 class BoundedThreads:
-    """So many `threads`, for which `limit` callers may wait. `work` says what they do, in the plural."""
+    """A pool of `threads` threads, for which `limit` callers may wait. `work` names what they work on, in the
+    plural."""
 
     def __init__(self, work: str, threads: int, limit: int) -> None:
         self._work = work
@@ -26,7 +28,7 @@ class BoundedThreads:
         self.waiting = 0
 
     async def run(self, action: Callable[[], Result]) -> Result:
-        """Run an action in a thread; OverloadedError if too many wait for that."""
+        """Run an action in a thread; OverloadedError if too many callers wait for one already."""
         if self.waiting >= self._limit:
             raise OverloadedError(f"{self.waiting} {self._work} wait for their turn, the limit is reached")
         self.waiting += 1
@@ -36,7 +38,7 @@ class BoundedThreads:
             self.waiting -= 1
         loop = asyncio.get_running_loop()
         future = self._executor.submit(action)
-        # A caller that leaves does not end the thread's work, and the turn lasts as long as that.
+        # A caller that leaves does not end the thread's work: the thread is free only when that is done.
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
         return await asyncio.wrap_future(future)
 

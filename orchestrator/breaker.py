@@ -1,8 +1,8 @@
-"""Whether a pod is worth asking: a circuit breaker (Nygard, "Release It!").
+"""A circuit breaker (Nygard, "Release It!"): decides whether a pod is worth asking.
 
-Closed, it lets everybody through. Failures open it; after a pause it is half-open and lets one through, whose success
-closes it and whose failure opens it for twice as long. It knows no more of its pod than the name: whoever asks one
-reports here.
+Closed, it lets every session through. Failures open it; after a pause it is half-open and lets one session through, a
+trial: its success closes the breaker, its failure opens it for twice as long. The breaker knows only the name of its
+pod: code that asks the pod reports the outcome here.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import structlog
 log = structlog.get_logger()
 
 FAILURES = 3
-"""In a row, after which a pod is left alone; one that says all is enough."""
+"""Failures in a row after which a pod is left alone; a conclusive one is enough by itself."""
 
 SHORTEST_PAUSE = 0.25
 LONGEST_PAUSE = 1.0
-"""Seconds."""
+"""Seconds that a breaker stays open: the first time, and at most."""
 
 TRIAL_SECONDS = 1.0
-"""For a trial to succeed or fail. After one that did neither, there may be another."""
+"""Seconds for a trial to succeed or fail. After a trial that did neither, there may be another."""
 
 
 class Breaker:
-    """Of one pod."""
+    """The circuit breaker of one pod."""
 
     def __init__(self, pod: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._pod = pod
@@ -44,7 +44,7 @@ class Breaker:
         return "open" if self._clock() < self._open_until else "half-open"
 
     def attempt(self) -> None:
-        """Somebody goes through."""
+        """Note that the pod is about to be asked."""
         if self._pause:
             self._on_trial, self._open_until = True, self._clock() + TRIAL_SECONDS
 
@@ -54,13 +54,13 @@ class Breaker:
         self._failures, self._pause, self._on_trial = 0, 0.0, False
 
     def failed(self, *, conclusive: bool = False) -> None:
-        """`conclusive`: anybody would have found the same, as that the pod does not answer."""
+        """Note a failure. `conclusive`: any session would have failed, as when the pod does not answer."""
         self._failures += 1
         if self._on_trial:
             self._open(min(2 * self._pause, LONGEST_PAUSE))
         elif not self._pause and (conclusive or self._failures >= FAILURES):
             self._open(SHORTEST_PAUSE)
-        # Else it is open already: those who went through before find the same one after another.
+        # Else it is open already: sessions that went through before now fail one after another.
 
     def _open(self, pause: float) -> None:
         if not self._pause:

@@ -1,7 +1,7 @@
-"""Limits the messages of candidates that a draft sends, by a token bucket that commits fill.
+"""Flow control of candidates: limits a draft's messages by a token bucket that commits fill.
 
-A draft sends candidates a few times a step, and stops when it has sent as many as its verifier has granted. One that
-goes on for ever would keep the verifier from its steps and the orchestrator from its other streams.
+A draft sends candidates a few times a step, and stops when it has sent as many as its verifier has granted. A draft
+that goes on for ever would keep the verifier from its steps and the orchestrator from its other streams.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from specdec.serving.wire import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 
 MESSAGES_A_COMMIT = 16
-"""Four times what a draft is asked for; and one more for every four candidates that it may have, since whole
-distributions (CONTRASTIVE) are not kept waiting for each other."""
+"""Messages that each commit adds to the bucket, four times what a draft is asked for. One more is added for every four
+candidates that the draft may have, since distributions of the whole vocabulary (CONTRASTIVE) do not wait for each
+other."""
 
 
 NODES_FOR_ONE = 64
-"""Candidates, with those above them, that make a message count for one more."""
+"""Candidates, ancestors included, for which a message counts as one more."""
 
 
 class CandidateFlow:
     """Counts the messages that the draft of one session may still send. `max_nodes`: candidates that it may have alive;
-    at worst it sends each by itself, and each again with its distribution."""
+    at worst it sends each in a message of its own, and each again with its distribution."""
 
     def __init__(self, max_nodes: int) -> None:
         self._refill = MESSAGES_A_COMMIT + max_nodes // 4
@@ -28,11 +29,11 @@ class CandidateFlow:
         self._left = self._most
 
     def committed(self) -> None:
-        """Fill the bucket: the text has gone on, and with it what is worth sending."""
+        """Fill the bucket: the text has grown, so there are new candidates to send."""
         self._left = min(self._most, self._left + self._refill)
 
     def violation(self, extend: model_pb2.Extend) -> str:
-        """Count a message, and say what is wrong with the draft that sends it; empty if nothing is."""
+        """Count a message, and return what is wrong with the draft that sends it; empty if nothing is."""
         self._left -= 1 + len(extend.tokens) // NODES_FOR_ONE
         if self._left < 0:
             return (

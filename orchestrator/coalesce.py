@@ -1,7 +1,7 @@
-"""Responses in no more messages than a reader has use for.
+"""Coalesced responses: sends a client no more messages than it has use for.
 
-A drafted text is committed step by step, since its draft must hear of every one. To tell the client of each as well
-takes orchestrator and client half a millisecond, on the cores that small models compute with.
+A drafted text is committed step by step, since its draft must receive every commit. Sending each one to the client as
+well costs orchestrator and client half a millisecond, on the cores that small models compute with.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from contextlib import aclosing
 from specdec.v2 import generation_pb2
 
 COALESCE_SECONDS = 0.02
-"""Seconds between two messages of a sample, at least. Less than an undrafted commit of a verifier comes after another,
-which would else come too early, and wait for the next one."""
+"""Seconds between two messages of a sample, at least. They are fewer than the seconds between two commits of an
+undrafted text: else such a commit would come too early, and wait for the next one."""
 
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
 async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> Responses:
-    """Of one sample. The first one goes at once, as does the one that ends it. What comes too early goes with the next,
-    or before an error: there is no clock, so that where a text stalls its last hundredths of a second wait as well."""
+    """Yield the responses of one sample, coalesced. The first one is sent at once, as is the last one. A response that
+    comes too early is sent with the next, or before an error. There is no timer: where a text stalls, the tokens of its
+    last hundredths of a second wait as well."""
     pending: generation_pb2.GenerateResponse | None = None
     told = -seconds
     async with aclosing(responses):
@@ -43,7 +44,7 @@ async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> 
 def _merge(
     first: generation_pb2.GenerateResponse, then: generation_pb2.GenerateResponse
 ) -> generation_pb2.GenerateResponse:
-    """One response for two. Times are the later one's, but that waits add up."""
+    """Merge two responses into one. Times are those of the later one, except that waits add up."""
     text, steps, offered = first.text + then.text, first.steps + then.steps, first.offered + then.offered
     queued = first.timings.queued_us + then.timings.queued_us
     first.MergeFrom(then)

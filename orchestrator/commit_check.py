@@ -1,8 +1,8 @@
 """Checks a verifier's commit against what was asked of it.
 
-Which token follows is the verifier's to decide; whether it is the right one shows in no message, whether it has arrived
-as it was sent in the checksum. Everything else about a commit follows from the request and the text so far. One that
-differs means that the pod, or a message on its way, is broken: the session is lost, like one whose stream ends.
+The verifier decides which token follows: no message shows whether it is the right one, and the checksum shows whether
+it has arrived as it was sent. Everything else about a commit follows from the request and the text so far. A commit
+that differs means that the pod, or a message on its way, is broken: the session is lost, like one whose stream ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UN
 
 MAX_CANDIDATES_A_STEP = 1024
 ROUNDING = 1e-3
-"""A logarithm of a probability may exceed 0 by so much."""
+"""Amount by which the logarithm of a probability may exceed 0."""
 
 MAX_PREEMPTIONS = 1 << 20
 MAX_QUEUED_US = 1 << 50
-"""Far beyond what any pod does; below them, sums fit the fields of a response."""
+"""Preemptions and microseconds that a commit may report: far more than any pod has, and so few that sums of them fit
+the fields of a response."""
 
 
 class CommitCheck:
@@ -31,12 +32,12 @@ class CommitCheck:
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
 
     def violation(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Say what is wrong with a commit to a text with so many generated tokens; empty if nothing is."""
+        """Return what is wrong with a commit to a text with so many generated tokens; empty if nothing is."""
         checks = (self._wrong_tokens, self._wrong_counts, self._wrong_end, self._wrong_logprobs, self._wrong_figures)
         return next((problem for check in checks if (problem := check(commit, generated))), "")
 
     def _wrong_tokens(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Check that the tokens follow on, are some, do not pass the end, and are in the vocabulary."""
+        """Check that there are tokens, that they follow on the text, do not pass its end, and are in the vocabulary."""
         base, tokens = len(self._sample.prompt) + generated, commit.committed.tokens
         if commit.committed.base != base:
             return f"it follows on {commit.committed.base} tokens, the text has {base}"
@@ -49,7 +50,7 @@ class CommitCheck:
         return ""
 
     def _wrong_counts(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check steps, sources and candidates: each step ends with a token of the target's own, or with the text."""
+        """Check steps, sources and candidates: a step ends with a token of the target's own, or with the text."""
         tokens, sources = len(commit.committed.tokens), commit.sources
         if len(sources) != tokens or not SOURCES.issuperset(sources):
             return f"it has sources {list(sources[:8])} for {tokens} tokens"
@@ -84,7 +85,7 @@ class CommitCheck:
         return ""
 
     def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check that there is an entry for each token, if any were asked for, with as many of the best as asked for."""
+        """Check that each token has log-probabilities if the request asks for them, of as many of the best tokens."""
         wanted, vocabulary = self._sample.top_logprobs, self._model.vocabulary
         if len(commit.logprobs) != (0 if wanted is None else len(commit.committed.tokens)):
             return f"it has log-probabilities of {len(commit.logprobs)} tokens"
@@ -98,7 +99,7 @@ class CommitCheck:
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check that the figures of the pod are in their ranges."""
+        """Check that the figures that the pod reports are in their ranges."""
         if not 0.0 <= commit.min_candidate_probability <= 1.0:
             return f"its minimal probability of a candidate is {commit.min_candidate_probability}"
         if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:

@@ -1,6 +1,6 @@
-"""Where the pods of a role are: addresses that are given, and names whose every record is a pod.
+"""Discovery: finds the pods of a role, at addresses that are given and at names whose every record is a pod.
 
-A headless service's name has a record for each of its pods, and they come and go: names are resolved again and again.
+A headless service's name has a record for each of its pods, and pods come and go: names are resolved again and again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from orchestrator.pods import Pods
 log = structlog.get_logger()
 
 AGAIN_SECONDS = 3.0
-"""Between two resolutions."""
+"""Seconds between two resolutions of a name."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """`HOST:PORT`, one pod; or `dns:NAME:PORT`, as many as the name has A and AAAA records."""
+    """A place of pods: `HOST:PORT` is one pod, `dns:NAME:PORT` as many as the name has A and AAAA records."""
 
     host: str
     port: int
@@ -31,7 +31,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """ValueError says what is wrong."""
+        """Parse a place; ValueError says what is wrong with it."""
         every_record = text.startswith("dns:")
         host, _, port = text.removeprefix("dns:").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -40,13 +40,13 @@ class Place:
 
 
 class Resolve(Protocol):
-    """As `asyncio`'s event loops do."""
+    """A resolver of names, such as `getaddrinfo` of asyncio's event loops."""
 
     async def __call__(self, host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]: ...
 
 
 class Discovery:
-    """Keeps a role's pods those of its places."""
+    """Keeps the pods of a role up to date with its places."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Discovery:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when each name was resolved once, or could not be."""
+        """Resolve each name once, or fail to; then go on resolving in the background."""
         await self._look_up()
         if any(place.every_record for place in self._places):
             self._watching = asyncio.create_task(self._watch())
@@ -81,7 +81,8 @@ class Discovery:
             await self._pods.close_idle()
 
     async def _look_up(self) -> None:
-        """A name that cannot be resolved now keeps the pods it had: breakers know which of them are alive."""
+        """Resolve all names, and update the pods. A name that cannot be resolved now keeps the pods it had: circuit
+        breakers know which of them are alive."""
         for place in self._places:
             try:
                 self._known[place] = await self._addresses(place)
@@ -90,7 +91,7 @@ class Discovery:
         self._pods.become(address for place in self._places for address in self._known.get(place, ()))
 
     async def _addresses(self, place: Place) -> list[str]:
-        """Of its pods; OSError if the name cannot be resolved."""
+        """Return the addresses of a place's pods; OSError if its name cannot be resolved."""
         if not place.every_record:
             return [f"{place.host}:{place.port}"]
         found = await self._resolve(place.host, place.port, type=socket.SOCK_STREAM)

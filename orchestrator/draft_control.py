@@ -1,4 +1,4 @@
-"""What a draft is told of each commit: the new tokens, and what is worth guessing now."""
+"""Draft control: what the orchestrator tells a draft with each commit, the new tokens and what is worth proposing."""
 
 from __future__ import annotations
 
@@ -7,46 +7,49 @@ from collections.abc import Iterator
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 PRICE_SHARE = 0.03
-"""What will be worth verifying a step later lies below what is verified now: it is grown from this part of the price
-on, or from the draft's own least reach, if that is more. (A whole price left nothing to grow ahead; 0.3 of it was too
-much still, and 0.1 brought eight sessions of a pod 8 % less, by `python -m bench.simulate`.)"""
+"""Share of the min candidate probability from which on a draft expands nodes, by path probability; the draft's own
+limit holds if that is higher. What will be worth verifying a step later is less probable than what is verified now. (A
+share of 1 left nothing to expand ahead, 0.3 was still too much, and 0.1 brought eight sessions of a pod 8 % less, by
+`python -m bench.simulate`.)"""
 
 FIRST_MIN_PROBABILITY = 0.1
-"""Until the first verdict a draft grows what a first step can use, from this reach on at least: nobody waits for more,
-and on shared cores a forest below every prompt of a crowd would hold up the prompts."""
+"""Path probability from which on, at least, a draft expands nodes until the first commit. They are what a first step
+can use: nobody waits for more, and on shared cores large trees below all prompts of a crowd would delay the prompts."""
 
 PAUSED_COMMIT_TOKENS = 64
-"""Tokens of which a draft that rests is told together, so that it has little to read when it is wanted again."""
+"""Tokens that a paused draft receives together, so that it has little to read when it is wanted again."""
 
 EXTENDS_A_STEP = 4
-"""Messages of candidates that a verifier's step is worth, where it can take so many: the fresher they are when the
-step begins, the more of them count, and a network that is slow is hidden."""
+"""Messages of candidates for each step of a verifier, where it can take so many: the fresher candidates are when the
+step begins, the more of them count, and a slow network is hidden."""
 
 MIN_EXTEND_INTERVAL_US = 3000
-"""Time between two messages, over all sessions of a verifier, that costs it little: each takes its interpreter half a
-millisecond."""
+"""Microseconds between two messages, over all sessions of a verifier, that cost it little: each message takes its
+interpreter half a millisecond."""
 
 ROUND_TRIP_TOLERANCE = 0.05
-"""Part of a step. A draft is told of a round trip that differs by more from what it was told."""
+"""Share of a step. A draft is sent a new round trip if that differs by more from the one sent last."""
 
 
 class DraftControl:
-    """Of one session at a draft. `needed`: no token can be chosen without it, whether or not candidates pay."""
+    """The draft control of one session at a draft. `needed`: no token can be chosen without the draft, whether or not
+    candidates pay."""
 
     def __init__(self, policy: draft_pb2.DraftPolicy, *, needed: bool) -> None:
-        self._policy = policy  # as the draft was last told
+        self._policy = policy  # as it was last sent
         self._needed = needed
         self._unsent = model_pb2.Committed()
         self._step_us = 0.0  # moving average of T_v
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is worth guessing now."""
+        """True if nothing is worth proposing now."""
         return self._policy.paused
 
     def messages(self, commit: verifier_pb2.Commit) -> Iterator[draft_pb2.DraftRequest]:
-        """What the target decided, and what is worth guessing; while nothing is, tokens are kept."""
-        if commit.step_us:  # else it tells of steps long past
+        """Yield the messages for a commit: what the target decided, and what is worth proposing. While nothing is,
+        tokens are kept, to be sent together."""
+        if commit.step_us:  # 0: the commit is of earlier steps
             self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         told, policy = self._policy, self._fitting(commit)
         if (
@@ -65,15 +68,16 @@ class DraftControl:
             self._unsent = model_pb2.Committed()
 
     def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
-        """One that knows no candidates, and grants so many."""
+        """Yield the messages for a move to another verifier, which has none of the candidates and grants
+        `max_nodes`."""
         if max_nodes != self._policy.max_nodes:
             self._policy.max_nodes = max_nodes
             yield draft_pb2.DraftRequest(policy=self._policy)
         yield draft_pb2.DraftRequest(resend=draft_pb2.Resend())
 
     def _fitting(self, commit: verifier_pb2.Commit) -> draft_pb2.DraftPolicy:
-        """The draft's policy as it should be now. Besides candidates for a verifier that has none, it sends several
-        messages a step, but no more than all sessions together may, and one at least."""
+        """Return the draft's policy as it should be now. Besides candidates for a verifier that has none, the draft
+        sends several messages a step: no more than its share of what all sessions may send, and one at least."""
         policy = draft_pb2.DraftPolicy()
         policy.CopyFrom(self._policy)
         pause = max(self._step_us / EXTENDS_A_STEP, MIN_EXTEND_INTERVAL_US * commit.drafted_sessions)
@@ -87,16 +91,16 @@ class DraftControl:
 
 
 def first_min_probability(worth: float) -> float:
-    """Return from which path probability on a draft expands nodes before anything is decided, where a candidate pays
+    """Return the path probability from which on a draft expands nodes before the first commit, where a candidate pays
     from a probability of `worth` on."""
     return max(FIRST_MIN_PROBABILITY, min_probability(worth))
 
 
 def min_probability(worth: float) -> float:
-    """Return from which path probability on a draft expands nodes, where a candidate pays from `worth` on."""
+    """Return the path probability from which on a draft expands nodes, where a candidate pays from `worth` on."""
     return PRICE_SHARE * worth
 
 
 def _differ(new: float, told: float) -> bool:
-    """Whether two values differ enough to be worth a message."""
+    """Return True if two values differ enough to be worth a message."""
     return abs(new - told) > 0.3 * max(new, told)

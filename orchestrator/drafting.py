@@ -1,7 +1,8 @@
-"""A draft kept at work beside a text, for as long as there is one to be had.
+"""Drafting: keeps a draft at work beside a text, for as long as one can be had.
 
-It is told what the target decides, and what it guesses goes to the verifier. A draft that is missing, foreign, useless
-or lost costs speed, nothing else: another replica takes over, and while there is none, the text goes on without.
+The draft receives what the target decides, and its candidates go to the verifier. A draft that is missing, unfit,
+useless or lost costs speed, nothing else: another replica takes over, and while there is none, the text goes on without
+a draft. Only the CONTRASTIVE rule cannot do without one.
 """
 
 from __future__ import annotations
@@ -32,29 +33,30 @@ from specdec.v2 import draft_pb2, verifier_pb2
 log = structlog.get_logger()
 
 FRUITLESS_STEPS = 128
-"""In a row in which candidates were wanted, and none was accepted: a draft that lags or guesses at random."""
+"""Steps in a row in which candidates were wanted and none was accepted, after which a draft is left: it lags, or
+guesses at random."""
 
 USELESS_SECONDS = 60.0
-"""For which a text does not ask a draft again that was no use to it."""
+"""Seconds in which a text does not ask a draft again that was of no use to it."""
 
 LONGEST_PAUSE = 1.0
 """Seconds between two rounds of asking for a draft."""
 
 
 class UselessError(LostError):
-    """Candidates come in time, and none is right: for this text there might as well be no draft."""
+    """Candidates come in time, and none is right: this text would do as well without a draft."""
 
 
 class LaggingError(LostError):
-    """No candidate comes in time: for anybody there might as well be no draft."""
+    """No candidate comes in time: any text would do as well without a draft."""
 
 
 class FloodError(LostError):
-    """A draft that talks without end."""
+    """The draft sends candidates without end."""
 
 
 class Drafting:
-    """Of one sample. Used as a context manager: leaving it ends the draft's session."""
+    """The drafting of one sample. Used as a context manager: leaving it ends the draft's session."""
 
     def __init__(
         self,
@@ -75,18 +77,18 @@ class Drafting:
         self._required = sample.rule is Rule.CONTRASTIVE
         self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
         self._working: asyncio.Task[None] | None = None
-        self._forced = self._required or sample.speculation.forced  # on, whatever its candidates cost
-        self._drafting_wanted = False  # as last heard from the verifier
+        self._forced = self._required or sample.speculation.forced  # drafting is on, whether or not it pays
+        self._drafting_wanted = False  # as last received from the verifier
         self._min_candidate_probability = 1.0  # likewise
-        self._wanted = asyncio.Event()  # once its candidates may pay
-        self._verifier: VerifierStream | None = None  # who candidates go to
-        self._draft: DraftStream | None = None  # who makes them
+        self._wanted = asyncio.Event()  # set once candidates may pay
+        self._verifier: VerifierStream | None = None  # receives the candidates
+        self._draft: DraftStream | None = None  # sends them
         self._draft_control: DraftControl | None = None  # of its session
         self._flow: CandidateFlow | None = None  # likewise
         self._fruitless = self._offered = 0  # steps in a row, and candidates verified in them
         self._undrafted = False  # there is no draft now
-        self._useless_until: dict[Pod, float] = {}  # for this text
-        self._last_failure = "no_draft", "no pod"  # with the last one: (reason, why)
+        self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text
+        self._last_failure = "no_draft", "no pod"  # (reason, why) of the last draft that failed
         self._given_up: ServiceError | None = None
         self.undrafted_reason = "" if self._pods is not None else "no_draft" if sample.speculation.remote else "off"
         self._patience_us = int(1e6 * peers.patience_seconds)
@@ -97,7 +99,7 @@ class Drafting:
 
     @property
     def policy(self) -> verifier_pb2.VerifyPolicy:
-        """How the verifier is to speculate now: a new message."""
+        """The verifier's policy as it should be now: a new message."""
         wanted = self._sample.speculation
         return verifier_pb2.VerifyPolicy(
             drafters=sorted(wanted.drafters if self._drafted else wanted.drafters - {Drafter.REMOTE}),  # type: ignore[arg-type]
@@ -115,12 +117,12 @@ class Drafting:
     ) -> None:
         if self._working is not None:
             self._working.cancel()
-            await asyncio.wait([self._working])  # to await it itself could not tell its cancellation from ours
+            await asyncio.wait([self._working])  # awaiting it directly could not tell its cancellation from ours
 
-    # --- what happens to the text -------------------------------------------------------------------
+    # --- events of the text -------------------------------------------------------------------------
 
     async def serve(self, verifier: VerifierStream) -> None:
-        """Candidates go to this verifier from now on. It knows none of those that another one had."""
+        """Send candidates to this verifier from now on. It has none of the candidates that another one had."""
         self._verifier = verifier
         self._on_outlook(verifier.drafting_wanted, verifier.min_candidate_probability)
         await verifier.set_policy(self.policy)  # it may have changed since the session was opened
@@ -134,7 +136,7 @@ class Drafting:
                 self._draft.send(message)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
-        """What the target decided."""
+        """Send the draft what the target decided, and judge the draft by it."""
         self._on_outlook(commit.drafting_wanted, commit.min_candidate_probability)
         draft, draft_control, flow = self._draft, self._draft_control, self._flow
         if draft is None or draft_control is None or flow is None:
@@ -148,14 +150,14 @@ class Drafting:
         self._evaluate(draft, commit)
 
     def _on_outlook(self, wanted: bool, probability: float) -> None:
-        """Note whether a draft pays now, and from which probability on a candidate does. Of a session that the verifier
-        believes to have no draft that says nothing."""
+        """Note whether a draft pays now, and from which probability on a candidate does. For a session that the
+        verifier believes to have no draft, this says nothing, and a draft is tried."""
         self._drafting_wanted, self._min_candidate_probability = wanted, probability
         if wanted or self._forced or not self._drafted:
             self._wanted.set()
 
     def _evaluate(self, draft: DraftStream, commit: verifier_pb2.Commit) -> None:
-        """Whether candidates that were wanted are any good."""
+        """Abort the draft's session if candidates were wanted and none was accepted for too long."""
         if not draft.at_work:
             return
         if commit.accepted or not commit.drafting_wanted or self._required:
@@ -169,11 +171,11 @@ class Drafting:
             kind = UselessError if self._offered else LaggingError
             draft.abort(kind(f"of {self._offered} candidates in {self._fruitless} steps none was accepted"))
 
-    # --- the work -----------------------------------------------------------------------------------
+    # --- sessions at drafts -------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """One draft after another, from when one may pay: a session that rests costs its opening, and has the draft
-        read the prompt. Whatever goes wrong here ends no request, but one that cannot do without."""
+        """Keep one draft after another at work, beginning when one may pay: even a paused session costs its opening,
+        and has the draft read the prompt. Whatever goes wrong here ends no request, except one that needs a draft."""
         assert self._pods is not None
         await self._wanted.wait()
         tried: set[Pod] = set()  # since a draft was at work, or the last pause
@@ -192,7 +194,7 @@ class Drafting:
             tried.clear()
 
     async def _draft_at(self, pod: Pod) -> bool:
-        """Have this pod draft until it fails; whether it ever was at work."""
+        """Have this pod draft until it fails; return True if it ever sent candidates."""
         pod.breaker.attempt()
         async with DraftStream(pod, self._timeout(), self._silence) as stream:
             try:
@@ -200,7 +202,7 @@ class Drafting:
                     await self._relay(stream)
             except OtherTokenizerError as unfit:
                 pod.found_unfit("tokenizer_mismatch", str(unfit))
-            except UselessError as useless:  # for this text: the pod serves others
+            except UselessError as useless:  # for this text only: the pod goes on with others
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 self._record_end(stream, "draft_useless", useless)
             except LaggingError as lagging:
@@ -212,7 +214,7 @@ class Drafting:
             except LostError as lost:
                 pod.breaker.failed(conclusive=lost.conclusive)
                 self._record_end(stream, "draft_lost", lost)
-            except Exception as error:  # it is full, or has found something to object to
+            except Exception as error:  # the pod is full, or refuses the session
                 if isinstance(error, ModelFailureError | InvalidRequestError):
                     self._useless_until[pod] = math.inf
                 self._last_failure = "no_draft", f"{pod}: {error}"
@@ -221,13 +223,13 @@ class Drafting:
         return stream.at_work
 
     def _record_end(self, stream: DraftStream, reason: FailoverReason, why: LostError) -> None:
-        """The draft's session has ended; one that was never open counts as none."""
+        """Record the end of a draft's session; a session that was never open counts as having no draft."""
         if stream.opened:
             self._events.record(reason, stream.pod, str(why))
         self._last_failure = reason if stream.opened else "no_draft", f"{stream.pod}: {why}"
 
     async def _relay(self, stream: DraftStream) -> None:
-        """Open a session, and push what is guessed there to the verifier."""
+        """Open a session, and send its candidates on to the verifier."""
         assert self._verifier is not None
         policy = draft_pb2.DraftPolicy(
             max_nodes=self._verifier.max_nodes,
@@ -237,7 +239,7 @@ class Drafting:
         if not self._forced:
             policy.paused = not self._drafting_wanted
             policy.min_path_probability = first_min_probability(self._min_candidate_probability)
-        # It opens with the text as it is now: from here on, commits are queued for it.
+        # The session opens with the text as it is now: commits from here on are queued for it.
         self._draft, self._draft_control = stream, DraftControl(policy, needed=self._required)
         self._flow = CandidateFlow(self._verifier.max_nodes)
         self._fruitless = self._offered = 0
@@ -252,7 +254,7 @@ class Drafting:
             await self._verifier.extend(extend)
 
     async def _go_without(self) -> None:
-        """There is no draft now."""
+        """Go on without a draft, since none can be had now; end the request if it needs one and the time is up."""
         assert self._pods is not None
         if self._pods and all(pod.unfit for pod in self._pods):
             pods = list(self._pods)

@@ -1,4 +1,4 @@
-"""Changes of pods under one text, and of whether a draft is worth its while: each is logged and counted."""
+"""Failover events: changes of pods under a text, and of its draft's being used. Each is logged and counted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FailoverReason = Literal[
 ]
 
 EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "draft_resumed"})
-"""Nobody need be told of at once."""
+"""Events that nobody needs to know of at once; all others are logged as warnings."""
 
 
 class FailoverEvents:
-    """Of one sample."""
+    """The failover events of one sample."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

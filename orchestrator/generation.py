@@ -1,7 +1,7 @@
-"""One sample's life: verdicts come in, the draft hears of them, the client reads the text.
+"""The run of one sample: commits come in, the draft receives them, the client gets the text.
 
-A few objects share it, each with one thing of its own: the `Transcript` has the text, the `Verification` whoever
-decides it, the `Drafting` whoever guesses it.
+Three objects share the work: the `Transcript` has the text, the `Verification` the session at a verifier, and the
+`Drafting` the session at a draft.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Generation:
         )
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Responses of this sample; the last one carries `finish`."""
+        """Yield the responses of this sample; the last one carries `finish`."""
         first = True
         await self._transcript.resume()
         async with self._drafting, aclosing(self._verification.commits()) as commits:
@@ -49,7 +49,7 @@ class Generation:
                     return
 
     def _sign(self, finish: generation_pb2.Finish) -> None:
-        """Who made the text, and what became of them."""
+        """Enter into `finish` the numerics that made the text, and what happened to its sessions."""
         verification = self._verification
         finish.numerics_fingerprint = verification.identity.numerics_fingerprint
         finish.numerics_mode = verification.identity.numerics_mode

@@ -1,4 +1,4 @@
-"""The two streams of a sample: one to a verifier pod, one to a draft pod."""
+"""Peer streams: the orchestrator's ends of a sample's sessions, one at a verifier pod and one at a draft pod."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_messag
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20
-"""A step that has lasted as long as so many of its size is stuck, or might as well be."""
+"""Number of steps of its size for whose time a step may last; after that it is stuck, or might as well be."""
 
 DEADLINE_SLACK_SECONDS = 0.1
 
 MAX_LOGGED_BYTES = 1024
-"""Our log repeats so many bytes of a peer's words for why it ended a session."""
+"""Bytes of a peer's reason for ending a session that our log repeats."""
 
 MAX_IDENTITY_BYTES = 4096
 MAX_GRANTED_NODES = 1 << 16
 
 MAX_HEARTBEATS = 64
 HEARTBEATS_A_SECOND = 16
-"""Signs of life that may come at once, and in the long run: four times as many as a peer should send."""
+"""Heartbeats that may come at once, and a second in the long run: four times as many as a peer should send."""
 
 log = structlog.get_logger()
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
 STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError)
-"""What writing to a stream that has ended raises."""
+"""Exceptions of writing to a stream that has ended."""
 
 
 class LostError(Exception):
-    """The session is gone; another pod may take it up. `conclusive`: so is the pod, for everybody."""
+    """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions."""
 
     def __init__(self, message: str, *, conclusive: bool = False) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class LostError(Exception):
 
 
 class UnfitError(Exception):
-    """The pod is well, and serves something else. `error` is what to tell if there is no other."""
+    """The pod works, but serves something else. `error` is for the client, if there is no other pod."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(str(error))
@@ -60,7 +60,7 @@ class UnfitError(Exception):
 
 
 class OtherTokenizerError(UnfitError):
-    """It can serve nobody here."""
+    """The pod's model has another tokenizer: it can serve no request here."""
 
 
 class PeerStream:
@@ -76,10 +76,8 @@ class PeerStream:
         self.opened = False
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
-        self._heartbeats, self._last_heartbeat = (
-            float(MAX_HEARTBEATS),
-            0.0,
-        )  # of life that it may still send, as of that time
+        # Heartbeats that it may still send, as of the time of the last one.
+        self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), 0.0
         self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
 
     async def __aenter__(self) -> Self:
@@ -92,14 +90,14 @@ class PeerStream:
         self.abort(LostError("the session was left"))
 
     def abort(self, error: Exception) -> None:
-        """End the session: whoever reads it gets the error, whoever writes to it is none the wiser."""
+        """End the session: a read raises the error, a write does nothing."""
         if self._aborted_by is None:
             self._aborted_by = error
             if self._call is not None:
                 self._call.cancel()
 
     async def _begin(self, method: Any, request: Any) -> Any:
-        """Start the stream; the answer to its first request."""
+        """Start the stream, and return the answer to its first request."""
         self._call = method(timeout=self._timeout, metadata=request_id())
         self._watchdog.start()
         with self._watchdog.listening():  # a connection that does not come about is silence too
@@ -110,8 +108,8 @@ class PeerStream:
         return response.opened
 
     async def _write(self, request: Any) -> None:
-        """A stream that is over is noticed, and explained, by reading it."""
-        assert self._call is not None  # nothing is said before `open`
+        """Write a request. If the stream is over nothing happens: the next read raises, and tells why."""
+        assert self._call is not None  # nothing is sent before `open`
         async with self._writing:
             try:
                 await self._call.write(request)
@@ -122,7 +120,8 @@ class PeerStream:
                     raise
 
     async def _read(self) -> Any:
-        """The next message; LostError if there is none, ServiceError if the peer says why."""
+        """Return the next message. Raise LostError if there is none, UnfitError if the pod does not know the call, and
+        a ServiceError if the peer refuses."""
         assert self._call is not None
         try:
             with self._watchdog.listening():
@@ -137,39 +136,39 @@ class PeerStream:
                 f"{error.code().name}: {cut(error.details() or '', MAX_LOGGED_BYTES)}",
             )
             match seen:
-                case PeerLostError() | ProtocolError():  # the one may have come of messages that broke on their way
+                case PeerLostError() | ProtocolError():  # ProtocolError: a message may have broken on its way
                     gone = error.code() is grpc.StatusCode.UNAVAILABLE
                     raise LostError(said, conclusive=gone) from error
                 case NotBuiltError():
                     raise UnfitError(seen) from error
-                case DeadlineError() if not self._over:  # the peer's own, or that of somebody in between
+                case DeadlineError() if not self._over:  # a deadline of the peer, or of a proxy
                     raise LostError(said) from error
             log.info("peer_refused", pod=str(self.pod), said=said)
             raise seen from error
-        if response is grpc.aio.EOF or response is None:  # None is one that cannot be read
+        if response is grpc.aio.EOF or response is None:  # None: a message that cannot be read
             raise LostError("the stream ended before the text did")
         return response
 
     @property
     def _over(self) -> bool:
-        """Whether the caller's deadline has passed, give or take what two machines differ."""
+        """True if the caller's deadline has passed, as far as two machines agree on the time."""
         assert self._call is not None
         left = self._call.time_remaining()
         return left is not None and left < DEADLINE_SLACK_SECONDS
 
     def _count_heartbeat(self) -> None:
-        """LostError if they come faster than any peer sends them: they are for free, and nothing else bounds them."""
+        """Count a heartbeat; LostError if they come faster than any peer sends them. They cost the peer nothing, and
+        nothing else bounds them."""
         now = asyncio.get_running_loop().time()
-        since = HEARTBEATS_A_SECOND * (
-            now - self._last_heartbeat
-        )  # those of a pause in which nobody has listened come at once
+        # Heartbeats of a time in which nobody read the stream come at once.
+        since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
         self._heartbeats = min(max(MAX_HEARTBEATS, since), self._heartbeats + since) - 1
         self._last_heartbeat = now
         if self._heartbeats < 0:
             raise LostError("it floods us with signs of life")
 
     def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
-        """UnfitError unless we can talk."""
+        """Raise UnfitError unless the pod has our protocol and tokenizer, LostError if its identity makes no sense."""
         if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
             raise LostError(f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens}")
         if identity.protocol_version != PROTOCOL_VERSION:
@@ -193,14 +192,14 @@ class VerifierStream(PeerStream):
     peer = "verifier"
 
     def __init__(self, pod: Pod, timeout: float | None, silence: float, longest_step: Callable[[], float]) -> None:
-        """`longest_step`: seconds that a step may last in any case."""
+        """Make a stream that is not open yet. `longest_step` returns the seconds that a step may last in any case."""
         super().__init__(pod, timeout, silence)
         self._longest_step = longest_step
         self.identity = model_pb2.ModelIdentity()
         self.max_nodes = 0
         self.drafting_wanted = False  # when it opened
         self.min_candidate_probability = 0.0  # likewise
-        self._checksum = 0  # of what was said and heard
+        self._checksum = 0  # of what was sent and received
         self._policy = verifier_pb2.VerifyPolicy()  # as it was last sent
 
     async def open(
@@ -213,7 +212,8 @@ class VerifierStream(PeerStream):
         attempt: int,
         revision: str,
     ) -> None:
-        """Begin; UnfitError if it serves something else, another `revision` of the model included (empty: any)."""
+        """Open the session; UnfitError if the pod serves something else, such as another `revision` of the model
+        (empty: any)."""
         self._policy = policy
         message = verifier_pb2.VerifyOpen(
             prompt_tokens=sample.prompt,
@@ -261,7 +261,7 @@ class VerifierStream(PeerStream):
         self.opened = True
 
     async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
-        """Until the last one."""
+        """Yield commits until the last one."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -273,7 +273,7 @@ class VerifierStream(PeerStream):
                 case "heartbeat":
                     self._count_heartbeat()
                     self._look_at(response.heartbeat)
-                case _:  # a newer verifier may say what we do not know, now and then
+                case _:  # a newer verifier may send what we do not know, now and then
                     self._count_heartbeat()
 
     def _heard(self, commit: verifier_pb2.Commit) -> None:
@@ -282,8 +282,9 @@ class VerifierStream(PeerStream):
             raise LostError("what was said on this stream is not what was heard, by the checksum of a commit")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
-        """A worker that steps is alive, one that only answers is not. Nor need it step for us: it may have to wait for
-        memory, for its draft or for its reader."""
+        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. A worker that steps is alive,
+        one that only answers is not. It need not step for this session, which may have to wait for memory, for its
+        draft or for its reader."""
         if heartbeat.HasField("capacity"):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
@@ -291,7 +292,7 @@ class VerifierStream(PeerStream):
             raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s are usual", conclusive=True)
 
     async def extend(self, extend: model_pb2.Extend) -> None:
-        """Candidates."""
+        """Send candidates."""
         await self._write(verifier_pb2.VerifyRequest(extend=extend))
 
     async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
@@ -301,13 +302,14 @@ class VerifierStream(PeerStream):
             await self._write(verifier_pb2.VerifyRequest(policy=policy))
 
     async def consumed(self, tokens: int) -> None:
-        """How far the client has read. Whoever says this does not listen meanwhile: it must not take long."""
+        """Report how far the client has read. Nothing is read from the stream meanwhile, so this must not take long:
+        the watchdog counts the time."""
         with self._watchdog.listening():
             await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
 
 
 NO_LOAD = model_pb2.PodCapacity(room=2**16)
-"""Of a pod that does not tell: it will refuse what it cannot take."""
+"""Capacity of a pod that does not report any: it will refuse what it cannot take."""
 
 
 class DraftStream(PeerStream):
@@ -327,12 +329,12 @@ class DraftStream(PeerStream):
         try:
             if self._feeding is not None:
                 self._feeding.cancel()
-                await asyncio.wait([self._feeding])  # to await it itself could not tell its cancellation from ours
+                await asyncio.wait([self._feeding])  # awaiting it directly could not tell its cancellation from ours
         finally:
             await super().__aexit__(kind, error, trace)
 
     async def open(self, sample: Sample, generated: Sequence[int], model: Model, policy: draft_pb2.DraftPolicy) -> None:
-        """Begin; UnfitError if it serves another tokenizer's model."""
+        """Open the session; UnfitError if the pod's protocol or tokenizer is another."""
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=generated,
@@ -352,7 +354,7 @@ class DraftStream(PeerStream):
         self._feeding = asyncio.create_task(self._feed())
 
     async def candidates(self) -> AsyncIterator[model_pb2.Extend]:
-        """For as long as it lives."""
+        """Yield messages of candidates for as long as the session lives."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -366,7 +368,7 @@ class DraftStream(PeerStream):
                     self._count_heartbeat()
 
     def send(self, message: draft_pb2.DraftRequest) -> None:
-        """Queued, so that a draft that does not read stalls nobody."""
+        """Queue a message, so that a draft that does not read stalls nobody."""
         self._outgoing.put_nowait(message)
 
     async def _feed(self) -> None:
@@ -375,6 +377,6 @@ class DraftStream(PeerStream):
 
 
 def _being_cancelled() -> bool:
-    """Whether it is this task that is cancelled, not the stream that it waits for."""
+    """Return True if it is this task that is cancelled, not the stream that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

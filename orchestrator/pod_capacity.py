@@ -1,4 +1,4 @@
-"""How full a pod is: what it last told, corrected by what was opened since from here."""
+"""Capacity: how full a pod is, by its last report and by the sessions opened from here since."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from contextlib import contextmanager
 from specdec.v2 import model_pb2
 
 STALE_SECONDS = 2.5
-"""A pod with sessions tells its load every second or so, of each; what it told longer ago says nothing any more."""
+"""Seconds for which a report counts. A pod reports its capacity every second or so on each of its sessions, so an older
+report says nothing any more."""
 
 
 class PodCapacity:
-    """Of one pod."""
+    """The capacity of one pod."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.ours = 0  # sessions from here
-        self.coming = 0  # of those who want to open one here
-        self.opening = 0  # of them, who is not kept waiting
+        self.coming = 0  # sessions that are to be opened from here
+        self.opening = 0  # of these, sessions that no longer wait for admission
         self._told: model_pb2.PodCapacity | None = None
         self._told_until = 0.0
         self._others = 0  # sessions that are not from here, as far as is known
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Around a session from here."""
+        """Count a session from here while the context lasts."""
         self.ours += 1
         try:
             yield
@@ -34,16 +35,16 @@ class PodCapacity:
             self.ours -= 1
 
     def report(self, reported: model_pb2.PodCapacity, seconds: float = STALE_SECONDS) -> None:
-        """What the pod says holds for so long, unless it says otherwise."""
+        """Take a report of the pod, which counts for so many `seconds` unless another one comes."""
         self._told, self._told_until = reported, self._clock() + seconds
         self._others = max(0, reported.sessions - self.ours - self.opening)
 
     @property
     def reported(self) -> model_pb2.PodCapacity | None:
-        """What still holds of what the pod last told."""
+        """The pod's last report, while it counts; else None."""
         return self._told if self._clock() < self._told_until else None
 
     @property
     def sessions(self) -> int:
-        """Of everybody, those that are on their way included."""
+        """Sessions at the pod, from here and from others, including those that are about to be opened."""
         return self.ours + self.coming + (self._others if self.reported else 0)

@@ -1,4 +1,4 @@
-"""The pods of one role: which there are, and which to ask next."""
+"""The pods of one role: which ones there are, and which one to ask next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS
 log = structlog.get_logger()
 
 UNFIT_SECONDS = 60.0
-"""For which a pod that serves something else is not asked."""
+"""Seconds in which a pod that serves something else is not asked."""
 
 
 class Pod:
@@ -31,7 +31,7 @@ class Pod:
         self.breaker = Breaker(address, clock)
         self.load = PodCapacity(clock)
         self.admission = Admission(self.load, self.breaker)
-        self.numerics = ""  # fingerprint, as it last told
+        self.numerics = ""  # fingerprint, as last reported
         self.turn = 0  # when it was last chosen
         self._clock = clock
         self.unfit_reason = ""  # of the last time it was found unfit, for machines
@@ -42,11 +42,11 @@ class Pod:
 
     @property
     def unfit(self) -> str:
-        """Why it cannot serve anybody here, if so."""
+        """The reason why it can serve no request here; empty if it can."""
         return self._unfit if self._clock() < self._unfit_until else ""
 
     def found_unfit(self, reason: str, why: str) -> None:
-        """It is not asked until there may be another in its place."""
+        """Do not ask it until another pod may have taken its place."""
         if not self.unfit:
             log.warning("pod_unfit", pod=str(self), reason=reason, why=why)
         self.unfit_reason = reason
@@ -54,13 +54,13 @@ class Pod:
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """All sessions at a pod share one stream."""
+    """Return a channel to a pod: all sessions there share one multiplexed connection."""
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
     return cast("grpc.aio.Channel", MuxChannel(channel))
 
 
 class Pods:
-    """A role's replicas. Their addresses may change while sessions run."""
+    """The replicas of a role. Their addresses may change while sessions run."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Pods:
         self._connect = connect
         self._clock = clock
         self._pods: dict[str, Pod] = {}
-        self._leaving: list[Pod] = []  # of no address any more; their last sessions may still run
+        self._leaving: list[Pod] = []  # their addresses are gone; their last sessions may still run
         self._turns = itertools.count(1)
         self.become(addresses)
 
@@ -83,7 +83,7 @@ class Pods:
         return len(self._pods)
 
     def become(self, addresses: Iterable[str]) -> None:
-        """There are pods at these addresses, and no others. One that stays keeps what is known of it."""
+        """Have pods at these addresses, and no others. A pod that stays keeps what is known of it."""
         wanted = dict.fromkeys(addresses)
         gone = [address for address in self._pods if address not in wanted]
         new = [address for address in wanted if address not in self._pods]
@@ -100,8 +100,9 @@ class Pods:
         numerics: str = "",
         no_trial: bool = False,
     ) -> Pod | None:
-        """The least loaded one that a breaker lets through, if there is one. First those of the given numerics, and if
-        there is to be `no_trial`, those that have not failed lately."""
+        """Choose the pod with the fewest sessions, of those that are not in `but` and that circuit breakers let
+        through; None if there is none. Preferred are, in this order, pods that are not in `rather_not`, with `no_trial`
+        those that have not failed lately, and those of the given numerics."""
 
         def cost(pod: Pod) -> tuple[bool, bool, bool, int, int]:
             trial = no_trial and pod.breaker.state != "closed"
@@ -115,7 +116,7 @@ class Pods:
 
     @property
     def willing(self) -> list[Pod]:
-        """Those that may be asked."""
+        """Pods that may be asked."""
         return [pod for pod in self if not pod.unfit and pod.breaker.state != "open"]
 
     async def close_idle(self) -> None:
@@ -126,6 +127,6 @@ class Pods:
             await pod.channel.close()
 
     async def close(self) -> None:
-        """After the last session."""
+        """Close all channels; called after the last session."""
         for pod in (*self, *self._leaving):
             await pod.channel.close()

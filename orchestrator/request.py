@@ -1,4 +1,4 @@
-"""From a GenerateRequest to valid samples: parsed once, here; nothing behind checks again."""
+"""Parsing of requests: turns a GenerateRequest into valid samples, once; nothing behind checks again."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Model:
 
     @property
     def most_text(self) -> int:
-        """Bytes of text that the context may hold: more are refused before they are looked at."""
+        """Bytes of text that the context may hold: a longer text is refused before it is looked at."""
         return self.context * self.tokenizer.longest_token
 
     @property
     def most_request(self) -> int:
-        """Bytes of a request that can be valid: text, or tokens of 5 bytes each and as many to resume, turns of a chat
-        with some 10 bytes around each, a ban of every token, and 256 KiB for all the rest."""
+        """Bytes of the longest request that can be valid: text, or tokens of 5 bytes each and as many to resume, turns
+        of a chat with some 10 bytes around each, a ban of every token, and 256 KiB for all the rest."""
         return self.most_text + 20 * self.context + 5 * self.vocabulary + (256 << 10)
 
 
@@ -68,13 +68,13 @@ class Sample:
     min_tokens: int
     end_tokens: frozenset[int]
     stop: tuple[str, ...]
-    top_logprobs: int | None  # log-probabilities wanted for a token besides its own; None: not even that
+    top_logprobs: int | None  # most probable tokens whose logprobs are wanted; None: not even the chosen one's
     speculation: Speculation
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast
     revision: str = ""  # of the model that the text was begun with; empty: any
-    coalesce_commits: bool = False  # nobody reads along
+    coalesce_commits: bool = False  # nobody reads while the text is made
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Request:
 
 
 def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bool = True) -> Request:
-    """The request a message asks for, or an error that names every field that is wrong. What is not `streamed` has
-    time, unless a stop string may end it."""
+    """Parse a message into a request, or raise an error that names every field that is wrong. Commits for a request
+    that is not `streamed` may be coalesced, unless a stop string may end the text."""
     if message.model and message.model != model.name:
         raise UnknownModelError(f"model: is {echo(message.model)}, served here is {model.name!r}")
     if message.json_schema:
@@ -165,7 +165,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
 
 
 def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
-    """Find what of a request is too long to be looked at. Cheap, however long it is."""
+    """Find the fields that are too long to be looked at. Cheap, however long they are."""
     chat = message.chat.messages
     context = model.context
     found: list[tuple[str, str] | None] = [
@@ -188,7 +188,7 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
 
 
 def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
-    """How to speculate; what is wrong with it is added to `violations`."""
+    """Return how to speculate; what is wrong with it is added to `violations`."""
     wanted = message.speculation
     wrong = drafter_violations("speculation.drafters", wanted.drafters)
     if wrong:
@@ -222,7 +222,7 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
 
 
 def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> list[int]:
-    """The prompt's tokens, with room for one more; what is wrong with it is added to `violations`."""
+    """Return the prompt's tokens, with room for one more; what is wrong with it is added to `violations`."""
     most = model.context - 1
     try:
         match message.WhichOneof("prompt"):
@@ -252,7 +252,7 @@ def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: l
 
 
 def _rendered(chat: generation_pb2.ChatPrompt, model: Model) -> str:
-    """A conversation as the model's template spells it; ChatTemplateError."""
+    """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
     text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages])
     if (length := len(text.encode())) > model.most_text:
         raise ChatTemplateError(f"becomes {length} bytes of text, {model.most_text} fit the context at most")

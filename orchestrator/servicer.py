@@ -1,4 +1,4 @@
-"""GenerationService: what backend applications call."""
+"""GenerationService: the service that backend applications call."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from specdec.serving.wire import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
 SHORT_BYTES = 1 << 14
-"""A prompt of tokens in a request of so many bytes takes less than a millisecond to check."""
+"""Bytes of a request whose prompt of tokens takes less than a millisecond to check."""
 
 LONG_BYTES = 1 << 18
-"""Longer requests are parsed one after another: a text of megabytes takes seconds, and hundreds of megabytes, to
-tokenise."""
+"""Bytes above which requests are parsed one after another: to tokenise a text of megabytes takes seconds, and hundreds
+of megabytes of memory."""
 
 
 PARSING_THREADS = 2
-"""For other requests. Each thread that tokenises has memory for it, which it keeps."""
+"""Threads for requests that are not as long. Each thread that tokenises has memory for it, which it keeps."""
 
 MAX_WAITING_SHORT = 1024
 MAX_WAITING_LONG = 16
-"""Requests that wait for a thread. Long ones are megabytes each."""
+"""Requests that may wait for a thread. Long ones are megabytes each."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     name = "specdec.v2.GenerationService"
 
-    works = True  # whether there is a verifier, each request finds out
+    works = True  # each request finds out whether there is a verifier
 
     def __init__(self, model: Model, peers: Peers) -> None:
         self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
@@ -104,7 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.ListModelsResponse(models=[served])
 
     async def _parse(self, request: generation_pb2.GenerateRequest, *, streamed: bool = True) -> Request:
-        """Tokenising takes a while, and has a thread; what comes in few tokens does not wait for one."""
+        """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
         size = request.ByteSize()
         if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
             return parse(request, self._model, streamed=streamed)
@@ -112,7 +112,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return await (self._short if size <= LONG_BYTES else self._long).run(work)
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
-        """Responses of all samples as they come."""
+        """Return the responses of all samples as they come."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         runs = [coalesced(Generation(sample, self._model, self._peers, deadline).run()) for sample in request.samples]

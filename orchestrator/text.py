@@ -1,7 +1,7 @@
-"""Tokens into text as they come: whole characters only, and nothing past a stop string.
+"""Detokenisation: turns tokens into text as they come, whole characters only, and nothing past a stop string.
 
-The result is a pure function of the token sequence, however it was cut into pieces: so a request that
-resumes replays its generated tokens here and goes on exactly where the text broke off.
+The result is a pure function of the token sequence, however it was cut into pieces: a request that is resumed replays
+its generated tokens here, and goes on exactly where the text broke off.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from orchestrator.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes the first bytes of a character to."""
+"""Character that a tokenizer makes of the first bytes of an incomplete one."""
 
 
 MOST_PENDING = 8
-"""No character has so many tokens: what is still incomplete then was never one."""
+"""Tokens that are held back at most: no character has so many, so that what is still incomplete then was never one."""
 
 
 class Detokenizer:
-    """Incremental decoding. A short window of earlier tokens is decoded along, because what a token
-    spells depends on its neighbours (a leading space, a byte of a longer character)."""
+    """An incremental decoder. It decodes a short window of earlier tokens as well, because what a token spells depends
+    on its neighbours (a leading space, a byte of a longer character)."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +32,7 @@ class Detokenizer:
         self._window_text = tokenizer.decode(self._window)
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         self._pending.append(token)
         text = self._tokenizer.decode(self._window + self._pending)
         incomplete = text.endswith(INCOMPLETE) and len(self._pending) < MOST_PENDING
@@ -45,7 +45,7 @@ class Detokenizer:
         return self._turn(text)
 
     def flush(self) -> str:
-        """What is left at the end, incomplete or not."""
+        """Return what is left at the end, incomplete or not."""
         if not self._pending:
             return ""
         return self._turn(self._tokenizer.decode(self._window + self._pending))
@@ -59,14 +59,14 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Spelt:
-    """What a token added: readable text, and the stop string it completed, if one."""
+    """The effect of a token: readable text, and the stop string that it completed, if any."""
 
     text: str
     stop: str = ""
 
 
 class TextStream:
-    """Detokenizer and stop strings of one sample."""
+    """The detokenizer and stop strings of one sample."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
@@ -77,7 +77,7 @@ class TextStream:
         return self._release(self._detokenizer.push(token))
 
     def finish(self) -> Spelt:
-        """At the end of the tokens: nothing is held back any more."""
+        """Return what was held back; called at the end of the tokens."""
         spelt = self._release(self._detokenizer.flush())
         if spelt.stop:
             return spelt
@@ -92,7 +92,7 @@ class TextStream:
         text = self._held + new
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            # The earliest; of two that begin there, the longer: its text goes either way.
+            # The earliest stop string; of two that begin there, the longer. The text ends before it in either case.
             at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
             self._held = ""
             return Spelt(text[:at], stop)
@@ -102,7 +102,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

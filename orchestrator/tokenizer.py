@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the target model's own tokenizer and chat template, without torch."""
+"""The tokenizer: text to tokens and back, by the target model's own tokenizer and chat template, without torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Special tokens that chat templates may name."""
 
 REMEMBERED_WORDS = 1000
-"""Words whose tokens each thread that encodes remembers. The library's own 10,000 take it 5 MB, or 75 if they are long
-ones; without any, a text takes two thirds longer (docs/decisions/2026-11-24-what-grows.md)."""
+"""Words whose tokens each thread that encodes remembers. The library's own 10,000 take 5 MB a thread, or 75 MB if they
+are long; without any, encoding a text takes two thirds longer (docs/decisions/2026-11-24-what-grows.md)."""
 
 
 class ChatTemplateError(Exception):
@@ -33,10 +33,11 @@ class ChatTemplateError(Exception):
 
 
 SPARSE = 8
-"""Characters for each token that a text may have, from which on it is counted in pieces first; prose has four."""
+"""Characters for each token that a text may have, above which its tokens are first counted in pieces; prose has
+four."""
 
 PIECE = 1 << 16
-"""Characters."""
+"""Characters of such a piece."""
 
 
 class TooManyTokensError(Exception):
@@ -61,16 +62,16 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes that one token can stand for at most (but for white space that a special token swallows, and for what
-        the model has no tokens for)."""
+        """Bytes that one token can stand for at most (except for white space that a special token swallows, and for
+        what the model has no tokens for)."""
         return max(len(piece.encode()) for piece in self._tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
-        """Token ids; `special` adds what the model expects around a plain prompt (a BOS token, say). With more than
-        `limit` of them, TooManyTokensError.
+        """Return token ids; `special` adds what the model expects around a plain prompt (a BOS token, say). With more
+        than `limit` of them, raise TooManyTokensError.
 
-        Other threads run meanwhile: it is `encode_batch_fast` that lets go of the interpreter, and `encode` that does
-        not (tokenizers 0.23: a text of 3 MB held it for three seconds).
+        Other threads run meanwhile: `encode_batch_fast` releases the interpreter, `encode` would not (tokenizers 0.23:
+        a text of 3 MB held it for three seconds).
         """
         if limit is not None and len(text) > SPARSE * limit:
             self._count_in_pieces(text, 2 * limit)
@@ -80,8 +81,8 @@ class Tokenizer:
         return list(encoding.ids)
 
     def _count_in_pieces(self, text: str, limit: int) -> None:
-        """TooManyTokensError as soon as the pieces of a text have more tokens than so many. Where it is cut it has a
-        few more than as a whole; a text of millions of tokens would take a gigabyte as a whole, and leave it taken."""
+        """Raise TooManyTokensError as soon as the pieces of a text have more than `limit` tokens. Cutting a text adds a
+        few tokens; encoded as a whole, a text of millions of tokens would take a gigabyte, and leave it taken."""
         count = 0
         for start in range(0, len(text), PIECE):
             piece = text[start : start + PIECE]
@@ -95,7 +96,8 @@ class Tokenizer:
 
     @staticmethod
     def _library(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
-        """Call the library, whose panics are no Exceptions and would be nobody's to answer; RuntimeError for one."""
+        """Call the library, and raise RuntimeError if it panics: its panics are no Exceptions, and no handler would
+        answer them."""
         try:
             return function(*values, **options)
         except BaseException as error:
@@ -104,7 +106,7 @@ class Tokenizer:
             raise
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """A conversation of (role, content) as the prompt text of the assistant's next turn."""
+        """Render a conversation of (role, content) as the prompt text of the assistant's next turn."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
 
@@ -162,7 +164,7 @@ def _special_token(settings: Fields, name: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, which marks the assistant's turns for training: its content, and nothing else."""
+    """The tag `{% generation %}`, which marks the assistant's turns for training: rendered as its content alone."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
@@ -172,7 +174,7 @@ class _GenerationTag(Extension):
 
 
 def _compiled(source: str | None, file: Path) -> Template | None:
-    """The template, with what transformers gives to templates."""
+    """Compile the template, with the functions and filters that transformers gives to templates."""
     if source is None:
         return None
 

@@ -1,6 +1,7 @@
-"""One sample's text as it grows: its tokens, how they spell, where it ends, and what speculation did for it.
+"""The transcript of one sample: its text as it grows, as tokens and characters, where it ends, and what speculation did
+for it.
 
-The committed text is the only truth: trees and caches of draft and verifier can be rebuilt from it.
+The committed text is the only source of truth: trees and caches of draft and verifier can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from specdec.client.sources import accepted_candidates, accepted_histogram, hist
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 SOON_SPELT = 512
-"""Tokens that are spelt in less time than other streams would notice: each takes some 20 microseconds."""
+"""Tokens that are detokenised in less time than other streams would notice: each takes some 20 microseconds."""
 
 
 @dataclass
 class Statistics:
-    """What speculation did. Tokens past a stop string count as overrun only."""
+    """Counts of what speculation did. Tokens past a stop string count as overrun only."""
 
     steps: int = 0
     offered: int = 0
@@ -42,7 +43,7 @@ class Statistics:
 
 
 class Transcript:
-    """Takes commits, gives responses."""
+    """Turns the commits of one sample into responses."""
 
     def __init__(self, sample: Sample, model: Model) -> None:
         self._sample = sample
@@ -58,7 +59,7 @@ class Transcript:
         return len(self._sample.prompt) + len(self.generated)
 
     async def resume(self) -> None:
-        """Spell what the client has already seen; before the first commit."""
+        """Detokenise what the client has already; called before the first commit."""
         if len(self._sample.generated) > SOON_SPELT:
             await asyncio.to_thread(self._spell_generated)
         else:
@@ -69,8 +70,8 @@ class Transcript:
             self._text.push(token)
 
     def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse:
-        """Take a commit into the text: cut at a stop string, counted exactly. A response that ends the text has
-        `finish`."""
+        """Add a commit to the text, cut at a stop string and counted exactly, and return its response. The response
+        that ends the text has `finish`."""
         tokens = list(commit.committed.tokens)
         reason = commit.finish_reason
         pieces: list[str] = []
@@ -121,11 +122,11 @@ class Transcript:
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
-        if self._found is None:  # what a verifier that takes it up finds is no news of the prompt
+        if self._found is None:  # a verifier that resumes the text says nothing new of the prompt
             self._found = commit.cached_tokens
 
     def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
-        """As far as the text knows."""
+        """Return `finish`, as far as the transcript knows it."""
         return generation_pb2.Finish(
             reason=reason,
             stop=stop,

@@ -1,7 +1,7 @@
-"""The commits of one text, from whichever verifier is there to make them.
+"""Verification: yields the commits of one text, from whichever verifier is there to make them.
 
-A verifier that is lost is replaced: the text is taken up from its committed tokens, on another pod or on the same one
-when it comes back. Tokens are a function of the text and its sampling, so nobody can tell from them.
+A verifier that is lost is replaced: the text is resumed from its committed tokens, on another pod or on the same one
+when it comes back. Tokens are a function of the text and its sampling, so the change does not show in them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONSUMED_EVERY = 64
 
 
 class Verification:
-    """Of one sample."""
+    """The verification of one sample."""
 
     def __init__(
         self,
@@ -62,19 +62,19 @@ class Verification:
         self._events = events
         self._deadline = deadline
         self._backoff = Backoff(peers.failover_seconds)
-        self._attempt = 1  # which session of this text is the next
-        self._tried: dict[Pod, Exception] = {}  # since the last progress or pause
-        self._unfit: dict[Pod, ServiceError] = {}  # that serve something else, or have failed on this text
-        self._begun = False  # a verifier has found the text valid, and said more of it
-        self._lost: Pod | None = None  # the last one
+        self._attempt = 1  # number of the text's next session
+        self._tried: dict[Pod, Exception] = {}  # pods tried since the last progress or pause
+        self._unfit: dict[Pod, ServiceError] = {}  # pods that serve something else, or have failed on this text
+        self._begun = False  # a verifier has found the text valid, and committed tokens
+        self._lost: Pod | None = None  # the last pod that was lost
         self.identity = model_pb2.ModelIdentity()  # of the verifier that has the text
         self.revision = sample.revision  # of the model; empty until the text is begun
         self.numerics_changed = False
         self._preemptions = [0]  # by each verifier
 
     async def commits(self) -> AsyncGenerator[verifier_pb2.Commit, None]:
-        """In order, each once, until the last. To ask for the next one says that the client has read this one, or will
-        with the next."""
+        """Yield commits in order, each once, until the last. Asking for the next one says that the client has read this
+        one, or will read it with the next."""
         while True:
             pod = await self._next_pod()
             longest_step = partial(self._longest_step, pod)
@@ -103,21 +103,21 @@ class Verification:
                     self._note_failed(stream, error)
 
     def _longest_step(self, pod: Pod) -> float:
-        """Seconds. Where nobody else could take the text, a step that lasts is better waited for: the verifier has
-        all of it in memory, and would have to begin anew."""
+        """Return the seconds that a step may last in any case. Where no other pod could take the text, it is better to
+        wait for a long step: the verifier has all of the text in memory, and would have to begin anew."""
         elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
         return self._stuck_seconds if elsewhere else self._backoff.budget
 
     async def _next_pod(self) -> Pod:
-        """At once if there is one that was not tried, else after a pause; what is to be told the client if there is no
-        hope."""
+        """Return the next pod: at once if there is one that was not tried, else after a pause. Raise the client's error
+        if there is no hope."""
         while True:
             rather_not = () if self._lost is None else (self._lost,)
             pod = self._pods.choose(
                 but=self._tried.keys() | self._unfit.keys(),
                 rather_not=rather_not,
                 numerics=self.identity.numerics_fingerprint,
-                no_trial=self._attempt > 1,  # one pause is enough
+                no_trial=self._attempt > 1,  # the client has seen one pause: that is enough
             )
             if pod is not None:
                 return pod
@@ -127,7 +127,7 @@ class Verification:
             self._tried.clear()
 
     def _despair(self) -> None:
-        """Raise what ends the request, if nothing else is left to be done."""
+        """Raise the error that ends the request, if nothing is left to be tried."""
         if self._unfit and (self._backoff.exhausted or all(pod in self._unfit for pod in self._pods)):
             raise next(reversed(self._unfit.values()))
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
@@ -167,7 +167,7 @@ class Verification:
 
     @property
     def preemptions(self) -> int:
-        """Times the text lost its memory to another, whoever had it."""
+        """Times the text lost its memory to another, over all verifiers that had it."""
         return sum(self._preemptions)
 
     def _progressed(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
@@ -187,8 +187,9 @@ class Verification:
             log.info("verifier_not_opened", pod=str(pod), why=str(lost))
 
     def _note_failed(self, stream: VerifierStream, error: ServiceError) -> None:
-        """A verifier's model has failed on this text, or it finds invalid what another one has begun: others may not.
-        A request that no verifier has begun may be wrong indeed, and its caller is told so."""
+        """Note that a verifier's model has failed on this text, or that it finds invalid what another one has begun:
+        other verifiers may not. A request that no verifier has begun may really be invalid: its caller gets the
+        error."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             raise error
         self._lost = stream.pod
@@ -196,5 +197,5 @@ class Verification:
         self._events.record("verifier_lost", stream.pod, str(error))
 
     def _timeout(self) -> float | None:
-        """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""
+        """Return the seconds left of the caller's deadline, which gRPC does not pass on by itself."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())

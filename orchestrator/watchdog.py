@@ -1,4 +1,4 @@
-"""Notices that a peer has fallen silent."""
+"""The watchdog: notices that a peer has fallen silent."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TICKS = 4
-"""Silence is counted in ticks of our own event loop, not read off a clock: time in which it stood still is one tick, so
-that a peer is not blamed for it."""
+"""Ticks in the time of a watchdog. Silence is counted in ticks of our own event loop, not read off a clock: time in
+which the loop stood still is one tick, so that a peer is not blamed for it."""
 
 
 class Watchdog:
-    """Calls `on_silence` when somebody has listened for `seconds` without a word, or up to a tick longer."""
+    """Calls `on_silence` when a listener has received nothing for `seconds`, or up to a tick longer."""
 
     def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
         self._tick_seconds = seconds / TICKS
         self._on_silence = on_silence
         self._listening = False
-        self._ticks = 0  # since somebody began to listen
+        self._ticks = 0  # since listening began
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -30,7 +30,8 @@ class Watchdog:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around a wait for the peer's next word. While nobody listens, none is missed."""
+        """Count silence while the context lasts: it wraps a wait for the peer's next message. At other times silence
+        does not count."""
         self._listening, self._ticks = True, 0
         try:
             yield

@@ -27,10 +27,10 @@ log = structlog.get_logger()
 
 DEATHS = 5
 WITHIN_SECONDS = 60.0
-"""So many deaths of workers in this time are no accident: they are not started again."""
+"""Deaths of workers within so many seconds that are no accident: workers are then not started again."""
 
 END_SECONDS = 5.0
-"""For a worker to end, once it has drained."""
+"""Seconds for a worker to end, once it has drained."""
 
 
 async def supervise(settings: ServerSettings, count: int) -> None:
@@ -41,11 +41,11 @@ async def supervise(settings: ServerSettings, count: int) -> None:
     logs.configure("orchestrator", settings.log_level)
     stop = stop_asked_for(settings)
 
-    # 1. A port that others share already is taken. One that is free is held for as long as there are workers.
+    # 1. A port that other programs share already counts as taken. A free one is held while there are workers.
     with bound(settings) as alone:
         settings = replace(settings, port=alone.getsockname()[1], share_port=True)
     with bound(settings):
-        # 2. Serve. Of an option that is given twice, the last counts.
+        # 2. Serve. Where an option is given twice, the last one counts.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
         address = f"{settings.host}:{settings.port}"
         workers = Workers((sys.executable, *sys.orig_argv[1:], *ours), lambda: announce(address))
@@ -68,14 +68,14 @@ class Workers:
     def __init__(self, command: Sequence[str], all_ready: Callable[[], None]) -> None:
         self._command = command
         self._all_ready = all_ready
-        self._awaited: set[int] = set()  # those that have not been ready yet
+        self._awaited: set[int] = set()  # workers that have not been ready yet
         self._processes: set[Process] = set()
         self._deaths: deque[float] = deque(maxlen=DEATHS)
         self._failure: StartError | None = None
         self._ending = False
 
     async def run(self, count: int) -> None:
-        """Until `end`; StartError if they cannot stay up."""
+        """Run `count` processes until `end`; StartError if they cannot stay up."""
         self._awaited = set(range(count))
         async with asyncio.TaskGroup() as group:
             for number in range(count):
@@ -84,7 +84,7 @@ class Workers:
             raise self._failure
 
     def end(self, number: signal.Signals) -> None:
-        """End all by this signal."""
+        """End all processes by this signal, and start none again."""
         self._ending = True
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
@@ -97,7 +97,7 @@ class Workers:
                 *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True
             )
             self._processes.add(process)
-            if self._ending:  # it was being started when the others were told
+            if self._ending:  # it was being started when the others were ended
                 process.terminate()
             assert process.stdout is not None
             if await process.stdout.readline():  # `ready`

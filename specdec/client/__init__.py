@@ -6,7 +6,7 @@
             for chunk in stream:
                 print(chunk.text, end="")
 
-A stream whose server goes away is taken up again on another one: a pause, never a repeat or a gap.
+A stream whose server goes away is resumed on another one: the caller sees a pause, never a repeat or a gap.
 Only `specdec.client` itself is public; the modules below it may move.
 """
 

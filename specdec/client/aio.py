@@ -1,4 +1,4 @@
-"""The asyncio client. One belongs to one running loop; start other processes by spawn, not by fork."""
+"""The asyncio client. Each belongs to one running loop; start other processes by spawn, not by fork."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class AsyncClient(Endpoint[grpc.aio.Channel]):
-    """Calls a specdec server. After `close` it may be used again: it connects anew."""
+    """A client of specdec servers. After `close` it may be used again: it connects anew."""
 
     def generate(
         self,
@@ -53,7 +53,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         return read_result(await self._ask(lambda stub: stub.Complete, request, timeout))
 
     async def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
-        """The models that requests may name."""
+        """Return the models that requests may name."""
         return read_models(await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout))
 
     async def close(self) -> None:
@@ -74,7 +74,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
     def _stub(self, address: str) -> GenerationServiceAsyncStub:
         channel = self._channels.get(address)
         if channel is None:
-            asyncio.get_running_loop()  # a channel made outside would belong to another loop
+            asyncio.get_running_loop()  # raises outside of a loop, where a channel would belong to another one
             if self._credentials is None:
                 channel = grpc.aio.insecure_channel(address, self._options)
             else:
@@ -107,7 +107,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
 
 
 class _Call(Protocol):
-    """gRPC's side of a stream."""
+    """The gRPC call of a stream."""
 
     def __aiter__(self) -> AsyncIterator[GenerateResponse]: ...
 
@@ -119,7 +119,7 @@ class _Send(Protocol):
 
 
 class AsyncStream:
-    """The chunks of a completion. Leaving its context cancels what is not finished."""
+    """A stream of the chunks of a completion. Leaving its context cancels what is not finished."""
 
     def __init__(self, send: _Send, transcript: Transcript) -> None:
         """Send the request; made by `AsyncClient.generate`."""
@@ -173,7 +173,8 @@ class AsyncStream:
 
 
 def _seen_as(error: asyncio.CancelledError) -> BaseException:
-    """grpc.aio reports a cancelled call as if the task were cancelled: only one that is may see that."""
+    """Return what to raise for it: grpc.aio reports a cancelled call as if the task were cancelled, and only a task
+    that is cancelled may see that."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return error

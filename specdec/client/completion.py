@@ -1,4 +1,4 @@
-"""What comes back, as plain values: chunks of a stream, whole completions, models."""
+"""The answers of a server as plain values: chunks of a stream, whole completions, models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What speculation did for one completion. Of a part that was interrupted counts what arrived."""
+    """Statistics of speculation for one completion. Of a part that was interrupted, only what arrived counts."""
 
     steps: int  # target steps that committed tokens
     offered: int  # candidates verified
@@ -27,9 +27,7 @@ class Speculation:
     accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
     undrafted_reason: str  # why drafting was off for part of the request; empty if it was not
     sources: dict[str, int]  # tokens by where they came from
-    failover_events: dict[
-        str, int
-    ]  # changes of pod by reason, and "resumed": how often the client took up the stream again
+    failover_events: dict[str, int]  # number by reason; "resumed": how often the client resumed the stream
 
     @property
     def mean_tokens_per_step(self) -> float:
@@ -47,10 +45,10 @@ class Finish:
     completion_tokens: int  # resumed ones included
     speculation: Speculation
     numerics: str  # fingerprint of what the tokens were computed with
-    exact: bool  # True: the tokens do not depend on who shared the steps
+    exact: bool  # True: the tokens do not depend on what shared their steps
     preemptions: int  # times the text lost its memory to another and was computed anew
-    cached_tokens: int  # of the prompt, in memory already
-    reproducible: bool  # whether the same request gives the same tokens again
+    cached_tokens: int  # tokens of the prompt that were in memory already
+    reproducible: bool  # True: the same request gives the same tokens again
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,7 @@ class Chunk:
     text: str  # empty while a character is incomplete
     tokens: list[int]
     token_texts: list[str]  # the part of `text` that each token made readable
-    sources: list[
-        str
-    ]  # of each token: "remote_draft", "local_model", "ngram", "lookahead", "correction", "bonus", "plain"
+    sources: list[str]  # "remote_draft", "local_model", "ngram", "lookahead", "correction", "bonus" or "plain"
     logprobs: list[Logprobs]  # of each token, if asked for
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass
@@ -88,7 +84,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Result:
-    """What `complete` returns: a completion for each sample, in order."""
+    """The result of `complete`: a completion for each sample, in order."""
 
     completions: list[Completion]
     seed: int
@@ -106,7 +102,7 @@ class Model:
     name: str
     context_tokens: int  # longest text, prompt included
     vocabulary_size: int
-    chat: bool  # whether it takes `messages`
+    chat: bool  # True: it takes `messages`
 
 
 # A newer server may know values that this client does not: they read as "unspecified".
@@ -115,7 +111,7 @@ _REASONS = {number: name.removeprefix("FINISH_REASON_").lower() for name, number
 
 
 def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) -> Chunk:
-    """A response as a chunk; `before_seconds` had passed when its server got the request."""
+    """Convert a response into a chunk; `before_seconds` had passed when its server got the request."""
     return Chunk(
         index=response.index,
         text=response.text,
@@ -135,7 +131,7 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
 
 
 def read_result(response: pb.CompleteResponse) -> Result:
-    """The answer of `Complete`."""
+    """Convert the answer of `Complete`."""
     completions = [
         Completion(
             text=completion.text,
@@ -150,7 +146,7 @@ def read_result(response: pb.CompleteResponse) -> Result:
 
 
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
-    """The answer of `ListModels`."""
+    """Convert the answer of `ListModels`."""
     return [Model(m.name, m.context_tokens, m.vocabulary_size, m.chat) for m in response.models]
 
 

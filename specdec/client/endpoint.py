@@ -1,4 +1,5 @@
-"""Where a client connects, as whom, and how patiently. Knows nothing about how calls are made."""
+"""The endpoint of a client: where it connects, with which credentials, and how patiently. Knows nothing about how calls
+are made."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _OPTIONS: dict[str, int | str] = {
     "grpc.max_reconnect_backoff_ms": 1_000,
     # After a failure names are resolved again: pods come back under other addresses. By default twice a minute at most.
     "grpc.dns_min_time_between_resolutions_ms": 2_000,
-    # A server that is frozen, or gone without a word: asked after so long a silence, given up after that. A ping that
-    # gRPC sends to measure the network stands for the question.
+    # A server that is frozen, or gone without a word, is pinged after so long a silence, and given up if it does not
+    # answer for so long. A ping that gRPC sends to measure the network takes the place of this one.
     "grpc.keepalive_time_ms": 20_000,
     "grpc.keepalive_timeout_ms": 10_000,
     "grpc.http2.ping_timeout_ms": 10_000,
@@ -37,7 +38,7 @@ Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
 
 
 class Endpoint(Generic[Channel]):
-    """What both clients share: settings, and a connection to each server that was asked."""
+    """The base of both clients: settings, and a connection to each server that was asked."""
 
     def __init__(
         self,
@@ -49,14 +50,14 @@ class Endpoint(Generic[Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         options: Sequence[tuple[str, int | str]] = (),
     ) -> None:
-        """Settings of all calls; nothing connects before the first one.
+        """Take the settings of all calls; nothing connects before the first one.
 
         `address` is "host:port", or several of them, joined by commas or as a sequence; each may be any target of
-        gRPC's, such as "dns:///host:port", and a name stands for every server it resolves to. Calls take turns at
-        them, and a stream that breaks off goes on at another. `timeout` is in seconds and bounds a call with all its
-        retries; None is no bound. `max_retries` is how often in a row, without a new token, an address is tried again
-        while it is unavailable. Without `credentials` the connection is not encrypted. `metadata` goes with every
-        call, and `options` are gRPC channel arguments.
+        gRPC's, such as "dns:///host:port", and a name stands for every server it resolves to. Calls take turns at them,
+        and a stream that breaks off goes on at another. `timeout` is in seconds and bounds a call with all its retries;
+        None is no bound. `max_retries` is how often in a row, without a new token, an address is tried again while it
+        is unavailable. Without `credentials` the connection is not encrypted. `metadata` goes with every call, and
+        `options` are gRPC channel arguments.
         """
         self._rotation = Rotation(_addresses(address))
         self._timeout = _checked(timeout)

@@ -1,4 +1,4 @@
-"""What a call may raise, and which gRPC status becomes which error.
+"""The errors that a call may raise, and which gRPC status becomes which error.
 
     SpecdecError
     ├── InvalidRequest      the request is wrong: `violations` says where
@@ -50,7 +50,7 @@ class SpecdecError(Exception):
         self.retry_after = retry_after
         """Seconds after which the server suggests to try again, if it does."""
         self.request_id = request_id
-        """The id by which the server's logs know the request; empty if it told none."""
+        """The id by which the server's logs know the request; empty if it gave none."""
 
 
 class InvalidRequest(SpecdecError):
@@ -109,11 +109,11 @@ ERRORS: Mapping[grpc.StatusCode, type[SpecdecError]] = MappingProxyType(
         grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
     }
 )
-"""Every status but OK; a test says that none is missing."""
+"""The error for every status but OK; a test checks that none is missing."""
 
 
 def from_rpc(error: grpc.RpcError) -> SpecdecError:
-    """The error a caller sees for what gRPC raised."""
+    """Return the error that a caller sees for what gRPC raised."""
     details = dict(_details(error))
     retry = details.get("google.rpc.RetryInfo")
     try:
@@ -137,15 +137,15 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
 
 
 def is_loss(error: SpecdecError) -> bool:
-    """Whether the server, not the request, is to blame: another one may well answer.
+    """Return True if the server, not the request, is to blame: another one may well answer.
 
-    A server that is ending cancels calls that reach it too late, without a word; nobody here has cancelled those.
+    A server that is ending cancels calls that reach it too late, without details; nobody here has cancelled those.
     """
     return isinstance(error, Unavailable) or (isinstance(error, Cancelled) and not error.reason)
 
 
 def _details(error: grpc.RpcError) -> list[tuple[str, bytes]]:
-    """(type, encoded message) of what the server attached to a status (google.rpc.Status)."""
+    """Return (type, encoded message) of what the server attached to a status (google.rpc.Status)."""
     status = b""
     for key, value in cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()):
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
@@ -158,10 +158,10 @@ def _details(error: grpc.RpcError) -> list[tuple[str, bytes]]:
 
 
 def _fields(data: bytes) -> dict[int, list[bytes]]:
-    """The strings, bytes and messages in an encoded message, by field number.
+    """Return the strings, bytes and messages in an encoded message, by field number.
 
-    Reading google.rpc's messages this way spares the client a dependency. An Empty has no fields of
-    its own, so all that it reads are kept as unknown ones.
+    Reading google.rpc's messages this way spares the client a dependency. An Empty has no fields of its own, so all
+    that it reads are kept as unknown ones.
     """
     fields: dict[int, list[bytes]] = {}
     unknown = UnknownFieldSet(Empty.FromString(data))

@@ -1,7 +1,6 @@
-"""A request's options, spelled once, and how they become a message.
+"""The options of a request, spelled once, and how they become a message.
 
-Values are not judged here: the server knows the model and its limits. Refused is only what the
-message cannot express.
+Values are not judged here: the server knows the model and its limits. Only what the message cannot express is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Message(TypedDict):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `generate` and `complete` take besides the prompt. Absent and None: the server's default."""
+    """The options of `generate` and `complete` besides the prompt. Absent and None mean the server's default."""
 
     tokens: Sequence[int] | None  # the prompt as token ids, instead of text
     messages: Sequence[Message] | None  # the prompt as a conversation, instead of text
@@ -46,7 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float | None
     logit_bias: Mapping[int, float] | None  # added to the logits, by token id
     banned_tokens: Iterable[int]  # token ids that are never chosen
-    seed: int | None  # default: drawn by the server and told in the first chunk
+    seed: int | None  # default: drawn by the server and sent in the first chunk
 
     # draft: with draft services alone; always: likewise, even where that is found not to pay; lookahead: without them
     speculation: Literal["auto", "off", "always", "draft", "lookahead"]
@@ -61,8 +60,8 @@ class GenerateOptions(TypedDict, total=False):
     lookahead: tuple[int, int, int]  # a window of this size, whether or not it pays: W positions, N-grams, G guesses
 
     tenant: str  # computed prompts are shared within a tenant only
-    generated_tokens: Sequence[int]  # takes up a text that broke off; needs its seed, and n = 1
-    model_fingerprint: str  # with these: what the text's first chunk said; another model is then refused
+    generated_tokens: Sequence[int]  # resumes a text that broke off; needs its seed, and n = 1
+    model_fingerprint: str  # with generated_tokens: of the text's first chunk; another model is then refused
 
 
 _DRAFTERS = {
@@ -101,7 +100,7 @@ _SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
 
 def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
-    """The message for a prompt and its options; ValueError or TypeError for what does not fit into one."""
+    """Return the message for a prompt and its options; ValueError or TypeError for what does not fit into one."""
     given = {name: value for name, value in {"prompt": prompt, **options}.items() if value is not None}
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:

@@ -1,4 +1,4 @@
-"""Where one call is tried, how often, and how long."""
+"""The retries of one call: where it is tried, how often, and for how long."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from specdec.client.rotation import Rotation
 
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
-_LONGEST_ASKED_FOR = 60.0  # of the pauses that servers ask for
+_LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
 _MODEL_CHANGED = "MODEL_CHANGED"
-"""The server has no model to go on with; another may have, but it will not have one again soon."""
+"""Reason of a server without the model to go on with: another server may have it, this one will not have it soon."""
 
 
 class Retries:
-    """The patience of one call: begins with it, and is spent by failures in a row."""
+    """The retries of one call: made when it begins, and used up by failures in a row."""
 
     def __init__(self, rotation: Rotation, most: int, timeout: float | None, is_closed: Callable[[], bool]) -> None:
-        """`is_closed` tells whether the client was closed since, and so has cancelled the call itself."""
+        """Begin a call. `is_closed` returns True if the client was closed since, and so has cancelled the call
+        itself."""
         self._rotation = rotation
         self._is_closed = is_closed
         self._most = most
@@ -31,27 +32,28 @@ class Retries:
         self._begin = time.monotonic()
         self._timeout = timeout
         self.address = rotation.take(self._failures)
-        """Of the server to ask now."""
+        """Address of the server to ask now."""
 
     @property
     def seconds_passed(self) -> float:
-        """Since the call began."""
+        """Seconds since the call began."""
         return time.monotonic() - self._begin
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the caller's deadline; None if there is none."""
+        """Seconds until the caller's deadline; None if there is none."""
         return None if self._timeout is None else self._timeout - self.seconds_passed
 
     def progressed(self) -> None:
-        """The failures so far no longer count."""
+        """Forget the failures so far."""
         self._failures.clear()
         self._rotation.answered(self.address)
 
     def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
-        """Seconds to wait before the next try, at what is `address` then; raises the error where there is none.
+        """Return the seconds to wait before the next try, which is at the new `address`; raise the error if there is
+        none.
 
-        A server that is full is left to the caller; but a text that has `begun` is waited for.
+        If the server is full the error is raised, except for a text that has `begun`, which waits for room.
         """
         seen = from_rpc(error)
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
@@ -66,7 +68,7 @@ class Retries:
         if again > (0 if changed else self._most):
             raise seen from error
         if not again:
-            return 0.0  # another one, which may be well
+            return 0.0  # another server, which may work
         # Doubled each time and never the same for two clients, lest they all return at once.
         pause = _SHORTEST_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
         pause = max(min(pause, _LONGEST_PAUSE), min(seen.retry_after or 0.0, _LONGEST_ASKED_FOR))

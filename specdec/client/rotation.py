@@ -1,4 +1,4 @@
-"""Which of several servers is asked next: each in its turn, but for those that failed lately."""
+"""The rotation: which of several servers is asked next. Each has its turn, except those that failed lately."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LONGEST_REST = 10.0
 
 
 class Rotation:
-    """The servers of a client. All of its calls share it, and so may threads.
+    """The servers of a client, shared by all of its calls and threads.
 
-    Turns begin anywhere, lest all clients begin at the same server. One that fails rests, twice as long each
-    time in a row; it is asked all the same where there is no other.
+    Turns begin at a random server, lest all clients begin at the same one. A server that fails is left alone for a
+    while, twice as long each time in a row; it is asked all the same where there is no other.
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +27,7 @@ class Rotation:
         self._lock = threading.Lock()
 
     def take(self, failures: Mapping[str, int]) -> str:
-        """Whose turn it is for a call which has failed that often at each."""
+        """Return the address whose turn it is, for a call that has failed so often at each."""
         with self._lock:
             now = self._clock()
             address = min(self._turns, key=lambda a: (failures.get(a, 0), max(0.0, self._rests[a][0] - now)))
@@ -36,12 +36,12 @@ class Rotation:
             return address
 
     def answered(self, address: str) -> None:
-        """It works."""
+        """Note that a server works."""
         with self._lock:
             self._rests[address] = (0.0, 0.0)
 
     def failed(self, address: str) -> None:
-        """It does not answer. All the calls that break off together are one failure."""
+        """Note that a server does not answer. All the calls that break off together count as one failure."""
         with self._lock:
             until, seconds = self._rests[address]
             now = self._clock()

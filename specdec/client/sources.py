@@ -1,4 +1,4 @@
-"""Where a text's tokens come from, and what that tells of the target's steps."""
+"""Token sources: where a text's tokens come from, and what that says about the target's steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from specdec.v2.model_pb2 import (
 )
 
 ACCEPTED = (TOKEN_SOURCE_REMOTE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD, TOKEN_SOURCE_LOCAL_MODEL)
-"""Of candidates. Any other token is the target's own, and the last of its step."""
+"""Sources of accepted candidates. A token of any other source is the target's own, and the last of its step."""
 
 
 _NAMES: dict[int, str] = {number: name.removeprefix("TOKEN_SOURCE_").lower() for name, number in TokenSource.items()}
 
 
 def source_name(source: int) -> str:
-    """The name of a source; "unspecified" for one that a newer server knows and this code does not."""
+    """Return the name of a source; "unspecified" for one that a newer server knows and this code does not."""
     return _NAMES.get(source, "unspecified")
 
 
 def accepted_histogram(sources: Iterable[TokenSource.ValueType], steps: int) -> Counter[int]:
-    """How many of `steps` steps have brought how many candidates, by the sources of their tokens, as far as these are
-    kept: a text may end with a candidate, and steps behind its end have brought none of it."""
+    """Count how many of `steps` steps have brought how many candidates, by the sources of those of their tokens that
+    are kept: a text may end with a candidate, and steps behind its end have brought none of it."""
     histogram: Counter[int] = Counter()
     count = 0
     for source in sources:
@@ -44,10 +44,10 @@ def accepted_histogram(sources: Iterable[TokenSource.ValueType], steps: int) -> 
 
 
 def accepted_candidates(histogram: Counter[int]) -> int:
-    """Candidates that all steps of a histogram have brought."""
+    """Return the number of candidates that all steps of a histogram have brought."""
     return sum(count * steps for count, steps in histogram.items())
 
 
 def histogram_entries(histogram: Counter[int]) -> list[int]:
-    """A histogram as messages carry it: entry i counts the steps that have brought i candidates."""
+    """Return a histogram as messages carry it: entry i counts the steps that have brought i candidates."""
     return [histogram[count] for count in range(max(histogram, default=-1) + 1)]

@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 class Client(Endpoint[grpc.Channel]):
-    """Calls a specdec server. After `close` it may be used again: it connects anew."""
+    """A client of specdec servers. After `close` it may be used again: it connects anew."""
 
     def generate(
         self,
@@ -51,7 +51,7 @@ class Client(Endpoint[grpc.Channel]):
         return read_result(self._ask(lambda stub: stub.Complete, request, timeout))
 
     def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
-        """The models that requests may name."""
+        """Return the models that requests may name."""
         return read_models(self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout))
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Client(Endpoint[grpc.Channel]):
 
 
 class _Call(Protocol):
-    """gRPC's side of a stream."""
+    """The gRPC call of a stream."""
 
     def __next__(self) -> GenerateResponse: ...
 
@@ -115,7 +115,7 @@ class _Send(Protocol):
 
 
 class Stream:
-    """The chunks of a completion. Leaving its context, or dropping it, cancels what is not finished."""
+    """A stream of the chunks of a completion. Leaving its context, or dropping it, cancels what is not finished."""
 
     def __init__(self, send: _Send, transcript: Transcript) -> None:
         """Send the request; made by `Client.generate`."""

@@ -1,7 +1,7 @@
-"""What speculation did in the parts of a stream that were interrupted.
+"""The tally: what speculation did in the parts of a stream that were interrupted.
 
-A server counts from where it took the text up, and tells at the end. Of a part that broke off, what its pieces
-said is all there is to know.
+A server counts from where it resumed the text, and reports at the end. Of a part that broke off, only what its chunks
+said is known.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from specdec.v2.generation_pb2 import GenerateResponse, SpeculationStatistics
 
 
 class Tally:
-    """Of one sample."""
+    """The tally of one sample."""
 
     def __init__(self) -> None:
         self._broken = SpeculationStatistics()  # of the parts that broke off
         self._part = SpeculationStatistics()  # of the part under way
 
     def take(self, response: GenerateResponse) -> None:
-        """Count a piece; the last one's statistics become those of the whole stream."""
+        """Count a response; the statistics of the last one become those of the whole stream."""
         if response.HasField("finish"):
             _add(response.finish.speculation, self._broken)
         else:
             _add(self._part, _of(response))
 
     def broke_off(self) -> None:
-        """The stream is going to be taken up elsewhere. A try that brought nothing is no part of it."""
+        """Note that the stream broke off and will be resumed. A try that brought nothing is no part of it."""
         if not self._part.ByteSize():
             return
         self._part.failover_events["resumed"] += 1
@@ -47,7 +47,7 @@ def _of(response: GenerateResponse) -> SpeculationStatistics:
 
 
 def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
-    """Add up two parts of a stream, as far as their fields can count: a server may say anything."""
+    """Add a part of a stream to a total, as far as the fields can count: a server may send any number."""
     total.steps = _sum(total.steps, part.steps)
     total.offered = _sum(total.offered, part.offered)
     total.accepted = _sum(total.accepted, part.accepted)
@@ -61,5 +61,5 @@ def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
 
 
 def _sum(one: int, other: int) -> int:
-    """Their sum, or the most that a uint32 holds."""
+    """Return the sum, or the most that a uint32 holds."""
     return min(one + other, (1 << 32) - 1)

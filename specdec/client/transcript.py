@@ -1,4 +1,4 @@
-"""What a stream has delivered, and so what is missing when it breaks. Makes no calls itself."""
+"""The transcript: what a stream has delivered, and so what is missing when it breaks. Makes no calls itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse
 
 
 class Transcript:
-    """One stream's account: a request that always asks for exactly what has not arrived yet.
+    """The account of one stream: a request that always asks for exactly what has not arrived yet.
 
-    The tokens a server was given as generated, and the seed, determine the rest of the text, so a
-    stream of one sample can go on anywhere where the same model is served. Several samples cannot be told in one
-    request: there only a call that has delivered nothing is tried again.
+    The generated tokens and the seed determine the rest of the text, so a stream of one sample can go on wherever the
+    same model is served. One request cannot carry the tokens of several samples: there, only a call that has delivered
+    nothing is tried again.
     """
 
     def __init__(self, request: GenerateRequest, retries: Retries) -> None:
@@ -29,7 +29,7 @@ class Transcript:
         self._before_seconds = 0.0
 
     def take(self, response: GenerateResponse) -> Chunk:
-        """Enter a response; ServerError if it makes no sense."""
+        """Enter a response, and return its chunk; ServerError if it makes no sense."""
         try:
             return self._take(response)
         except ValueError as error:
@@ -42,7 +42,7 @@ class Transcript:
             self._request.sampling.seed = response.seed
         if response.model_fingerprint:
             self._request.model_fingerprint = response.model_fingerprint
-        if not self._empty:  # a server that resumes says it again
+        if not self._empty:  # a server that resumes the text sends them again
             response.ClearField("seed")
             response.ClearField("model_fingerprint")
         if self._samples == 1:
@@ -56,17 +56,17 @@ class Transcript:
         return read_chunk(response, before_seconds=self._before_seconds)
 
     def end(self) -> None:
-        """The server closed the stream; raises if something is missing."""
+        """Note that the server closed the stream; ServerError if something is missing."""
         if self._unfinished > 0:
             raise ServerError("the stream ended before the completion did", code=grpc.StatusCode.INTERNAL)
 
     def pause(self, error: grpc.RpcError) -> float | None:
-        """Seconds to wait before asking for the rest; None if nothing is missing.
+        """Return the seconds to wait before asking for the rest; None if nothing is missing.
 
         Raises the error where the stream cannot go on.
         """
         if self._unfinished <= 0:
-            return None  # the caller has it all: how the connection ended is of no interest
+            return None  # the caller has it all: how the connection ended does not matter
         if self._empty:
             return self._retries.pause(error)
         if self._samples > 1:
@@ -78,13 +78,14 @@ class Transcript:
         return pause
 
     def ask(self) -> tuple[str, GenerateRequest, float | None]:
-        """Whom to send what now, and the seconds it may take."""
+        """Return the address to ask now, the request, and the seconds that it may take."""
         self._before_seconds = self._retries.seconds_passed
         return self._retries.address, self._request, self._retries.seconds_left
 
 
 def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:
-    """What ended the stream; where it is a loss that another stream would survive, also why this one does not."""
+    """Return the error that ended the stream; if another stream would survive it, it also says why this one does
+    not."""
     seen = from_rpc(error)
     if is_loss(seen):
         return Unavailable(f"{why}: {seen}", code=seen.code, reason=seen.reason, retry_after=seen.retry_after)

@@ -1,1 +1,1 @@
-"""The plumbing that the three services share, written once."""
+"""The code that serves gRPC, shared by the three services."""

@@ -1,7 +1,8 @@
-"""What was said is what was heard: a running CRC-32 over a verifier session's opening and what it has committed.
+"""The checksum of a verifier session: a running CRC-32 over its opening and what it has committed, which shows that
+what was sent is what was received.
 
-Most wrong messages break something that is checked. A bit flipped in a token id makes another token, in a seed another
-text: nobody could tell. TLS would; within a cluster many do without.
+Most damaged messages break something that is checked. But a flipped bit in a token id makes another token, and in a
+seed another text: nobody could tell. TLS could; within a cluster many do without it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from specdec.v2 import verifier_pb2
 
 
 def of_opening(message: verifier_pb2.VerifyOpen) -> int:
-    """What the checksum begins with: all that is asked for."""
+    """Return the checksum that a session begins with, which covers all that its opening asks for."""
     bare = verifier_pb2.VerifyOpen()
     bare.CopyFrom(message)
     bare.ClearField("checksum")
@@ -22,8 +23,8 @@ def of_opening(message: verifier_pb2.VerifyOpen) -> int:
 
 
 def extended(checksum: int, tokens: Iterable[int], finish: int = 0) -> int:
-    """Over `tokens` as well, and over the reason that ends the text with them; each 4 bytes
-    in native order, which is little-endian wherever this is known to run."""
+    """Return the checksum extended over `tokens`, and over the reason that ends the text with them; each has 4 bytes in
+    native order, which is little-endian wherever this is known to run."""
     told = array("I", tokens)
     if finish:
         told.append(finish & 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""Shortens what others sent, so that errors and logs can repeat it."""
+"""Echoes: shortens what others sent, so that errors and logs can repeat it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ ECHO_CHARACTERS = 64
 
 
 def cut(text: str, limit: int) -> str:
-    """The text in at most `limit` bytes of UTF-8, with an ellipsis where some were left out."""
+    """Return the text in at most `limit` bytes of UTF-8, with an ellipsis if some were left out."""
     data = text.encode("utf-8", "replace")
     if len(data) <= limit:
         return data.decode("utf-8")
@@ -14,7 +14,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def echo(value: object) -> str:
-    """The value as an error message repeats it; of a text no more is looked at than is shown."""
+    """Return the value as an error message repeats it. Of a long text, only what is shown is looked at."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= ECHO_CHARACTERS else f"{value[:ECHO_CHARACTERS]!r}... ({len(value)} long)"
     return cut(repr(value), ECHO_CHARACTERS)

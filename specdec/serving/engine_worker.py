@@ -1,8 +1,9 @@
-"""A worker that steps sessions with an engine, and what it does when a forward pass fails.
+"""The engine worker: steps sessions with an engine, and recovers when a forward pass fails.
 
-An exception in a pass (out of memory, a device error, a text that the model cannot take) says nothing of whose it is.
-If the engine still computes, the sessions of the step are tried again, one by one (`StepRetry`): a reader sees a pause.
-If it does not, all sessions end, so that they can go on at another pod, and the worker takes no more until it does.
+An exception in a pass (out of memory, a device error, a text that the model cannot take) does not say which session has
+caused it. If the engine still computes, the sessions of the step are tried again, one by one (`StepRetry`): a reader
+sees a pause. If it does not, all sessions end, so that they can go on at another pod, and the worker takes no more
+until it does.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from specdec.serving.worker import Worker
 log = structlog.get_logger()
 
 CHECK_SECONDS = 1.0
-"""Between two looks at whether an engine that has failed computes again."""
+"""Seconds between two checks of whether an engine that has failed computes again."""
 
 Session = TypeVar("Session")
 
 
 class EngineWorker(Worker, Generic[Session]):
-    """Takes turns for as long as its engine works."""
+    """A worker that takes turns for as long as its engine works."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         super().__init__(name)
@@ -39,7 +40,7 @@ class EngineWorker(Worker, Generic[Session]):
 
     @abstractmethod
     def step(self) -> float | None:
-        """Do what can be done now, as `turn` would; the engine works."""
+        """Do what can be done now, like `turn`; called while the engine works."""
 
     @abstractmethod
     def end_session(self, session: Session, error: Exception) -> None:
@@ -63,7 +64,7 @@ class EngineWorker(Worker, Generic[Session]):
             raise EngineLostError
 
     def step_failed(self, sessions: Sequence[Session], written: Slots, error: Exception) -> None:
-        """A forward pass over rows of these sessions has failed; it may have `written` these slots."""
+        """Handle a failed forward pass over rows of these sessions, which may have `written` these slots."""
         log.error("step_failed", sessions=len(sessions), exc_info=error)
         self.works = recovers(self._engine, written)
         if not self.works:

@@ -1,4 +1,4 @@
-"""What can go wrong in a service, and the one table from there to gRPC statuses.
+"""The errors of a service, and the one table that maps them to gRPC statuses.
 
 ServiceError
 ├── InvalidRequestError      INVALID_ARGUMENT      the caller's fields, each with its limit
@@ -13,7 +13,7 @@ ServiceError
 └── InternalError            INTERNAL              a mistake of ours; the log has it
 
 Whatever an error repeats of what others sent, its message and its details stay below the 8 KiB that gRPC allows for a
-status. They are bounded here, before anything is logged or sent.
+status: they are bounded here, before anything is logged or sent.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from specdec.serving.echo import cut
 DOMAIN = "specdec"
 
 MESSAGE_BYTES = 1024
-"""An error's message has so many at most. It travels twice, once with each byte that is not ASCII written as three."""
+"""Bytes of an error's message at most. It is sent twice, once with each byte that is not ASCII written as three."""
 
 MAX_VIOLATIONS = 8
 FIELD_BYTES = 64
 PROBLEM_BYTES = 200
-"""A violation has so many at most."""
+"""Violations that an error names at most, and bytes of the field and of the problem of each."""
 
 MAX_RETRY_SECONDS = 3600.0
 
@@ -56,7 +56,7 @@ class ServiceError(Exception):
         super().__init__(cut(message, MESSAGE_BYTES))
 
     def details(self) -> Sequence[object]:
-        """google.rpc messages beside ErrorInfo."""
+        """Return the google.rpc messages to send beside ErrorInfo."""
         return ()
 
 
@@ -90,7 +90,7 @@ class NotBuiltError(ServiceError):
 
 
 class OverloadedError(ServiceError):
-    """No room now. `retry_after` in seconds."""
+    """The service has no room now. `retry_after` is in seconds."""
 
     reason = "OVERLOADED"
 
@@ -105,7 +105,7 @@ class OverloadedError(ServiceError):
 
 
 class PeerLostError(ServiceError):
-    """`reason` names the peer: VERIFIER_LOST, DRAFT_REQUIRED, ..."""
+    """Another service is gone. `reason` names it: VERIFIER_LOST, DRAFT_REQUIRED, ..."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class PeerLostError(ServiceError):
 
 
 class EngineLostError(ServiceError):
-    """No forward pass succeeds; sessions had better go to another pod."""
+    """No forward pass of this pod succeeds; sessions should go to another pod."""
 
     reason = "ENGINE_LOST"
 
@@ -134,7 +134,7 @@ class ModelFailureError(ServiceError):
 
 
 class InternalError(ServiceError):
-    """An exception that nobody expected. The caller is told a request id; what happened is in the log."""
+    """An exception that nobody expected. The caller gets a request id; what happened is in the log."""
 
     reason = "INTERNAL"
 
@@ -157,7 +157,8 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
 
 
 def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
-    """The rich status: code, message, ErrorInfo, the id by which logs know the request, and what the error adds."""
+    """Return the rich status of an error: code, message, ErrorInfo, the id by which logs know the request, and what the
+    error adds."""
     code = STATUS[type(error)]
     names_request = request_id and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
     text = f"{error} (request {request_id})" if names_request else str(error)
@@ -174,8 +175,8 @@ def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
 
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
-    """Translate a peer's refusal for our own caller, in our own words: a peer's may name addresses and exceptions, and
-    belong into the log. Only the fields that it found wrong are passed on."""
+    """Translate a peer's refusal into an error for our own caller, in our own words: those of the peer may name
+    addresses and exceptions, which belong in the log. Only the fields that it found wrong are passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(f"{peer}: has no room for more", _retry_after(error))
@@ -194,26 +195,27 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
 
 
 def _violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:
-    """The fields that the peer found wrong."""
+    """Return the fields that the peer found wrong."""
     bad = _detail(error, error_details_pb2.BadRequest())
     return [] if bad is None else [(found.field, found.description) for found in bad.field_violations]
 
 
 def _retry_after(error: grpc.aio.AioRpcError) -> float:
-    """Seconds that the peer wants to be left alone for; 1 if it does not say."""
+    """Return the seconds that the peer wants to be left alone for; 1 if it does not say."""
     info = _detail(error, error_details_pb2.RetryInfo())
     return 1.0 if info is None else float(info.retry_delay.ToMilliseconds() / 1000)
 
 
 def _ours(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a service said it: every one of its errors has details that say the same. An INTERNAL without comes from
-    the transport, as when a write meets a connection that has just broken; other words were changed on their way."""
+    """Return True if a service sent this error: the details of all of its errors repeat the message. An INTERNAL
+    without details comes from the transport, as when a write meets a connection that has just broken; a message that
+    differs was changed on its way."""
     status = _rich(error)
     return status is not None and status.message == error.details()
 
 
 def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
-    """The message that came with a status, if there is one of its kind and it can be read."""
+    """Return the details of this kind that came with a status, if there are any and they can be read."""
     status = _rich(error)
     with contextlib.suppress(DecodeError):
         for detail in () if status is None else status.details:
@@ -223,7 +225,7 @@ def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
 
 
 def _rich(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
-    """The rich status, if there is one that can be read."""
+    """Return the rich status, if there is one that can be read."""
     with contextlib.suppress(DecodeError):
         for key, value in error.trailing_metadata() or ():
             if key == STATUS_DETAILS and isinstance(value, bytes):

@@ -1,7 +1,7 @@
-"""One interceptor around every call: request id, and exceptions into statuses.
+"""The interceptor around every call: binds the request id, and turns exceptions into statuses.
 
-Streaming handlers are coroutines that write to their context, not generators: a cancelled call then
-ends them where they wait, at once.
+Streaming handlers are coroutines that write to their context, not generators: a cancelled call then ends them where
+they wait, at once.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ REQUEST_ID = "x-request-id"
 REQUEST_ID_CHARACTERS = 64
 
 REQUEST_SECONDS = 30.0
-"""For the request of a call that has a single one to arrive: a long prompt over a slow line takes some."""
+"""Seconds for the request of a call with a single one to arrive: a long prompt over a slow line takes some time."""
 
 
 def bound_request_id() -> str:
-    """The id of the request being served; empty outside of any."""
+    """Return the id of the request being served; empty outside of any."""
     return str(structlog.contextvars.get_contextvars().get("request_id", ""))
 
 
 def request_id() -> tuple[tuple[str, str], ...]:
-    """The request id of the call being served, as metadata for the calls it makes."""
+    """Return the request id of the call being served, as metadata for the calls that it makes."""
     bound = bound_request_id()
     return ((REQUEST_ID, bound),) if bound else ()
 
 
 def bind_request_id(metadata: Mapping[str, Any]) -> None:
-    """Bind the id of the call which is served from here on: its caller's, or a new one if that is none."""
+    """Bind the id of the call that is served from here on: its caller's, or a new one if that is missing or unsound."""
     given = metadata.get(REQUEST_ID)
     sound = (
         isinstance(given, str) and 0 < len(given) <= REQUEST_ID_CHARACTERS and given.isascii() and given.isprintable()
@@ -68,8 +68,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, max_request_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """`max_request_bytes`: of single requests; a longer one is refused without being decoded, which for some holds
-        the event loop for half a second."""
+        """Refuse single requests of more than `max_request_bytes` without decoding them, which for some would hold the
+        event loop for half a second."""
         self._max_request_bytes = max_request_bytes
         self._openings = Openings(REQUEST_SECONDS)
 
@@ -94,7 +94,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _single(
         self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], *, answers_once: bool
     ) -> Callable[..., Awaitable[None]]:
-        """A method with one request as one with a stream of encoded requests."""
+        """Wrap a method with one request as one with a stream of encoded requests."""
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
             message = await self._openings.first(requests)
@@ -119,7 +119,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-    """The method of a stream, with its errors answered."""
+    """Wrap the method of a stream so that its errors are answered."""
 
     async def call(requests: Any, context: Context) -> None:
         try:
@@ -135,7 +135,8 @@ def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
 
 
 async def _answer(error: Exception, context: Context) -> None:
-    """End the call with the status of an error. What nobody expected is logged, and its caller told where to look."""
+    """End the call with the status of an error. An error that nobody expected is logged, and its caller gets the id to
+    look for."""
     if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError) or context.cancelled():
         raise error
     if isinstance(error, ExceptionGroup):

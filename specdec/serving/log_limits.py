@@ -1,4 +1,4 @@
-"""Bounds on what is logged: how long a value is, and how often one event is told.
+"""Bounds on what is logged: how long a value may be, and how often one event may come.
 
 Both are processors of structlog. With them the volume of a log depends on how many kinds of events a service has, not
 on how many requests, good or bad, arrive.
@@ -18,10 +18,10 @@ MAX_VALUE_CHARACTERS = 2000
 MAX_TRACEBACK_CHARACTERS = 8000
 
 BURST = 100
-"""Lines of one event that may follow one another at once."""
+"""Lines of one event that may be logged at once."""
 
 LINES_A_SECOND = 10.0
-"""Lines of one event in the long run."""
+"""Lines a second of one event in the long run."""
 
 
 def cut_values(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -37,7 +37,7 @@ def cut_values(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 @dataclass
 class _Allowance:
-    """A token bucket of one event."""
+    """The token bucket of one event."""
 
     lines: float = BURST
     filled_at: float = 0.0
@@ -45,15 +45,15 @@ class _Allowance:
 
 
 class LimitRate:
-    """Drops lines of an event that comes too often; the next one that is told has their number as `suppressed`.
+    """Drops lines of an event that comes too often; the next line that is logged has their number as `suppressed`.
 
-    Critical lines always pass: a process says them once, when it ends.
+    Critical lines always pass: a process logs one when it ends.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._allowances: dict[str, _Allowance] = {}
-        self._lock = threading.RLock()  # a collection of garbage may log in the midst of it
+        self._lock = threading.RLock()  # garbage collection may log while it is held
 
     def __call__(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if method == "critical":

@@ -15,11 +15,12 @@ import threading
 from typing import TextIO
 
 MAX_LINE_BYTES = 1 << 16
-"""A longer line is cut: what is logged is bounded before, so this is a mistake of ours that must not fill a disk."""
+"""Bytes of a line at most; a longer one is cut. What is logged is bounded before, so this is a mistake of ours that
+must not fill a disk."""
 
 
 class LossyStream(io.TextIOBase):
-    """Writes text to a file descriptor at once; `lost` counts the writes that could not be completed."""
+    """A stream that writes text to a file descriptor at once; `lost` counts the writes that could not be completed."""
 
     def __init__(self, fd: int) -> None:
         self.lost = 0
@@ -52,7 +53,8 @@ class LossyStream(io.TextIOBase):
         return len(text)
 
     def _written(self, data: bytes) -> bool:
-        """Write all of it, in pieces that a pipe which is not full takes without blocking."""
+        """Write all of the data, in pieces that a pipe which is not full takes without blocking; False if that
+        fails."""
         view = memoryview(data)
         while view:
             try:
@@ -73,7 +75,8 @@ def guard_stderr() -> LossyStream:
 
 
 def _descriptor(stream: TextIO | None) -> int:
-    """Open again, for ourselves, what a stream writes to: so that it does not block us, and blocks others as before."""
+    """Return a descriptor of our own for what a stream writes to, so that it does not block us, and blocks others as
+    before."""
     fd = 2
     if stream is not None:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or no file

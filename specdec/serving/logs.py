@@ -17,8 +17,8 @@ from specdec.serving.log_limits import LimitRate, cut_values
 from specdec.serving.log_stream import LossyStream, guard_stderr
 
 CHATTY = ("torchao", "torch.utils._pytree")
-"""Loggers of libraries that transformers loads wherever they are installed, and that then warn of what no model here
-needs: their kernels for other processors, their own habits."""
+"""Loggers of libraries that transformers loads wherever they are installed, and that warn of things that no model here
+needs, such as their kernels for other processors."""
 
 
 def configure(service: str, level: str = "info") -> None:
@@ -27,7 +27,7 @@ def configure(service: str, level: str = "info") -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
 
     def count_lost(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        """Tell on every line how many were lost before it, if any."""
+        """Note on every line how many were lost before it, if any."""
         return {**event, "lost_lines": stream.lost} if stream.lost else event
 
     class Logger(structlog.make_filtering_bound_logger(number)):  # type: ignore[misc]
@@ -64,7 +64,8 @@ def _renderer(stream: LossyStream) -> structlog.typing.Processor:
 
 
 class _Lines:
-    """Writes each line at once. It needs no lock of its own, which a thread that logs while it logs would wait for."""
+    """A logger that writes each line at once. It has no lock, since a thread that logs while it is logging would wait
+    for itself."""
 
     def __init__(self, stream: LossyStream) -> None:
         self._stream = stream
@@ -76,20 +77,20 @@ class _Lines:
 
 
 class _ToStructlog(logging.Handler):
-    """Passes the records of the standard library's logging on."""
+    """A handler that passes the records of the standard library's logging on to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = structlog.get_logger()
         if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
-            # gRPC's word for a status or a message that met a caller who has just left: no fault, and no news.
+            # gRPC logs this when a status or a message meets a caller that has just left: no fault.
             log.debug("caller_left", message=_message(record))
             return
-        level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)  # libraries have others
+        level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)  # libraries have levels in between
         log.log(level, "library", logger=record.name, message=_message(record), exc_info=record.exc_info)
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The text of a record, also where its arguments do not fit its format."""
+    """Return the text of a record, even if its arguments do not fit its format."""
     try:
         return record.getMessage()
     except Exception:

@@ -1,4 +1,4 @@
-"""Awaits the first message of calls that have begun and not yet said what they want, within limits."""
+"""Openings: awaits the first messages of calls that have begun, within limits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from specdec.serving.errors import DeadlineError
 
 MAX_UNOPENED = 1024
-"""Calls that wait for their first message at once. A caller sends it together with the call, so the one that has waited
-longest is the one to end."""
+"""Calls that may wait for their first message at once. A caller sends it together with the call, so if there are more,
+the one that has waited longest is ended."""
 
 
 class Openings:
@@ -21,7 +21,8 @@ class Openings:
         self._waiting: dict[asyncio.Timeout, None] = {}  # the oldest first
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """The first message, or None if the caller ends its side without one; DeadlineError if it takes too long."""
+        """Return the first message, or None if the caller ends its side without one; DeadlineError if it takes too
+        long."""
         if len(self._waiting) >= MAX_UNOPENED:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]

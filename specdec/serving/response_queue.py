@@ -1,4 +1,4 @@
-"""What a session's worker has to say, on its way to the session's stream."""
+"""The response queue: a worker's responses to a session, on their way to the session's stream."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ import grpc
 from specdec.serving.errors import ModelFailureError
 
 MAX_WAITING = 256
-"""Messages that wait to be written. A caller who has so many unread is asked to read before it gets more."""
+"""Messages that wait to be written until the queue is full: then what can wait is not sent before the caller reads."""
 
 HEARTBEAT_SECONDS = 0.25
-"""Of silence, until a sign of life."""
+"""Seconds of silence until a heartbeat."""
 
 BUSY_HEARTBEAT_SECONDS = 1.0
-"""Until one is due in any case: it also tells how full a service is."""
+"""Seconds until a heartbeat is due in any case: it also reports the pod's capacity."""
 
 Response = TypeVar("Response")
 
 
 class ResponseQueue(Generic[Response]):
-    """Filled from any thread, written to the stream in order. An exception put here ends the session."""
+    """A queue that is filled from any thread and written to the stream in order. An exception in it ends the
+    session."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._last_append = self._loop.time()  # when something was last put here
+        self._last_append = self._loop.time()  # when an item was last appended
 
     @property
     def full(self) -> bool:
-        """True while so many messages are unread that what can wait should. Any thread may ask."""
+        """True while so many messages are unread that what can wait should wait. Any thread may ask."""
         return self._queue.qsize() >= MAX_WAITING
 
     def send(self, item: Response | Exception) -> None:
@@ -40,13 +41,14 @@ class ResponseQueue(Generic[Response]):
 
     @staticmethod
     def send_all(items: Sequence[tuple[ResponseQueue[Any], Callable[[], Any]]]) -> None:
-        """Fill many outboxes of one event loop at one blow; what is put is made there, off the caller's time."""
+        """Fill many queues of one event loop in one call; the items are made there, which takes none of the caller's
+        time."""
 
         def fill() -> None:
             for responses, make in items:
                 try:
                     responses._append(make())
-                except Exception as error:  # it ends one session, and the others hear what is theirs
+                except Exception as error:  # it ends one session, and the others get their items
                     responses._append(error)
 
         if items:
@@ -59,7 +61,7 @@ class ResponseQueue(Generic[Response]):
         heartbeat: Callable[[], Response],
         is_last: Callable[[Response], bool] = lambda _: False,
     ) -> None:
-        """Write items as they come, and signs of life between them, until the last one."""
+        """Write items as they come, and heartbeats between them, until the last item."""
         beat = asyncio.create_task(self._send_heartbeats(heartbeat))
         try:
             while True:
@@ -75,12 +77,12 @@ class ResponseQueue(Generic[Response]):
             beat.cancel()
 
     def _append(self, item: Response | Exception) -> None:
-        """On the event loop."""
+        """Append an item; runs on the event loop."""
         self._last_append = self._loop.time()
         self._queue.put_nowait(item)
 
     async def _send_heartbeats(self, heartbeat: Callable[[], Response]) -> None:
-        """A commit is a sign of life too: 64 busy sessions would have 256 of others a second."""
+        """Send heartbeats. Other messages count as well: else 64 busy sessions would have 256 heartbeats a second."""
         told = self._loop.time()
         while True:
             await asyncio.sleep(self._last_append + HEARTBEAT_SECONDS - self._loop.time())
@@ -88,6 +90,6 @@ class ResponseQueue(Generic[Response]):
             if now < min(self._last_append + HEARTBEAT_SECONDS, told + BUSY_HEARTBEAT_SECONDS):
                 continue
             self._last_append = now
-            if self._queue.empty():  # else what waits there is a sign of life
+            if self._queue.empty():  # else what waits there will do
                 told = now
                 self._queue.put_nowait(heartbeat())

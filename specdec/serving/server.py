@@ -35,8 +35,8 @@ PEER_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 30_000),
 )
-"""For channels to other services: one that comes back is found within a second, not gRPC's two minutes, and a
-connection that leads nowhere is not kept for TCP's quarter of an hour."""
+"""Options of channels to other services. A service that comes back is found within a second, not gRPC's two minutes,
+and a connection that leads nowhere is not kept for TCP's quarter of an hour."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -44,12 +44,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 PATIENCE_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),)
-"""By default gRPC ends connections of clients that ask every 20 s whether the server is still there."""
+"""Options of servers for clients that ask every 20 s whether the server is still there: by default gRPC ends their
+connections."""
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 HEALTH_SECONDS = 0.25
-"""Between two looks at whether the service works."""
+"""Seconds between two checks of whether the service works."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -59,7 +60,7 @@ class StartError(Exception):
 
 
 class Servicer(Protocol):
-    """Answers the calls of one gRPC service."""
+    """The implementation of one gRPC service."""
 
     name: str
     """Full name of the gRPC service."""
@@ -67,23 +68,23 @@ class Servicer(Protocol):
     def register(self, server: grpc.aio.Server) -> None: ...
 
     async def close(self) -> None:
-        """Called after the last call has ended."""
+        """Free what it holds; called after the last call has ended."""
 
 
 class Service(Servicer, Protocol):
-    """A servicer that a process can be made of."""
+    """A servicer that a process serves."""
 
     max_request_bytes: int
-    """Bytes that a valid request has at most, where a call has a single one."""
+    """Bytes of a valid request at most, where a call has a single one."""
 
     @property
     def works(self) -> bool:
-        """True while it can serve somebody; else the process is not SERVING."""
+        """True while it can serve requests; else the process is NOT_SERVING."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where and how a service listens."""
+    """The settings of a server: where and how it listens."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -96,12 +97,12 @@ class ServerSettings:
 async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
     """Run a service until SIGINT, SIGTERM or, if asked for, the end of stdin.
 
-    Prints one line `ready HOST:PORT` on stdout when calls are welcome.
+    Prints one line `ready HOST:PORT` on stdout when calls can be served.
     """
     logs.configure(service_name, settings.log_level)
     stop = stop_asked_for(settings)
 
-    # 1. A port that is taken should not cost the loading of a model: look first.
+    # 1. If the port is taken, no model should be loaded in vain: look first.
     bound(settings).close()
 
     # 2. Load, then take calls.
@@ -110,7 +111,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("stopped_while_loading")
-        os._exit(0)  # the loading thread cannot be told to end
+        os._exit(0)  # the loading thread cannot be ended
     service = loading.result()
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     server = grpc.aio.server(interceptors=[CallInterceptor(service.max_request_bytes)], options=options)
@@ -123,7 +124,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         port = server.add_insecure_port(f"{settings.host}:{settings.port}")
     except RuntimeError as error:
         raise _port_taken(settings) from error
-    gc.freeze()  # what is loaded stays: collections of garbage need not look through it, for a tenth of a second each
+    gc.freeze()  # what is loaded stays: to scan it would cost each garbage collection a tenth of a second
     await server.start()
     announce(f"{settings.host}:{port}")
     log.info("serving", address=f"{settings.host}:{port}")
@@ -142,7 +143,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
 
 
 def announce(address: str) -> None:
-    """Say on stdout that calls are welcome. Where nobody can hear it the service serves all the same."""
+    """Print on stdout that calls can be served. If that fails, the service serves all the same."""
     try:
         print(f"ready {address}", flush=True)
     except OSError as error:
@@ -150,7 +151,7 @@ def announce(address: str) -> None:
 
 
 async def report_health(service: Service, checks: health.aio.HealthServicer) -> None:
-    """Keep what health checks are told, of the service and of the process, up to date."""
+    """Keep the answers to health checks, for the service and for the process, up to date."""
     told: bool | None = None
     while True:
         if service.works is not told:
@@ -164,7 +165,8 @@ async def report_health(service: Service, checks: health.aio.HealthServicer) -> 
 
 
 def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
-    """Have a server serve a service's methods, each stream by itself or many on one connection."""
+    """Have a server serve a service's methods, each stream by itself or many on one multiplexed connection; return the
+    servicer of these connections."""
     mux = MuxServicer()
     service.register(server)
     service.register(cast("grpc.aio.Server", mux))
@@ -174,17 +176,17 @@ def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
 
 
 async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:
-    """Load a model in a thread that ends with it.
+    """Load a model in a thread that ends when it is loaded.
 
-    OpenMP keeps a team of threads for every thread that has computed, for as long as it lives, and lets none of
-    them spin once they are more than the cores. So the thread that steps must be the only one with a team.
+    OpenMP keeps a team of threads for every thread that has computed, for as long as that lives, and lets none of them
+    spin once they are more than the cores. So the thread that steps must be the only one with a team.
     """
     with ThreadPoolExecutor(1, "load") as thread:
         return await asyncio.wrap_future(thread.submit(load))
 
 
 def bound(settings: ServerSettings) -> socket.socket:
-    """A socket that has the address but does not listen; StartError if it is taken."""
+    """Return a socket that is bound to the address and does not listen; StartError if the address is taken."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(settings.share_port))
@@ -201,7 +203,7 @@ def _port_taken(settings: ServerSettings) -> StartError:
 
 
 def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
-    """Set by SIGINT, SIGTERM or, if asked for, the end of stdin."""
+    """Return an event that is set by SIGINT, SIGTERM or, if asked for, the end of stdin."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -218,12 +220,12 @@ def _on_stdin(stop: asyncio.Event) -> None:
 
 
 def run(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
-    """`serve` as a program."""
+    """Run `serve` as a program."""
     run_program(serve(settings, load, service_name), service_name)
 
 
 def run_program(program: Coroutine[None, None, None], service_name: str) -> None:
-    """A start that fails is one line on stderr and exit status 1."""
+    """Run a program. A start that fails ends it with one line on stderr and exit status 1."""
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
 

@@ -1,8 +1,8 @@
-"""A session is a stream: the life of one, the same at draft and verifier.
+"""Session streams: the life of a session as a stream, the same at draft and verifier.
 
-The first request opens the session and gives it memory, the rest are handed to the worker in order, what
-the worker says goes back; when the stream ends, for whatever reason, the memory is free within a step. The answer
-to `open` and the signs of life wait for no step of the worker.
+The first request opens the session and gives it memory, the other requests go to the worker in order, and the worker's
+responses go back. When the stream ends, for whatever reason, the memory is free within a step. The answer to `open` and
+the heartbeats wait for no step of the worker.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = structlog.get_logger()
 LINGER_SECONDS = 5.0
 
 OPEN_SECONDS = 10.0
-"""For `open` to arrive once a stream has begun."""
+"""Seconds for `open` to arrive once a stream has begun."""
 
 LONG_BYTES = 1 << 14
-"""A request that is longer is parsed in a thread: a long prompt takes a tenth of a second."""
+"""Bytes above which an `open` is parsed in a thread: a long prompt takes a tenth of a second."""
 
 INBOX_REQUESTS = 32
 INBOX_BYTES = 1 << 20
-"""Requests of one session that its worker may have before it; more are read when it has dealt with these. An honest
-session sends a handful in the time of a step, and one that floods costs the others 20 ms of it at most."""
+"""Requests of one session, and their bytes, that may wait for its worker; more are read when it has dealt with these.
+An honest session sends a handful in the time of a step, and one that floods costs the others 20 ms of it at most."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -46,7 +46,7 @@ Session = TypeVar("Session")
 
 
 class SessionServicer(ABC, Generic[Session, Request, Response]):
-    """What draft and verifier say of their sessions; `run` does the rest."""
+    """The base of the servicers of draft and verifier: they say what is theirs about sessions, `run` does the rest."""
 
     def __init__(self, worker: Worker, max_sessions: int) -> None:
         self._worker = worker
@@ -72,8 +72,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         return self._submitted - self._taken
 
     def admit(self, request: Request) -> None:
-        """OverloadedError if no more can be taken, EngineLostError if none can be served. On the event loop, so that a
-        refusal waits for no step."""
+        """Raise OverloadedError if no more sessions can be taken, EngineLostError if none can be served. Runs on the
+        event loop, so that a refusal waits for no step."""
         if not self.works:
             raise EngineLostError
         if not self.room:
@@ -81,41 +81,42 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @property
     def room(self) -> int:
-        """Sessions more that it would take."""
+        """Number of further sessions that it would take."""
         return max(0, self._max_sessions - self._sessions)
 
     def capacity(self) -> model_pb2.PodCapacity:
-        """How full it is."""
+        """Return how full the pod is."""
         return model_pb2.PodCapacity(sessions=self._sessions, room=self.room)
 
     @abstractmethod
     def parse(self, request: Request) -> Session:
-        """The session that an `open` asks for; ServiceError if it is refused."""
+        """Return the session that an `open` asks for; ServiceError if it is refused."""
 
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response]) -> None:
-        """Give it memory and let the worker work on it. In the worker's thread; PoolFullError."""
+        """Give a session memory and let the worker work on it; PoolFullError if there is none. Runs in the worker's
+        thread."""
 
     @abstractmethod
     def detach(self, session: Session) -> None:
-        """Take it from the worker, memory and all. In the worker's thread, once or more."""
+        """Take a session from the worker, and free its memory. Runs in the worker's thread, once or more often."""
 
     @abstractmethod
     def act(self, session: Session, request: Request, arrived: float) -> None:
-        """What any later request asks for; it `arrived` at that `time.monotonic`. In the worker's thread;
-        ValueError ends the session."""
+        """Do what a later request asks for, which `arrived` at that `time.monotonic`; ValueError ends the session. Runs
+        in the worker's thread."""
 
     @abstractmethod
     def opened(self, session: Session) -> Response:
-        """The answer to `open`."""
+        """Return the answer to `open`."""
 
     @abstractmethod
     def heartbeat(self) -> Response:
-        """A sign of life."""
+        """Return a heartbeat."""
 
     @abstractmethod
     def is_last(self, response: Response) -> bool:
-        """Whether the session is over with this response."""
+        """Return True if the session is over with this response."""
 
     async def run(self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Response]) -> None:
         first = await self._openings.first(requests)
@@ -155,7 +156,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
             self._worker.submit(partial(self.detach, session))
 
     def _take(self, session: Session, responses: ResponseQueue[Response]) -> None:
-        """In the worker's thread."""
+        """Attach a session; runs in the worker's thread."""
         self._taken += 1
         try:
             self.attach(session, responses)

@@ -1,5 +1,5 @@
-"""Keeps account of sessions whose step has failed: each is tried again in a step of its own, so that one that cannot be
-computed is found, and ended without the others.
+"""Step retry: each session of a failed step is tried again in a step of its own, so that one that cannot be computed is
+found, and ended without the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Session = TypeVar("Session")
 
 
 class StepRetry(Generic[Session]):
-    """Sessions on trial, of one loop. Belongs to the loop's thread."""
+    """The sessions of one loop that are on trial. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
         self._failures: Counter[Session] = Counter()  # in a row, by session on trial, in order
@@ -22,7 +22,8 @@ class StepRetry(Generic[Session]):
         return next((session for session in self._failures if session in ready), None)
 
     def failed(self, sessions: Sequence[Session]) -> Session | None:
-        """A step of these has failed; the one to be ended, if it has failed before and is now known to do so alone."""
+        """Note that a step of these sessions has failed. Return the one to be ended, which has failed before and now
+        alone; None if there is none."""
         self._failures.update(sessions)
         (session, *others) = sessions
         if others or self._failures[session] < 2:
@@ -31,5 +32,5 @@ class StepRetry(Generic[Session]):
         return session
 
     def forget(self, session: Session) -> None:
-        """It has had a step, or is gone."""
+        """Take a session off trial: it has had a step, or is gone."""
         self._failures.pop(session, None)

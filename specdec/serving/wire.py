@@ -1,4 +1,4 @@
-"""Between messages and the values that the code works with."""
+"""The wire format: converts messages to the values that the code works with and back, and checks their contents."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 20
 
 MAX_NODES_A_MESSAGE = 1024
-"""Candidates in an `Extend`: several times what a verifier grants a session."""
+"""Candidates in an `Extend` at most: several times what a verifier grants a session."""
 
 LOGPROB_UNIT = 1.0 / 96.0
-"""A log-probability travels as the number of these units in the root of its negative: fine where a child is likely, so
-that long paths add up right, coarse where it is not."""
+"""Unit of log-probabilities in messages: one is sent as the number of units in the square root of its negative. That is
+fine where a child is likely, so that long paths add up right, and coarse where it is not."""
 
 
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
-    """What a pod that serves a directory says of itself; `context` is the longest text it has room for."""
+    """Return what a pod that serves a directory says of itself; `context` is the longest text that it has room for."""
     mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST
     return model_pb2.ModelIdentity(
         protocol_version=PROTOCOL_VERSION,
@@ -77,13 +77,14 @@ def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
 MAX_BIASES = 4096
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Outside of these, logits become so large or small that nothing but the penalty would choose."""
+"""Limits of the repetition penalty: outside of them, logits become so large or small that only the penalty would
+choose."""
 
 
 def size_violations(
     sampling: model_pb2.Sampling | generation_pb2.SamplingParameters, vocabulary: int
 ) -> list[tuple[str, str]]:
-    """What of a message's sampling has too many entries to be looked at one by one."""
+    """Return violations for sampling fields that have too many entries to be looked at one by one."""
     return [
         violation
         for violation in (
@@ -95,13 +96,14 @@ def size_violations(
 
 
 def too_many(field: str, count: int, limit: int, of: str) -> tuple[str, str] | None:
-    """The violation of a field that has more than `limit` of something, if it has."""
+    """Return the violation of a field that has more than `limit` of something; None if it has not."""
     return (field, f"has {count} {of}, must have at most {limit}") if count > limit else None
 
 
 def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
-    """(field, problem) of every field with a value outside its range, the first of its values. `barred`: end tokens
-    that `min_tokens` rules out at first; with the banned ones they must leave something to choose."""
+    """Return (field, problem) for every field with a value outside its range, for the first such value of a field.
+    `barred`: end tokens that `min_tokens` rules out at first; with the banned ones they must leave something to
+    choose."""
     prefix = "sampling."
     found: list[tuple[str, str]] = []
 
@@ -132,7 +134,7 @@ def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[i
 
 
 def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tuple[str, str]]:
-    """The first token id outside the vocabulary, if there is one."""
+    """Return the violation of the first token id outside the vocabulary, if there is one."""
     if max(tokens, default=0) < vocabulary:
         return []
     for index, token in enumerate(tokens):
@@ -142,13 +144,13 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
 
 
 MAX_END_TOKENS = 4096
-"""Of a session: those of the model and those of the request."""
+"""End tokens of a session at most: those of the model and those of the request."""
 
 
 def open_size_violations(
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen, vocabulary: int, context: int
 ) -> list[tuple[str, str]]:
-    """What of a session's opening has too many entries to be looked at one by one."""
+    """Return violations for fields of a session's opening that have too many entries to be looked at one by one."""
     counts = (
         too_many("prompt_tokens", len(message.prompt_tokens), context, "tokens"),
         too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
@@ -160,7 +162,7 @@ def open_size_violations(
 def text_violations(
     prompt: list[int], generated: list[int], max_tokens: int, *, vocabulary: int, context: int
 ) -> list[tuple[str, str]]:
-    """What is wrong with the text that a session begins with."""
+    """Return what is wrong with the text that a session begins with."""
     found = token_violations("prompt_tokens", prompt, vocabulary)
     found += token_violations("generated_tokens", generated, vocabulary)
     if not prompt:
@@ -192,7 +194,7 @@ RULES = {
 def rule_violations(
     rule: model_pb2.AcceptanceRule.ValueType, contrast: model_pb2.Contrast, sampling: Sampling
 ) -> list[tuple[str, str]]:
-    """What is wrong with a rule, its parameters, and what they leave no room for."""
+    """Return what is wrong with a rule, its parameters, and the sampling parameters that it excludes."""
     if rule not in RULES:
         return [("rule", f"is {rule}, which is no AcceptanceRule")]
     found: list[tuple[str, str]] = []
@@ -223,7 +225,7 @@ MOST_GUESSES = 64
 
 
 def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
-    """What is wrong with a list of drafters."""
+    """Return what is wrong with a list of drafters."""
     known = set(map(int, Drafter))
     if len(numbers) > len(known):
         return [(field, f"has {len(numbers)} entries, may have {len(known)} at most")]
@@ -235,7 +237,7 @@ def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, st
 
 
 def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple[str, str]]:
-    """What is wrong with the size of a window."""
+    """Return what is wrong with the size of a window."""
     found = []
     if message.window < 2:
         found.append((f"{field}.window", f"is {message.window}, must be at least 2"))
@@ -261,7 +263,7 @@ def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:
 
 
 def rule_of(rule: model_pb2.AcceptanceRule.ValueType, sampling: Sampling) -> Rule:
-    """The rule to go by: without temperature COUPLED and REJECTION are one."""
+    """Return the rule to go by: without temperature, REJECTION is the same as COUPLED."""
     found = RULES[rule]
     return Rule.COUPLED if found is Rule.REJECTION and sampling.greedy else found
 
@@ -272,7 +274,7 @@ def sampler_from(
     first_end_position: int,
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen,
 ) -> RequestSampler:
-    """How tokens are chosen in a session that was found valid."""
+    """Return the sampler of a session that was found valid."""
     rule = rule_of(message.rule, sampling)
     return RequestSampler(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast))
 

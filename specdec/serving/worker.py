@@ -1,4 +1,4 @@
-"""A thread that owns its state: others reach it by actions that run between two of its turns."""
+"""The worker: a thread that owns its state. Other threads reach it by actions, which run between two of its turns."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EX_SOFTWARE = 70
 
 
 class Worker(ABC):
-    """Takes turns for as long as there is work, and sleeps when there is none.
+    """A thread that takes turns for as long as there is work, and sleeps when there is none.
 
     No lock guards what a worker owns: everything happens in its thread, in order.
     """
 
     def __init__(self, name: str) -> None:
-        self.works = True  # False: what it works with fails, and it can serve nobody
+        self.works = True  # False: its engine, say, fails, and it can serve no session
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -35,7 +35,7 @@ class Worker(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """After the actions submitted so far; waits for the thread's end."""
+        """Stop after the actions submitted so far, and wait for the thread's end."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -73,8 +73,8 @@ class Worker(ABC):
 
     @abstractmethod
     def turn(self) -> float | None:
-        """Do what can be done now. How long to wait for an action before the next turn: seconds, or None
-        for as long as it takes."""
+        """Do what can be done now. Return how long to wait for an action before the next turn: seconds, or None for as
+        long as it takes."""
 
     def _run(self) -> None:
         wait: float | None = 0.0
@@ -90,9 +90,9 @@ class Worker(ABC):
                 os._exit(EX_SOFTWARE)
 
     def _receive(self, wait: float | None) -> bool:
-        """Run the actions that are in the inbox, waiting for the first; False if it is time to end.
+        """Run the actions that are in the inbox, waiting for the first; return False if it is time to end.
 
-        Those that come meanwhile wait for the next turn: a flood delays the work, it does not stop it.
+        Actions that come meanwhile wait for the next turn: a flood delays the work, it does not stop it.
         """
         try:
             action = self._inbox.get(timeout=wait) if wait is None or wait > 0 else self._inbox.get_nowait()
