@@ -44,6 +44,7 @@ from tests.verifier.fakes import (
 from verifier_service.publishing.commits import COMMIT_COALESCE_SECONDS, RELAXED_COALESCE_SECONDS
 from verifier_service.scheduling.prefill import MIN_CHUNK_TOKENS
 from verifier_service.scheduling.run_queue import SPARE_SHARE
+from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.session import Policy
 from verifier_service.speculation.controller import Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
@@ -188,6 +189,20 @@ class TestTokens:
         loop = step_loop(TextEngine(8), controller=Decided(mode))
         wanted, _ = loop.drafting_outlook(client(loop, 10, 1, 12).session, 16)
         assert wanted is (mode is Mode.REMOTE_DRAFT)
+
+    @pytest.mark.parametrize("forced", [False, True])
+    def test_a_draft_that_is_forced_is_wanted_though_nothing_pays(self, forced: bool) -> None:
+        """A second row costs more than a step: the break-even probability goes up to 1."""
+
+        class Steep(StepLatency):
+            def observe(self, rows: int, seconds: float) -> None:
+                pass
+
+        loop = step_loop(TextEngine(8), Steep((1, 2), [1.0, 3.0]), controller=Decided(Mode.REMOTE_DRAFT))
+        one = client(loop, 10, 1, 300, policy=Policy(REMOTE, 8, 0.0, forced=forced))
+        run(loop, one)
+        assert one.mail.times[-1].min_candidate_probability == 1.0
+        assert one.mail.times[-1].drafting_wanted is forced
 
     def test_candidates_come_at_any_time(self) -> None:
         """Before there is memory, in the prompt, and late: they are kept for as long as they can be taken."""

@@ -76,7 +76,7 @@ class CommitPublisher:
         """Return a session's response queue and a function that makes the commit of its pending result."""
         session, price = entry.session, self._planner.price
         cached, session.cached_tokens = session.cached_tokens, 0
-        entry.drafting_wanted = self._eligibility.uses_remote_draft(session) and price < 1.0
+        entry.drafting_wanted = self._eligibility.wants_drafting(session, price)
         times = StepTimes(
             *seconds,
             queued=entry.queued,

@@ -33,6 +33,11 @@ class Eligibility:
             return False
         return (self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling) or _is_exempt(session)
 
+    def wants_drafting(self, session: Session, price: float) -> bool:
+        """Return True if the session's remote draft is to propose candidates, where the break-even probability is
+        `price`: at 1 none pays."""
+        return self.uses_remote_draft(session) and (price < 1.0 or _is_exempt(session))
+
     def uses_proposers(self, session: Session) -> bool:
         """Return True if the session may have candidates of the verifier's own proposers."""
         return session.takes_own_candidates and (self._controller.mode is not Mode.OFF or _is_forced(session))
@@ -84,4 +89,4 @@ def _is_exempt(session: Session) -> bool:
 
 def _is_forced(session: Session) -> bool:
     """Return True if the session speculates whatever the controller finds."""
-    return session.policy.forced or session.needs_draft or session.policy.lookahead is not None
+    return _is_exempt(session) or session.policy.lookahead is not None
