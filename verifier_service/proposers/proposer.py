@@ -56,9 +56,10 @@ class ComingStep:
         """Yield the decoding sessions that use proposers. Where a place takes one candidate, which is sampled, the
         local model has it if it is used."""
         for session in self.sessions:
-            if not session.remaining_prompt and self.eligibility.uses_proposers(session):
-                if not (session.samples_candidates and self.eligibility.uses_local_model(session)):
-                    yield session
+            if session.remaining_prompt or not self.eligibility.uses_proposers(session):
+                continue
+            if not (session.samples_candidates and self.eligibility.uses_local_model(session)):
+                yield session
 
 
 class Proposer(ABC):
@@ -70,8 +71,8 @@ class Proposer(ABC):
     def propose(self, step: ComingStep) -> ProposalStats:
         """Put candidates into the trees of the step's sessions (`Session.add_candidates`)."""
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Session) -> None:  # noqa: B027 -- most proposers keep nothing
         """Free what is kept for a session, which has left or has lost its memory; it may come back."""
 
-    def finished(self, session: Session) -> None:
+    def finished(self, session: Session) -> None:  # noqa: B027 -- most proposers learn nothing
         """Learn from a text that is complete."""

@@ -10,6 +10,10 @@ from verifier_service.session import Session
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 
 
+NOTHING_PAYS = 1.0 - 1e-7
+"""A break-even probability from which on no candidate pays: as a moving average it comes close to 1 and never there."""
+
+
 class LocalModel(Protocol):
     """A local draft model, as far as it decides whether it is used."""
 
@@ -35,8 +39,8 @@ class Eligibility:
 
     def wants_drafting(self, session: Session, price: float) -> bool:
         """Return True if the session's remote draft is to propose candidates, where the break-even probability is
-        `price`: at 1 none pays."""
-        return self.uses_remote_draft(session) and (price < 1.0 or _is_exempt(session))
+        `price`."""
+        return self.uses_remote_draft(session) and (price < NOTHING_PAYS or _is_exempt(session))
 
     def uses_proposers(self, session: Session) -> bool:
         """Return True if the session may have candidates of the verifier's own proposers."""
