@@ -35,7 +35,8 @@ from specdec.engine.kv.blocks import BlockPool
 from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
-from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.request import Policy, SessionRequest
+from verifier_service.session import Session
 from verifier_service.verification.result import CORRECTION
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees

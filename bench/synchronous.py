@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import cast
 
 import draft_service.servicer
 import draft_service.session
@@ -21,9 +22,10 @@ from draft_service.session import ExpansionPolicy, Extension
 from specdec.decoding.tree import Node, Paths
 from specdec.serving.response_queue import ResponseQueue
 from specdec.v2 import draft_pb2, verifier_pb2
-from verifier_service.running_session import RunningSession, StepTimes
+from verifier_service.backend import BackendSession
+from verifier_service.request import Policy
+from verifier_service.running_session import StepTimes
 from verifier_service.servicer import response
-from verifier_service.session import Policy
 from verifier_service.verification.result import VerifyResult
 
 
@@ -111,14 +113,12 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
     """A verifier servicer of synchronous sessions."""
 
     def parse(self, request: verifier_pb2.VerifyRequest) -> VerifierSession:
-        plain = super().parse(request)
+        plain = cast("verifier_service.session.Session", super().parse(request))
         vocabulary = self.identity.vocabulary_size
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 
-    def attach(
-        self, session: verifier_service.session.Session, responses: ResponseQueue[verifier_pb2.VerifyResponse]
-    ) -> None:
-        self._loop.attach(RunningSession(session, responses, _free_of_charge))
+    def attach(self, session: BackendSession, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
+        self._backend.serve(session, responses, _free_of_charge)
 
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
         """Return the policy without step delay, since a draft sends one answer only, and without the speculation

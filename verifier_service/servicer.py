@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 import structlog
@@ -30,9 +31,9 @@ from specdec.serving.wire import (
     token_violations,
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.running_session import RunningSession, StepTimes
-from verifier_service.session import Policy, Session, SessionRequest
-from verifier_service.step_loop import StepLoop
+from verifier_service.backend import BackendSession, SessionBackend
+from verifier_service.request import Policy, SessionRequest
+from verifier_service.running_session import StepTimes
 from verifier_service.verification.result import VerifyResult
 
 log = structlog.get_logger()
@@ -51,18 +52,18 @@ class Limits:
 
 
 class VerifierServicer(
-    SessionServicer[Session, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse],
+    SessionServicer[BackendSession, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse],
     verifier_pb2_grpc.VerifierServiceServicer,
 ):
     name = "specdec.v2.VerifierService"
 
-    def __init__(self, loop: StepLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
-        super().__init__(loop, limits.max_sessions)
+    def __init__(self, backend: SessionBackend, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
+        super().__init__(backend, limits.max_sessions)
         self._started = time.monotonic()
-        self._loop = loop
+        self._backend = backend
         self.identity = identity
         self._limits = limits
-        self._usual_blocks = 1.0  # KV cache blocks of a new session's text, moving average
+        self._usual_tokens = float(BLOCK)  # of KV cache that a new session takes, moving average
 
     def register(self, server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
@@ -74,33 +75,33 @@ class VerifierServicer(
     ) -> None:
         await self.run(request_iterator, context)
 
-    def attach(self, session: Session, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
-        self._loop.attach(RunningSession(session, responses, response))
+    def attach(self, session: BackendSession, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
+        self._backend.serve(session, responses, response)
 
     def admit(self, request: verifier_pb2.VerifyRequest) -> None:
         super().admit(request)
         text = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
-        blocks = -(-(text + 1) // BLOCK)  # the text and one token more
-        self._usual_blocks += 0.1 * (blocks - self._usual_blocks)
-        waiting, limit = self._waiting(blocks), self._limits.max_waiting
+        tokens = BLOCK * -(-(text + 1) // BLOCK)  # whole blocks for the text and one token more
+        self._usual_tokens += 0.1 * (tokens - self._usual_tokens)
+        waiting, limit = self._waiting(tokens), self._limits.max_waiting
         if waiting >= limit and request.open.attempt <= 1:
             raise OverloadedError(
                 f"{waiting} sessions wait for memory, the limit is {limit}",
-                retry_after=self._loop.stats.expected_wait(waiting),
+                retry_after=self._backend.stats.expected_wait(waiting),
             )
 
     def capacity(self) -> model_pb2.PodCapacity:
-        waiting = self._waiting(self._usual_blocks)
+        waiting = self._waiting(self._usual_tokens)
         room = max(0, min(self.room, self._limits.max_waiting - waiting))
-        wait = self._loop.stats.expected_wait(max(0, waiting))
+        wait = self._backend.stats.expected_wait(max(0, waiting))
         return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
-    def _waiting(self, blocks: float) -> int:
+    def _waiting(self, tokens: float) -> int:
         """Return the number of sessions that wait for memory; if it is negative, so many more would get memory at once.
 
-        Sessions on their way to the loop count as well, with texts of `blocks` blocks each."""
-        waiting = self._loop.stats.waiting - self._loop.stats.throttled
-        fitting = 0 if waiting else int(self._loop.pool.available / blocks)
+        Sessions on their way to the loop count as well, with texts of `tokens` tokens each."""
+        waiting = self._backend.stats.waiting - self._backend.stats.throttled
+        fitting = 0 if waiting else self._backend.fitting(tokens)
         return waiting + self.arriving - fitting
 
     async def GetStats(
@@ -108,13 +109,13 @@ class VerifierServicer(
         request: verifier_pb2.GetStatsRequest,
         context: grpc.aio.ServicerContext[verifier_pb2.GetStatsRequest, verifier_pb2.GetStatsResponse],
     ) -> verifier_pb2.GetStatsResponse:
-        load, pool = self._loop.stats, self._loop.pool
+        load, memory = self._backend.stats, self._backend.memory()
         return verifier_pb2.GetStatsResponse(
             running=load.running,
             waiting=load.waiting,
-            kv_tokens=pool.usable * BLOCK,
-            kv_held_tokens=pool.held * BLOCK,
-            kv_cached_tokens=pool.cached * BLOCK,
+            kv_tokens=memory.tokens,
+            kv_held_tokens=memory.held,
+            kv_cached_tokens=memory.cached,
             steps=load.steps,
             rows=load.rows,
             committed_tokens=load.committed,
@@ -130,10 +131,10 @@ class VerifierServicer(
             up_us=int(1e6 * (time.monotonic() - self._started)),
         )
 
-    def detach(self, session: Session) -> None:
-        self._loop.detach(session)
+    def detach(self, session: BackendSession) -> None:
+        self._backend.detach(session)
 
-    def act(self, session: Session, request: verifier_pb2.VerifyRequest, arrived: float) -> None:
+    def act(self, session: BackendSession, request: verifier_pb2.VerifyRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "extend":
                 self._extend(session, request.extend, arrived)
@@ -142,9 +143,9 @@ class VerifierServicer(
                     raise ValueError("; ".join(" ".join(each) for each in wrong))
                 session.set_policy(self._policy(request.policy))
             case "consumed":
-                session.consumed = min(session.tree.base, len(session.request.prompt) + request.consumed.tokens)
+                session.client_has_read(request.consumed.tokens)
 
-    def _extend(self, session: Session, extend: model_pb2.Extend, arrived: float) -> None:
+    def _extend(self, session: BackendSession, extend: model_pb2.Extend, arrived: float) -> None:
         """Insert candidates; invalid ones are dropped: they are a draft's fault, and a draft must cost no token."""
         try:
             most = max(len(extend.tokens), len(extend.parents), len(extend.logprob_bytes), len(extend.distributions))
@@ -152,13 +153,13 @@ class VerifierServicer(
                 raise ValueError(f"{most} nodes, at most {MAX_NODES_A_MESSAGE} a message")
             session.extend(extend.base, paths_from(extend), arrived, extend.base_age_us * 1e-6)
         except ValueError as error:
-            self._loop.stats.refused += 1
+            self._backend.stats.refused += 1
             session.refused_extends += 1
             if session.refused_extends == 1:  # a draft that sends invalid candidates does so again and again
                 log.warning("candidates_refused", why=str(error))
 
-    def opened(self, session: Session) -> verifier_pb2.VerifyResponse:
-        wanted, probability = self._loop.drafting_outlook(session, self._sessions)
+    def opened(self, session: BackendSession) -> verifier_pb2.VerifyResponse:
+        wanted, probability = self._backend.drafting_outlook(session, self._sessions)
         opened = verifier_pb2.VerifyOpened(
             identity=self.identity,
             max_nodes=self._limits.max_nodes,
@@ -169,7 +170,7 @@ class VerifierServicer(
         return verifier_pb2.VerifyResponse(opened=opened)
 
     def heartbeat(self) -> verifier_pb2.VerifyResponse:
-        load = self._loop.stats
+        load = self._backend.stats
         begun = load.step_begun
         heartbeat = model_pb2.Heartbeat(
             steps=load.steps,
@@ -192,7 +193,7 @@ class VerifierServicer(
             lookahead=lookahead_from(message.lookahead) if message.HasField("lookahead") else None,
         )
 
-    def parse(self, request: verifier_pb2.VerifyRequest) -> Session:
+    def parse(self, request: verifier_pb2.VerifyRequest) -> BackendSession:
         """Return the session that `open` asks for; every value is checked, whoever sent it."""
         message = request.open
         heard = checksum.of_opening(message)
@@ -226,7 +227,10 @@ class VerifierServicer(
             heard,
             message.coalesce_commits,
         )
-        return Session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary)
+        return cast(
+            "BackendSession",
+            self._backend.session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary),
+        )
 
 
 def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:

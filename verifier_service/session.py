@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.processing import PenaltyState
 from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
@@ -21,6 +18,7 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 from specdec.serving import checksum
 from verifier_service.proposers.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
+from verifier_service.request import Policy, SessionRequest
 from verifier_service.scheduling.batch_plan import ScheduledRows, plan_tree
 from verifier_service.scheduling.step_delay import DraftTiming, WaitEstimate
 from verifier_service.verification.result import (
@@ -34,41 +32,6 @@ from verifier_service.verification.result import (
 
 if TYPE_CHECKING:
     from verifier_service.verification.tree_verification import TreeVerification
-
-
-@dataclass(frozen=True)
-class SessionRequest:
-    """A validated VerifyOpen."""
-
-    prompt: list[int]
-    generated: list[int]
-    sampler: RequestSampler
-    end_tokens: frozenset[int]
-    max_tokens: int
-    top_logprobs: int | None  # most probable tokens to give logprobs of, besides the chosen one's; None: no logprobs
-    context: int  # most tokens of a text
-    tenant: str = ""
-    checksum: int = 0  # of the VerifyOpen
-    coalesce_commits: bool = False  # nobody waits for single tokens
-
-
-@dataclass
-class Policy:
-    """A validated VerifyPolicy."""
-
-    drafters: frozenset[Drafter]  # who may propose candidates
-    max_candidates: int  # in one step
-    patience: float  # seconds after a commit that a step may wait for a draft's candidates
-    forced: bool = False  # speculate whether or not it pays
-    lookahead: Lookahead | None = None  # size of a window in every step; None: one that pays
-
-    def __post_init__(self) -> None:
-        # Computed once: every step needs them several times.
-        self.remote = Drafter.REMOTE in self.drafters
-        self.own = bool(self.drafters & OWN_DRAFTERS)
-        self.ngram = Drafter.NGRAM in self.drafters
-        self.windows = Drafter.LOOKAHEAD in self.drafters
-        self.local_model = Drafter.LOCAL_MODEL in self.drafters
 
 
 class Session:
@@ -182,6 +145,10 @@ class Session:
         """True if verifying a candidate can bring anything. Under CONTRASTIVE nothing can be chosen below a candidate
         without the draft's distribution."""
         return not self.needs_draft or node.distribution is not None
+
+    def client_has_read(self, tokens: int) -> None:
+        """Note that the client has taken so many generated tokens."""
+        self.consumed = min(self.tree.base, len(self.request.prompt) + tokens)
 
     def set_policy(self, policy: Policy) -> None:
         """Replace the session's policy."""

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.serving.engine_worker import EngineWorker
+from specdec.serving.response_queue import ResponseQueue
+from verifier_service.backend import MakeCommit, MemoryUse, SessionBackend
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.lookup import LookupProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.proposers.windows import observe_windows
 from verifier_service.publishing.commits import CommitPublisher, StepSeconds
 from verifier_service.publishing.stats import VerifierStats
+from verifier_service.request import Policy, SessionRequest
 from verifier_service.running_session import RunningSession
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.planner import Planner, StepPlan
@@ -45,7 +49,7 @@ WITHOUT_DRAFT = WaitEstimate(1.0)
 """The wait estimate of a session that brings one token and waits for nothing."""
 
 
-class StepLoop(EngineWorker[Session]):
+class StepLoop(EngineWorker[Session], SessionBackend):
     """The step loop of a verifier.
 
     `step_rows`: rows up to which prompts fill a step, or fewer if a row costs less then; `max_unread_tokens`: tokens
@@ -92,6 +96,16 @@ class StepLoop(EngineWorker[Session]):
         """The number of tokens that one session can have memory for at most."""
         return self.pool.usable * BLOCK
 
+    def memory(self) -> MemoryUse:
+        pool = self.pool
+        return MemoryUse(pool.usable * BLOCK, pool.held * BLOCK, pool.cached * BLOCK)
+
+    def fitting(self, tokens: float) -> int:
+        return int(self.pool.available * BLOCK / tokens)
+
+    def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Session:
+        return Session(request, policy, max_nodes, vocabulary)
+
     def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
         """Return (True if candidates of a remote draft are wanted, the break-even probability) for a new session.
 
@@ -105,6 +119,9 @@ class StepLoop(EngineWorker[Session]):
         return price < 1.0, price
 
     # --- actions: called in the loop's thread -------------------------------------------------------
+
+    def serve(self, session: Session, responses: ResponseQueue[Any], commit: MakeCommit) -> None:
+        self.attach(RunningSession(session, responses, commit))
 
     def attach(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if nothing can be computed."""

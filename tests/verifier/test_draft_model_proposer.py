@@ -26,7 +26,7 @@ from tests.verifier.fakes import (
     step_loop,
 )
 from verifier_service.proposers.draft_model import MAX_PREFILL_ROWS, DraftModelProposer
-from verifier_service.session import Policy
+from verifier_service.request import Policy
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 from verifier_service.verification.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM

@@ -29,7 +29,8 @@ from tests.verifier.fakes import (
     step_loop,
 )
 from verifier_service.proposers.ngram import FIRST_WINDOW_PAUSE, FRUITLESS_STEPS, MAX_SKIPPED, Confidence, NgramProposer
-from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.request import Policy, SessionRequest
+from verifier_service.session import Session
 from verifier_service.speculation.controller import Mode
 from verifier_service.verification.result import NGRAM, PLAIN
 

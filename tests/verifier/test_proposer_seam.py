@@ -13,7 +13,8 @@ from specdec.decoding.tree import Paths
 from tests.verifier.fakes import BAD, FREE, Client, Decided, TextEngine, run, step_loop
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.proposers.proposer import ComingStep, Phase, ProposalStats, Proposer
-from verifier_service.session import Policy, Session
+from verifier_service.request import Policy
+from verifier_service.session import Session
 from verifier_service.speculation.controller import Mode
 from verifier_service.verification.result import NGRAM
 

@@ -17,8 +17,9 @@ from specdec.decoding.tree import Node, Paths
 from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PoolFullError
+from verifier_service.request import Policy, SessionRequest
 from verifier_service.scheduling.batch_plan import ScheduledRows
-from verifier_service.session import Policy, Session, SessionRequest
+from verifier_service.session import Session
 from verifier_service.verification.result import (
     BONUS,
     CONTEXT,

@@ -9,7 +9,6 @@ from typing import Protocol
 from verifier_service.session import Session
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 
-
 NOTHING_PAYS = 1.0 - 1e-7
 """A break-even probability from which on no candidate pays: as a moving average it comes close to 1 and never there."""
 

@@ -1,0 +1,139 @@
+"""Whoever runs a target can serve the Verify protocol: here a backend that counts, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from specdec.decoding.tree import Paths
+from specdec.serving.response_queue import ResponseQueue
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.stack import served
+from verifier_service.backend import MakeCommit, MemoryUse, SessionBackend
+from verifier_service.publishing.stats import VerifierStats
+from verifier_service.request import Policy, SessionRequest
+from verifier_service.running_session import StepTimes
+from verifier_service.servicer import Limits, VerifierServicer
+from verifier_service.verification.result import LENGTH, PLAIN, VerifyResult
+
+VOCABULARY, CONTEXT = 100, 64
+
+
+class Count:
+    """A text that goes on with the next number."""
+
+    def __init__(self, request: SessionRequest, policy: Policy) -> None:
+        self.request, self.policy = request, policy
+        self.text = [*request.prompt, *request.generated]
+        self.refused_extends = 0
+        self.read = 0
+        self.candidates: list[list[int]] = []
+        self.responses: ResponseQueue[Any] | None = None
+        self.commit: MakeCommit | None = None
+
+    def extend(self, base: int, paths: Paths, arrived: float, base_age: float) -> None:
+        self.candidates.append(list(paths.tokens))
+
+    def set_policy(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def client_has_read(self, tokens: int) -> None:
+        self.read = tokens
+
+
+class Counting(SessionBackend):
+    """Says a number a turn once it has been told that the client has read the one before."""
+
+    context = CONTEXT
+
+    def __init__(self) -> None:
+        super().__init__("counting")
+        self.stats = VerifierStats()
+        self.running: list[Count] = []
+        self.ended: list[Count] = []
+
+    def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Count:
+        return Count(request, policy)
+
+    def serve(self, session: Count, responses: ResponseQueue[Any], commit: MakeCommit) -> None:
+        session.responses, session.commit = responses, commit
+        self.running.append(session)
+
+    def detach(self, session: Count) -> None:
+        if session in self.running:
+            self.running.remove(session)
+            self.ended.append(session)
+
+    def drafting_outlook(self, session: Count, sessions: int) -> tuple[bool, float]:
+        return True, 0.25
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(1000, 10 * len(self.running), 0)
+
+    def fitting(self, tokens: float) -> int:
+        return 10
+
+    def turn(self) -> float | None:
+        for session in self.running:
+            said = len(session.text) - len(session.request.prompt)
+            if said == session.request.max_tokens or session.read < said:
+                continue
+            token = session.text[-1] + 1
+            finish = LENGTH if said + 1 == session.request.max_tokens else 0
+            result = VerifyResult(len(session.text), 0, [token], [PLAIN], finish=finish)
+            session.text.append(token)
+            assert session.responses is not None
+            assert session.commit is not None
+            session.responses.send(session.commit(result, StepTimes(0.0, 0.0, 0.0, 0.0)))
+        return None
+
+
+@pytest.mark.asyncio
+async def test_a_backend_without_a_model_serves_the_verify_protocol() -> None:
+    backend = Counting()
+    backend.start()
+    identity = model_pb2.ModelIdentity(model="count", vocabulary_size=VOCABULARY, context_tokens=CONTEXT)
+    sent: asyncio.Queue[verifier_pb2.VerifyRequest] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[verifier_pb2.VerifyRequest]:
+        while True:
+            yield await sent.get()
+
+    async with (
+        served(VerifierServicer(backend, identity, Limits())) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+        policy = verifier_pb2.VerifyPolicy(drafters=[model_pb2.DRAFTER_REMOTE], patience_us=1000)
+        opening = verifier_pb2.VerifyOpen(prompt_tokens=[5, 6], max_tokens=3, policy=policy)
+        sent.put_nowait(verifier_pb2.VerifyRequest(open=opening))
+        call = stub.Verify(requests())
+        opened = (await call.read()).opened
+        assert (opened.identity.model, opened.drafting_wanted) == ("count", True)
+        assert opened.min_candidate_probability == 0.25
+        extend = model_pb2.Extend(base=2, tokens=[9, 8], parents=[0, 1], logprob_bytes=b"\1\1")
+        sent.put_nowait(verifier_pb2.VerifyRequest(extend=extend))
+        sent.put_nowait(verifier_pb2.VerifyRequest(policy=verifier_pb2.VerifyPolicy()))
+        tokens: list[int] = []
+        while True:
+            response = await call.read()
+            if response.WhichOneof("message") == "heartbeat":
+                continue
+            tokens += response.commit.committed.tokens
+            if response.commit.finish_reason:
+                break
+            consumed = verifier_pb2.Consumed(tokens=len(tokens))
+            sent.put_nowait(verifier_pb2.VerifyRequest(consumed=consumed))
+        assert tokens == [7, 8, 9]
+        stats = await stub.GetStats(verifier_pb2.GetStatsRequest())
+        assert (stats.kv_tokens, stats.kv_held_tokens) == (1000, 10)
+        call.cancel()
+        while not backend.ended:
+            await backend.caught_up()
+    (session,) = backend.ended
+    assert session.candidates == [[9, 8]]
+    assert not session.policy.drafters
