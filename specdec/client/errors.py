@@ -27,6 +27,11 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from specdec.v2 import generation_pb2
+
+PACKAGE = generation_pb2.DESCRIPTOR.package
+"""The protocol of this client, with its version: a server of another one has no service of this name."""
+
 
 class SpecdecError(Exception):
     """A call failed."""
@@ -126,8 +131,11 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
         delay = None if retry is None else Duration.FromString(_fields(retry).get(1, [b""])[0])
     except DecodeError:  # broken details must not hide the error they belong to
         violations, reason, delay, request_id = [], "", None, ""
+    message = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED and not details:  # gRPC itself: the server has no such service
+        message = f"{message}: the server speaks another version of the protocol than this client, {PACKAGE}"
     return ERRORS[error.code()](
-        error.details() or error.code().name,
+        message,
         code=error.code(),
         reason=reason,
         violations=violations,

@@ -30,6 +30,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from specdec.serving.echo import cut
+from specdec.v2 import model_pb2
+
+PACKAGE = model_pb2.DESCRIPTOR.package
+"""The protocol that peers have in common, with its version."""
 
 DOMAIN = "specdec"
 
@@ -185,7 +189,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(f"{peer}: the deadline has passed")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return NotBuiltError(f"{peer}: does not know this call")
+            return NotBuiltError(f"{peer}: speaks another version of the protocol than {PACKAGE}")
         case grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolError(f"{peer}: finds the protocol broken")
         case grpc.StatusCode.INTERNAL if _ours(error):
