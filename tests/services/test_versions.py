@@ -81,12 +81,13 @@ async def test_an_older_client_is_refused(directories: Directories) -> None:
 
 
 async def test_a_verifier_of_another_version_is_told_from_one_that_is_lost(directories: Directories) -> None:
-    async with stack(directories.target, None) as services, of_another_version() as address:
-        async with before(services, verifiers=Pods([address])) as stub:
-            with pytest.raises(
-                grpc.aio.AioRpcError, match=r"another version of the protocol than specdec\.v2"
-            ) as error:
-                await stub.Complete(asked())
+    async with (
+        stack(directories.target, None) as services,
+        of_another_version() as address,
+        before(services, verifiers=Pods([address])) as stub,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"another version of the protocol than specdec\.v2") as error:
+            await stub.Complete(asked())
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

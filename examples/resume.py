@@ -1,0 +1,36 @@
+"""Take up a text that broke off. With its tokens, its seed and the model's revision it goes on as if it never had."""
+
+import sys
+
+from specdec import Client
+
+PROMPT, SEED = "def main(", 7
+
+
+def main(address: str = "127.0.0.1:50050") -> None:
+    with Client(address) as client:
+        whole = client.complete(PROMPT, max_tokens=40, temperature=0.8, seed=SEED).completions[0]
+
+        tokens: list[int] = []
+        revision = ""
+        with client.generate(PROMPT, max_tokens=40, temperature=0.8, seed=SEED) as stream:
+            for chunk in stream:
+                tokens += chunk.tokens
+                revision = revision or chunk.model_fingerprint
+                if len(tokens) >= 10:
+                    break  # as if this process had died; what it knew of the text is in `tokens`
+
+        rest = client.complete(
+            PROMPT,
+            max_tokens=40,
+            temperature=0.8,
+            seed=SEED,
+            generated_tokens=tokens,
+            model_fingerprint=revision,
+        ).completions[0]
+        assert tokens + rest.tokens == whole.tokens
+        print(whole.text)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,111 @@
+"""Retired names stay out: one thing has one name, that of docs/glossary.md."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HISTORY = ("docs/decisions/", "docs/benchmarks.md", "CHANGELOG.md", "tests/test_vocabulary.py")
+"""What tells of the past, or lists its names."""
+
+RETIRED = {
+    # on the wire and in flags
+    "TrunkService": "MuxService",
+    "CarryRequest": "ConnectRequest",
+    "trunk_pb2": "mux_pb2",
+    "GetLoad": "GetStats",
+    "SpeculationPolicy": "Speculation",
+    "min_reach": "min_path_probability",
+    "found_tokens": "cached_tokens",
+    "unhurried": "coalesce_commits",
+    "held_us": "base_age_us",
+    "score_bytes": "logprob_bytes",
+    "foreseen_outcomes": "draft_ready_steps",
+    "drafted_tokens": "offered_candidates",
+    "draft_rests": "draft_paused",
+    "draft_works": "draft_resumed",
+    "--own-draft": "--draft-model",
+    "--threads-drafted": "--threads-while-drafting",
+    "--shared-tokens": "--suffix-cache-tokens",
+    # log events
+    "way_changed": "mode_changed",
+    "own_draft_failed": "local_draft_failed",
+    # in code
+    "Attached": "RunningSession",
+    "Chooser": "RequestSampler",
+    "Cores": "ThreadPolicy",
+    "Crowd": "BatchProfile",
+    "Dearness": "PrefillSlowdown",
+    "Descent": "TreeVerification",
+    "DeviceRows": "GpuLogits",
+    "DraftLink": "DraftStream",
+    "DraftRow": "DraftDistribution",
+    "Foresight": "LookaheadRows",
+    "GrowthLoop": "DraftLoop",
+    "GrowthPolicy": "ExpansionPolicy",
+    "Guard": "SpeculationController",
+    "Guesser": "NgramProposer",
+    "HostRows": "HostLogits",
+    "Outbox": "ResponseQueue",
+    "OwnDraft": "DraftModelProposer",
+    "OwnForward": "ReferenceCheck",
+    "PathPacker": "RaggedPacker",
+    "LanePacker": "PaddedPacker",
+    "UnitPacker": "SplitKvPacker",
+    "Pacing": "DraftControl",
+    "Planned": "ScheduledRows",
+    "Prospect": "WaitEstimate",
+    "Ranking": "Frontier",
+    "Residence": "RunQueue",
+    "Rhythm": "SendTimer",
+    "RowClass": "InvariantRowCounts",
+    "SharedTexts": "SuffixCache",
+    "StepCost": "StepLatency",
+    "Switches": "FailoverEvents",
+    "TrunkChannel": "MuxChannel",
+    "Verdict": "VerifyResult",
+    "VerifierLink": "VerifierStream",
+}
+
+
+def tracked(*patterns: str) -> list[str]:
+    found = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in found.stdout.split() if not name.startswith(HISTORY)]
+
+
+def words(name: str) -> set[str]:
+    """Names in code, and what stands whole in strings; every word of a document."""
+    text = (ROOT / name).read_text()
+    if not name.endswith(".py"):
+        return set(re.findall(r"(?:--)?[A-Za-z_][\w-]*", text))
+    found: set[str] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME:
+            found.add(token.string)
+        elif token.type == tokenize.STRING:
+            found.add(token.string.lstrip("rbfRBF").strip("\"'"))
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["*.py", "*.proto", "*.md"])
+def test_retired_names_stay_out(pattern: str) -> None:
+    files = [name for name in tracked(pattern) if not name.startswith("specdec/v2/")]
+    assert files
+    wrong = [
+        f"{name}: {word} is called {RETIRED[word]}" for name in files for word in sorted(words(name) & RETIRED.keys())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_retired_name_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_vocabulary.ROOT", tmp_path)
+    (tmp_path / "code.py").write_text('class Guard:\n    flag = "--own-draft"\n')
+    (tmp_path / "text.md").write_text("Start it with `--own-draft`, or ask `GetLoad`.\n")
+    assert words("code.py") & RETIRED.keys() == {"Guard", "--own-draft"}
+    assert words("text.md") & RETIRED.keys() == {"--own-draft", "GetLoad"}
