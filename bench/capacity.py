@@ -104,13 +104,13 @@ async def main() -> None:
     rates: dict[tuple[int, int], list[Rate]] = defaultdict(list)
     async with contextlib.AsyncExitStack() as exits:
         echo, peers = await exits.enter_async_context(started("bench.echo"))
-        tile_rows = []
+        pods = []
         for workers in args.workers:
             program = before(peers, "--workers", str(workers), "--drain-seconds", "1")
             pid, address = await exits.enter_async_context(started(*program))
-            tile_rows.append((workers, [pid, *children_of(pid)], address))
+            pods.append((workers, [pid, *children_of(pid)], address))
         for _ in range(args.rounds):
-            for workers, processes, address in tile_rows:
+            for workers, processes, address in pods:
                 for sessions in args.sessions:
                     rate = await measure(address, processes, echo, sessions, args.seconds)
                     rates[workers, sessions].append(rate)

@@ -71,8 +71,8 @@ def plot(report: dict[str, Any], file: Path) -> None:
     capacities = _by_deployment(report["capacity"])
     width = 0.8 / len(capacities)
     for number, entries in enumerate(capacities.values()):
-        tile_rows = [place + (number - (len(capacities) - 1) / 2) * width for place in range(len(entries))]
-        bars.bar(tile_rows, [entry["streams"] for entry in entries], width)
+        places = [place + (number - (len(capacities) - 1) / 2) * width for place in range(len(entries))]
+        bars.bar(places, [entry["streams"] for entry in entries], width)
     bars.set_xticks(range(len(entries)), [f"{entry['latency_ms']:.3g}" for entry in entries])
     bars.set_xlabel("ms per token of a stream at most")
     bars.set_ylabel("streams at most")

@@ -72,7 +72,7 @@ class EngineBench:
     def run(self) -> Report:
         """Measure and return the report. After Ctrl-C it has what was measured until then, if anything was."""
         args = self.args
-        self._append("bandwidth")
+        self._report("bandwidth")
         bandwidth = self.device.bandwidth()
         wanted = [Combination(n, c, s) for s in args.sessions for c in args.contexts for n in args.tokens]
         # Weights stay while a combination's memory is taken: what is free now is free for both.
@@ -93,7 +93,7 @@ class EngineBench:
     def _ours(self, fitting: list[Combination], bandwidth: float) -> str:
         """Measure our engine; return its numerics fingerprint."""
         args = self.args
-        self._append("loading")
+        self._report("loading")
         capacity = 1 + max(what.slots for what in fitting)
         prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MOST_CANDIDATES
         engine = load_engine(
@@ -108,7 +108,7 @@ class EngineBench:
         self._measure(Ours(engine, self.device), fitting, bandwidth)
         if args.synthetic_acceptance:
             for sessions in sorted({1, args.synthetic_sessions}):
-                self._append(f"synthetic acceptance, {sessions} sessions")
+                self._report(f"synthetic acceptance, {sessions} sessions")
                 self.synthetic += synthetic.measure(
                     engine,
                     acceptance=args.synthetic_acceptance,
@@ -136,7 +136,7 @@ class EngineBench:
 
     def _measure(self, subject: Subject, chosen: list[Combination], bandwidth: float) -> None:
         for what in chosen:
-            self._append(
+            self._report(
                 f"{subject.name}: {what.sessions} sessions, {what.context} tokens of context, n = {what.tokens}"
             )
             try:
@@ -153,7 +153,7 @@ class EngineBench:
             about = {"subject": subject.name, **vars(what), "floor_ms": floor}
             self.rows.append(about | found | {"over_floor": found["ms"] / floor})
 
-    def _append(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         if self._console.is_terminal:
             self._console.print(f"[dim]{what}[/dim]")
 

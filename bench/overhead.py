@@ -73,7 +73,7 @@ def shares(stacks: str) -> Shares:
         frames, _, count = line.rpartition(" ")
         names = [frame.partition(" (")[0] for frame in frames.split(";")]
         if "StepLoop.turn" in names:
-            outer = "StepLoop._step" if "StepLoop._step" in names else "StepLoop.turn"
+            outer = "StepLoop._run_step" if "StepLoop._run_step" in names else "StepLoop.turn"
             inner = names[names.index(outer) + 1 :] or [f"{outer} itself"]
             if any(name.endswith("Engine.forward") for name in inner):
                 found.forward[_part(inner)] += int(count)

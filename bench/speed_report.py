@@ -188,16 +188,16 @@ def plot(report: Report, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tile_rows, names = columns(report), arms(report)
+    places, names = columns(report), arms(report)
     figure, panels = pyplot.subplots(
         1,
-        len(tile_rows),
-        figsize=(3 + 2.2 * len(tile_rows), 1.5 + 0.35 * len(names)),
+        len(places),
+        figsize=(3 + 2.2 * len(places), 1.5 + 0.35 * len(names)),
         sharey=True,
         layout="constrained",
     )
     height = 0.8 / len(report["temperatures"])
-    for axes, (kind, streams) in zip(np.atleast_1d(panels), tile_rows, strict=True):
+    for axes, (kind, streams) in zip(np.atleast_1d(panels), places, strict=True):
         for number, temperature in enumerate(report["temperatures"]):
             for row, name in enumerate(names):
                 rates = [

@@ -18,10 +18,10 @@ from bench.speed_report import Report, columns, grid, standing
 def standings(reports: Iterable[Report]) -> list[str]:
     """Return the table as Markdown lines."""
     reports = list(reports)
-    tile_rows = {(t, streams) for report in reports for t in report["temperatures"] for _, streams in columns(report)}
-    heads = [f"T = {t:g}, {streams} stream{'s' * (streams > 1)}" for t, streams in sorted(tile_rows)]
+    places = {(t, streams) for report in reports for t in report["temperatures"] for _, streams in columns(report)}
+    heads = [f"T = {t:g}, {streams} stream{'s' * (streams > 1)}" for t, streams in sorted(places)]
     rows = (
-        (f"{report['model'].split()[0]}, {report['dtype']}", [standing(report, *place) for place in sorted(tile_rows)])
+        (f"{report['model'].split()[0]}, {report['dtype']}", [standing(report, *place) for place in sorted(places)])
         for report in reports
     )
     return grid("", heads, rows)

@@ -145,14 +145,14 @@ def measure(
     prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
     cost = StepLatency.measure(engine, engine.capacity - MOST_CANDIDATES)  # once: the loops keep correcting it
     texts = decode(engine, prompts, length, cost=cost).texts
-    drafted_steps: dict[int, list[Outcome]] = {}
+    outcomes: dict[int, list[Outcome]] = {}
     for number in range(rounds):
         for width in (0, *widths):
             injected: dict[str, Any] = {"acceptance": acceptance, "width": width, "texts": texts, "seed": number}
-            drafted_steps.setdefault(width, []).append(decode(engine, prompts, length, cost=cost, **injected))
-    plain = statistics.median(outcome.rate for outcome in drafted_steps[0])
+            outcomes.setdefault(width, []).append(decode(engine, prompts, length, cost=cost, **injected))
+    plain = statistics.median(outcome.rate for outcome in outcomes[0])
     rows = []
-    for width, runs in drafted_steps.items():
+    for width, runs in outcomes.items():
         rate = statistics.median(outcome.rate for outcome in runs)
         rows.append(
             {

@@ -81,11 +81,11 @@ def widen(source: Path, out: Path, parameters: int) -> dict[str, Any]:
     return label
 
 
-def _padded(weight: torch.Tensor, tiles: int, generator: torch.Generator, *, zeros: bool) -> torch.Tensor:
-    """Return the weight with `tiles` more tiles: columns of zeros, or rows of small random numbers."""
+def _padded(weight: torch.Tensor, units: int, generator: torch.Generator, *, zeros: bool) -> torch.Tensor:
+    """Return the weight with `units` more units: columns of zeros, or rows of small random numbers."""
     if zeros:
-        return torch.cat([weight, weight.new_zeros(len(weight), tiles)], dim=1)
-    rows = SPREAD * torch.randn(tiles, weight.shape[1], generator=generator)
+        return torch.cat([weight, weight.new_zeros(len(weight), units)], dim=1)
+    rows = SPREAD * torch.randn(units, weight.shape[1], generator=generator)
     return torch.cat([weight, rows.to(weight.dtype)])
 
 

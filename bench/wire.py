@@ -122,9 +122,9 @@ def main() -> None:
             n = counted.count().since(before)
             ways = [n.to_verifier, n.from_verifier, n.to_draft, n.from_draft]
             cells = " | ".join(f"{way / n.tokens:.0f}" for way in [*ways, sum(ways)])
-            draft_ready_steps = n.draft_ready_steps / n.drafted_steps
+            ready = n.draft_ready_steps / n.drafted_steps
             print(
-                f"| {rule.upper()} | {temperature:g} | {cells} | {n.tokens / n.steps:.2f} | {draft_ready_steps:.2f} |",
+                f"| {rule.upper()} | {temperature:g} | {cells} | {n.tokens / n.steps:.2f} | {ready:.2f} |",
                 flush=True,
             )
 

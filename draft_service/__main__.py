@@ -60,7 +60,7 @@ def main(
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         nodes = expansion_width.measured(loaded, limits.defaults.max_branches)
-        log.info("breadth", nodes_of_a_session_in_a_step=nodes)
+        log.info("expansion_width", nodes_of_a_session_in_a_step=nodes)
         loop = DraftLoop(loaded, rows_per_session=nodes)
         loop.start()
         return DraftServicer(loop, identity, limits)

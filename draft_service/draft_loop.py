@@ -45,7 +45,7 @@ class DraftLoop(EngineWorker[Session]):
     `prompt_budget` tokens of committed text over all sessions."""
 
     def __init__(self, engine: Engine, *, rows: int = 16, rows_per_session: int = 4, prompt_budget: int = 512) -> None:
-        super().__init__("growth-loop", engine)
+        super().__init__("draft-loop", engine)
         self.steps = 0
         self._pool = KVPool(engine.capacity)
         self._rows = rows

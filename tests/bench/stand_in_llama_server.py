@@ -30,17 +30,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/health" and self.server.still_loading():
-            self._append(503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}})
+            self._answer(503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}})
         elif self.path == "/health":
-            self._append(200, {"status": "ok"})
+            self._answer(200, {"status": "ok"})
         else:
-            self._append(200, {"build_info": "stand-in", "total_slots": self.server.slots})
+            self._answer(200, {"build_info": "stand-in", "total_slots": self.server.slots})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.write_down(asked)
         if max(asked["prompt"]) > 100_000:
-            self._append(400, {"error": {"code": 400, "message": "Prompt contains invalid tokens"}})
+            self._answer(400, {"error": {"code": 400, "message": "Prompt contains invalid tokens"}})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
     def _chunk(self, content: bytes) -> None:
         self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
 
-    def _append(self, status: int, said: dict[str, Any]) -> None:
+    def _answer(self, status: int, said: dict[str, Any]) -> None:
         content = json.dumps(said).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))

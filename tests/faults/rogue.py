@@ -56,7 +56,7 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         forwarding = asyncio.create_task(forward())
         try:
             async for response in call:
-                for said in await self._append(response, context):
+                for said in await self._instead_of(response, context):
                     await context.write(said)
         except EndedError:
             return
@@ -64,7 +64,9 @@ class RogueVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             forwarding.cancel()
             call.cancel()
 
-    async def _append(self, response: verifier_pb2.VerifyResponse, context: Any) -> list[verifier_pb2.VerifyResponse]:
+    async def _instead_of(
+        self, response: verifier_pb2.VerifyResponse, context: Any
+    ) -> list[verifier_pb2.VerifyResponse]:
         """Instead of a message: these."""
         generator = self._generator
         if generator.random() >= self.odds:

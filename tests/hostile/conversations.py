@@ -123,7 +123,7 @@ def list_models(_: random.Random) -> list[Message]:
     return [generation_pb2.ListModelsRequest()]
 
 
-def get_load(_: random.Random) -> list[Message]:
+def get_stats(_: random.Random) -> list[Message]:
     return [verifier_pb2.GetStatsRequest()]
 
 
@@ -177,13 +177,13 @@ _OF_ALL = (
     ("/grpc.health.v1.Health/Check", health),
     ("/grpc.health.v1.Health/Watch", health),
     ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", reflect),
-    ("/specdec.v2.VerifierService/Nothing", get_load),
+    ("/specdec.v2.VerifierService/Nothing", get_stats),
     ("/", list_models),
 )
 
 METHODS: tuple[Method, ...] = (
     Method("verifier", VERIFY, verify, weight=12),
-    Method("verifier", "/specdec.v2.VerifierService/GetLoad", get_load, weight=2),
+    Method("verifier", "/specdec.v2.VerifierService/GetStats", get_stats, weight=2),
     Method("verifier", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify), weight=12),
     Method("draft", DRAFT, draft, weight=12),
     Method("draft", "/specdec.v2.MuxService/Connect", carry_of(DRAFT, draft), weight=12),

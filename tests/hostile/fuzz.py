@@ -100,7 +100,7 @@ class Fuzzer:
         for frame in mux_pb2.ConnectResponse.FromString(answer).frames:
             if frame.HasField("end") and frame.stream:
                 status = NAMES.get(frame.end.code, str(frame.end.code))
-                self.tally.ended("Carry: a stream", status, frame.end.message, str(attack))
+                self.tally.ended("Connect: a stream", status, frame.end.message, str(attack))
 
 
 def _frames_in(message: bytes) -> int:

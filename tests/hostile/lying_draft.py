@@ -18,7 +18,6 @@ from specdec.v2 import draft_pb2, model_pb2
 Extend = model_pb2.Extend
 
 NOT_A_NUMBER = float("nan")
-INFINITE = float("inf")
 MOST = 2**32 - 1
 CHAIN = (11, 12, 13, 14)
 
@@ -99,11 +98,11 @@ def _serialized(message: Any) -> bytes:
 
 def chain(base: int, tokens: tuple[int, ...] = CHAIN, **changes: Any) -> Extend:
     """Candidates one below the other, well-formed but for the changes."""
-    fields = {"parents": range(len(tokens)), "score_bytes": bytes(len(tokens))} | changes
+    fields = {"parents": range(len(tokens)), "logprob_bytes": bytes(len(tokens))} | changes
     return Extend(base=base, tokens=tokens, **fields)
 
 
-def row(**changes: Any) -> model_pb2.DraftDistribution:
+def distribution(**changes: Any) -> model_pb2.DraftDistribution:
     fields: dict[str, Any] = {"parent": 0, "ids": [5, 9], "values": struct.pack("<2e", 1.0, 2.0)}
     return model_pb2.DraftDistribution(**fields | changes)
 
@@ -121,12 +120,11 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
     "has parents that do not exist": lambda base: chain(base, parents=(0, 99, MOST, 3)),
     "has too few parents": lambda base: chain(base, parents=(0,)),
     "has too many parents": lambda base: chain(base, parents=range(1000)),
-    "has scores that are no numbers": lambda base: chain(base, logprob_bytes=b"", scores=[NOT_A_NUMBER] * 4),
-    "has scores above all": lambda base: chain(base, logprob_bytes=b"", scores=[INFINITE, 1e30, 5.0, 0.1]),
-    "has scores below all": lambda base: chain(base, logprob_bytes=b"", scores=[-INFINITE] * 4),
-    "has no scores": lambda base: chain(base, logprob_bytes=b""),
-    "has too few score bytes": lambda base: chain(base, logprob_bytes=b"\x00"),
-    "has too many score bytes": lambda base: chain(base, logprob_bytes=bytes(5000)),
+    "has the lowest logprobs": lambda base: chain(base, logprob_bytes=b"\xff" * 4),
+    "has logprobs at random": lambda base: chain(base, logprob_bytes=bytes(base * i % 256 for i in range(7, 11))),
+    "has no logprobs": lambda base: chain(base, logprob_bytes=b""),
+    "has too few logprobs": lambda base: chain(base, logprob_bytes=b"\x00"),
+    "has too many logprobs": lambda base: chain(base, logprob_bytes=bytes(5000)),
     "offers thousands of nodes": lambda base: chain(base, tuple(3 + i % 300 for i in range(5000))),
     "offers as many nodes as it may": lambda base: chain(
         base, tuple(3 + i % 300 for i in range(1024)), parents=[0] * 1024
@@ -135,14 +133,24 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
     "offers one token many times": lambda base: chain(base, (9,) * 50, parents=[0] * 50),
     "offers nothing": lambda base: Extend(base=base),
     "offers nothing at no base": lambda base: Extend(),
-    "sends rows that nobody needs": lambda base: chain(base, rows=[row(parent=i) for i in range(5)]),
-    "sends rows that are cut": lambda base: chain(
-        base, rows=[row(values=b"\x00"), row(ids=[], values=b"\x01\x02\x03")]
+    "sends distributions that nobody needs": lambda base: chain(
+        base, distributions=[distribution(parent=i) for i in range(5)]
     ),
-    "sends rows of no numbers": lambda base: chain(base, rows=[row(values=struct.pack("<2e", NOT_A_NUMBER, -1.0))]),
-    "sends rows out of order": lambda base: chain(base, rows=[row(ids=[9, 5]), row(ids=[5, 5]), row(ids=[MOST, 0])]),
-    "sends rows of other nodes": lambda base: chain(base, rows=[row(parent=77), row(parent=MOST)]),
-    "sends rows of a huge vocabulary": lambda base: chain(base, rows=[row(ids=[], values=bytes(2 << 18))]),
+    "sends distributions that are cut": lambda base: chain(
+        base, distributions=[distribution(values=b"\x00"), distribution(ids=[], values=b"\x01\x02\x03")]
+    ),
+    "sends distributions of no numbers": lambda base: chain(
+        base, distributions=[distribution(values=struct.pack("<2e", NOT_A_NUMBER, -1.0))]
+    ),
+    "sends distributions out of order": lambda base: chain(
+        base, distributions=[distribution(ids=[9, 5]), distribution(ids=[5, 5]), distribution(ids=[MOST, 0])]
+    ),
+    "sends distributions of other nodes": lambda base: chain(
+        base, distributions=[distribution(parent=77), distribution(parent=MOST)]
+    ),
+    "sends distributions of a huge vocabulary": lambda base: chain(
+        base, distributions=[distribution(ids=[], values=bytes(2 << 18))]
+    ),
     "has known everything for an hour": lambda base: chain(base, base_age_us=MOST),
 }
 """What it offers below each committed text, by what it does."""

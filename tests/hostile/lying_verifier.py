@@ -248,8 +248,8 @@ OPENINGS: dict[str, Callable[[Any, LyingSession], None]] = {
     "opens at a negative probability": setting(min_candidate_probability=-INFINITE),
     "has no context": lambda opened, _: setting(context_tokens=0, vocabulary_size=0)(opened.identity, _),
     "has the largest context": lambda opened, _: setting(context_tokens=MOST, vocabulary_size=MOST)(opened.identity, _),
-    "has no room for ever": lambda opened, _: setting(sessions=MOST, room=0, wait_us=MOST_LONG)(opened.load, _),
-    "has the most room there can be": lambda opened, _: setting(sessions=0, room=MOST)(opened.load, _),
+    "has no room for ever": lambda opened, _: setting(sessions=MOST, room=0, wait_us=MOST_LONG)(opened.capacity, _),
+    "has the most room there can be": lambda opened, _: setting(sessions=0, room=MOST)(opened.capacity, _),
     "has a huge name": lambda opened, _: setting(
         model="m" * 1_000_000, numerics_fingerprint="\x00\n" * 100_000, numerics_mode=NO_ENUM
     )(opened.identity, _),

@@ -29,7 +29,7 @@ def headers(**changed: str) -> bytes:
     fields = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": "/specdec.v2.VerifierService/GetLoad",
+        ":path": "/specdec.v2.VerifierService/GetStats",
         ":authority": "localhost",
         "content-type": "application/grpc",
         "te": "trailers",

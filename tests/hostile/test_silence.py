@@ -22,7 +22,7 @@ SESSIONS = (
     ("draft", "/specdec.v2.DraftService/Draft"),
 )
 SINGLE_REQUESTS = (
-    ("verifier", "/specdec.v2.VerifierService/GetLoad"),
+    ("verifier", "/specdec.v2.VerifierService/GetStats"),
     ("orchestrator", "/specdec.v2.GenerationService/Generate"),
     ("orchestrator", "/specdec.v2.GenerationService/Complete"),
     ("orchestrator", "/specdec.v2.GenerationService/ListModels"),

@@ -44,7 +44,7 @@ class Verifier:
             self.load.report(model_pb2.PodCapacity(sessions=self.sessions, room=self.room, wait_us=2_500_000))
 
 
-async def drafted_steps(verifier: Verifier, requests: int) -> list[BaseException | None]:
+async def outcomes(verifier: Verifier, requests: int) -> list[BaseException | None]:
     opening = [asyncio.create_task(verifier.open()) for _ in range(requests)]
     await asyncio.sleep(0)
     verifier.answers.set()
@@ -53,14 +53,14 @@ async def drafted_steps(verifier: Verifier, requests: int) -> list[BaseException
 
 async def test_one_finds_out_how_much_room_there_is() -> None:
     verifier = Verifier(room=0)
-    results = await drafted_steps(verifier, 100)
+    results = await outcomes(verifier, 100)
     assert verifier.asked == 1
     assert all(isinstance(r, OverloadedError) and r.retry_after == 2.5 for r in results)
 
 
 async def test_those_beyond_the_room_are_refused_without_asking() -> None:
     verifier = Verifier(room=20)
-    results = await drafted_steps(verifier, 100)
+    results = await outcomes(verifier, 100)
     assert verifier.asked == 20
     assert [type(r) for r in results].count(OverloadedError) == 80
     assert all(r.retry_after == 2.5 for r in results if isinstance(r, OverloadedError))

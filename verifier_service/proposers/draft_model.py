@@ -189,5 +189,5 @@ class DraftModelProposer(Proposer):
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        log.error("own_draft_failed", exc_info=error)
+        log.error("local_draft_failed", exc_info=error)
         self.works = False

@@ -107,7 +107,7 @@ def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:
     """Return the number of prompt rows, up to `most`, at which a row takes the least time. Found by running the engine
     over its first `slots` slots, which no session may use yet; `most` if they are too few."""
     best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG) if most < slots else most
-    log.info("prompt_rows", best=best)
+    log.info("prefill_rows", best=best)
     return best
 
 

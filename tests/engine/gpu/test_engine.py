@@ -1,6 +1,6 @@
 """The engine for GPUs computes what the model does and chooses what is chosen in memory. Without a GPU it runs under
 Triton's interpreter, without graphs; that rows do not depend on their batch is checked kernel by kernel there
-(`test_unit_attention.py`), since the check of a whole engine would take the interpreter minutes."""
+(`test_attention.py`), since the check of a whole engine would take the interpreter minutes."""
 
 from __future__ import annotations
 
