@@ -54,6 +54,7 @@ class PlainLoop(EngineWorker[Session]):
             return None
         start, packer = time.monotonic(), self._engine.packer()
         planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
+        count = len(packer.tokens)
         pairs = [(e, TreeVerification(e.session, rows)) for e, rows in planned if rows.root_row is not None]
         verifications = [verification for _, verification in pairs]
         try:
@@ -79,7 +80,7 @@ class PlainLoop(EngineWorker[Session]):
             entry.responses.send(entry.message(result, StepTimes(now - start, now - start, 0.0, entry.queued)))
             if result.finish:
                 self.detach(entry.session)
-        self.stats.observe(len(packer.tokens), time.monotonic() - start, [])
+        self.stats.observe(count, time.monotonic() - start, [])
         return 0.0
 
     def end_session(self, session: Session, error: Exception) -> None:

@@ -405,4 +405,5 @@ def record(scenario: Scenario, engines: Engines) -> Recording:
 def made_up(scenario: Scenario) -> tuple[Engine, Engine, Engine | None]:
     """Engines without models, the same on every machine."""
     local = HabitEngine(256, noise=1.2 * scenario.noise) if scenario.local_draft else None
-    return HabitEngine(scenario.blocks, threads=scenario.threads), HabitEngine(256, noise=scenario.noise), local
+    target = HabitEngine(scenario.blocks, threads=scenario.threads, row_counts=scenario.row_counts)
+    return target, HabitEngine(256, noise=scenario.noise), local

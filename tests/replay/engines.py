@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import Engine
 from specdec.engine.kv.slots import Slots
+from specdec.engine.row_counts import InvariantRowCounts
 from tests.replay.clock import Clock
 from tests.verifier.fakes import LANGUAGE, VOCABULARY, TextEngine
 
@@ -54,9 +55,11 @@ class HabitEngine(TextEngine):
 
     bad = -1
 
-    def __init__(self, blocks: int, noise: float = 0.0, threads: Sequence[int] = (1,)) -> None:
+    def __init__(
+        self, blocks: int, noise: float = 0.0, threads: Sequence[int] = (1,), row_counts: tuple[int, ...] = ()
+    ) -> None:
         self.threads = tuple(threads)
-        super().__init__(blocks)
+        super().__init__(blocks, rows=InvariantRowCounts(row_counts) if row_counts else None)
         self._noise = noise
         self._spoken: dict[int, NDArray[np.float32]] = {}
 

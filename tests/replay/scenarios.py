@@ -50,6 +50,7 @@ class Scenario:
     threads: tuple[int, ...] = (1,)
     noise: float = 0.7  # of what a made-up draft has learnt
     local_draft: bool = False
+    row_counts: tuple[int, ...] = ()  # that steps are padded to
     max_unread_tokens: int = 256
     suffix_cache_tokens: int = 0
     ticks: int = 400
@@ -82,6 +83,15 @@ SCENARIOS: Mapping[str, Scenario] = {
         )
     ),
     "alone": Scenario((Request(tokens=60, sampling=WARM, delay=0, **DRAFTED),)),
+    "padded": Scenario(
+        tuple(
+            Request(
+                prompt=5 + 3 * i, tokens=24, sampling=WARM, policy={"drafters": [REMOTE, *OWN]}, draft=DRAFTED["draft"]
+            )
+            for i in range(3)
+        ),
+        row_counts=(8, 24, 64),
+    ),
     "late drafts": Scenario(
         tuple(Request(tokens=40, sampling=WARM, delay=delay, **ALWAYS) for delay in (0, 2, 5)),
     ),

@@ -27,11 +27,8 @@ class StepPlan:
 
     packer: Packer
     entries: list[tuple[RunningSession, ScheduledRows]]
+    rows: int  # without those that packing adds
     expected: float  # seconds
-
-    @property
-    def rows(self) -> int:
-        return len(self.packer.tokens)
 
     @property
     def slots(self) -> Slots:
@@ -95,7 +92,8 @@ class Planner:
         chunks = prefill_chunks(remaining, decoding, latency, rows, self._step_rows, slowdown)
         for entry, chunk in zip(prompts, chunks, strict=True):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
-        return StepPlan(packer, entries, latency.of(len(packer.tokens)))
+        rows = len(packer.tokens)
+        return StepPlan(packer, entries, rows, latency.of(rows))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took."""
