@@ -104,4 +104,4 @@ async def _draft_sessions(pod: Pod) -> int:
         while not (answer := await call.read()).HasField("heartbeat"):
             pass
         call.cancel()
-    return int(answer.progress.load.sessions) - 1
+    return int(answer.heartbeat.capacity.sessions) - 1
