@@ -11,17 +11,10 @@ from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
 from specdec.decoding.calibration import Calibrations
 from specdec.serving.errors import InvalidRequestError
+from specdec.serving.messages import paths_message, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
-from specdec.serving.wire import (
-    open_size_violations,
-    paths_message,
-    rule_violations,
-    sampler_from,
-    sampling_from,
-    sampling_violations,
-    text_violations,
-)
+from specdec.serving.validation import open_size_violations, rule_violations, sampling_violations, text_violations
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 

@@ -6,7 +6,7 @@ that goes on for ever would keep the verifier from its steps and the orchestrato
 
 from __future__ import annotations
 
-from specdec.serving.wire import MAX_NODES_A_MESSAGE
+from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 
 MESSAGES_A_COMMIT = 16

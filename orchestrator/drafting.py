@@ -27,7 +27,7 @@ from orchestrator.transcript import Transcript
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import Drafter
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError
-from specdec.serving.wire import lookahead_message
+from specdec.serving.messages import lookahead_message
 from specdec.v2 import draft_pb2, verifier_pb2
 
 log = structlog.get_logger()

@@ -16,8 +16,9 @@ from orchestrator.watchdog import Watchdog
 from specdec.serving import checksum
 from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
+from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.interceptor import request_id
-from specdec.serving.wire import PROTOCOL_VERSION, rule_message, sampling_message
+from specdec.serving.messages import rule_message, sampling_message
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20

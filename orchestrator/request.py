@@ -11,11 +11,10 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
 from specdec.serving.echo import echo
 from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
-from specdec.serving.wire import (
+from specdec.serving.messages import lookahead_from, rule_of
+from specdec.serving.validation import (
     drafter_violations,
-    lookahead_from,
     lookahead_violations,
-    rule_of,
     rule_violations,
     sampling_violations,
     size_violations,

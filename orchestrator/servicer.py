@@ -16,7 +16,7 @@ from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Request, parse
-from specdec.serving.wire import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
 SHORT_BYTES = 1 << 14

@@ -29,10 +29,10 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.torch_engine import TorchEngine
+from specdec.serving.identity import identity_of
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
-from specdec.serving.wire import identity_of
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.scheduling.step_latency import StepLatency

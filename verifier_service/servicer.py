@@ -14,18 +14,15 @@ from specdec.decoding.speculation import drafters_of
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
+from specdec.serving.messages import lookahead_from, paths_from, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
-from specdec.serving.wire import (
+from specdec.serving.validation import (
     MAX_NODES_A_MESSAGE,
     drafter_violations,
-    lookahead_from,
     lookahead_violations,
     open_size_violations,
-    paths_from,
     rule_violations,
-    sampler_from,
-    sampling_from,
     sampling_violations,
     text_violations,
     token_violations,

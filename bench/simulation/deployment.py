@@ -27,7 +27,7 @@ from orchestrator.request import Model, Sample
 from orchestrator.tokenizer import Tokenizer
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
-from specdec.serving.wire import PROTOCOL_VERSION
+from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.v2 import model_pb2
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer

@@ -24,7 +24,7 @@ from specdec.serving.errors import (
     to_status,
 )
 from specdec.serving.opening import Openings
-from specdec.serving.wire import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_MESSAGE_BYTES
 
 log = structlog.get_logger()
 

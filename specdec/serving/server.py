@@ -25,7 +25,7 @@ from specdec.serving import logs
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.log_stream import guard_stderr
 from specdec.serving.mux.servicer import MuxServicer
-from specdec.serving.wire import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2_grpc
 
 log = structlog.get_logger()

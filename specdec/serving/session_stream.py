@@ -21,7 +21,7 @@ from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolError
 from specdec.serving.opening import Openings
 from specdec.serving.response_queue import ResponseQueue
-from specdec.serving.wire import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.serving.worker import Worker
 from specdec.v2 import model_pb2
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.message import Message
 
-from specdec.serving.wire import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_MESSAGE_BYTES
 from tests.hostile.mutation import altered, filled, garbled
 
 FLOOD = 200

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.candidate_flow import MESSAGES_A_COMMIT, CandidateFlow
-from specdec.serving.wire import MAX_NODES_A_MESSAGE
+from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import model_pb2
 
 NODES = 16

@@ -15,7 +15,7 @@ from orchestrator.tokenizer import Tokenizer, TooManyTokensError
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving.errors import InvalidRequestError, UnknownModelError
-from specdec.serving.wire import MAX_BIASES
+from specdec.serving.validation import MAX_BIASES
 from specdec.v2 import generation_pb2
 from tests.models import CONTEXT, VOCABULARY, make
 from tests.stack import model_of

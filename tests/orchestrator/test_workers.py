@@ -20,7 +20,7 @@ from bench.processes import alive, children_of
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
-from specdec.serving.wire import PROTOCOL_VERSION
+from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import request_of, served, until
 

@@ -20,7 +20,7 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
-from specdec.serving.wire import logprobs_message
+from specdec.serving.messages import logprobs_message
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.test_faults import rest_of

@@ -17,8 +17,8 @@ from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.identity import identity_of
 from specdec.serving.interceptor import CallInterceptor
-from specdec.serving.wire import identity_of
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, Unimplemented
-from specdec.serving.wire import PROTOCOL_VERSION
+from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 from tests.services.conftest import Directories
 from tests.stack import Stack, served, stack

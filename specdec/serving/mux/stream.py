@@ -6,7 +6,7 @@ import asyncio
 
 from specdec.serving.errors import ProtocolError
 from specdec.serving.mux.send_queue import SendQueue
-from specdec.serving.wire import MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2
 
 WINDOW = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.serving.wire import LOGPROB_UNIT, logprobs_from, logprobs_message
+from specdec.serving.messages import LOGPROB_UNIT, logprobs_from, logprobs_message
 
 
 @given(st.lists(st.floats(-1e30, 0.0)))

@@ -1,0 +1,24 @@
+"""What a pod says of itself at every handshake."""
+
+from __future__ import annotations
+
+from specdec.engine.engine import Engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.v2 import model_pb2
+
+PROTOCOL_VERSION = 2
+
+
+def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
+    """Return what a pod that serves a directory says of itself; `context` is the longest text that it has room for."""
+    mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST
+    return model_pb2.ModelIdentity(
+        protocol_version=PROTOCOL_VERSION,
+        model=directory.name,
+        tokenizer_fingerprint=directory.tokenizer_fingerprint,
+        model_fingerprint=directory.model_fingerprint,
+        numerics_fingerprint=engine.numerics,
+        numerics_mode=mode,
+        context_tokens=min(directory.context, context),
+        vocabulary_size=directory.vocabulary,
+    )

@@ -1,0 +1,129 @@
+"""Between messages and the values that the code works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.decoding.choice import RequestSampler
+from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.tree import Paths
+from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
+
+LOGPROB_UNIT = 1.0 / 96.0
+"""Unit of log-probabilities in messages: one is sent as the number of units in the square root of its negative. That is
+fine where a child is likely, so that long paths add up right, and coarse where it is not."""
+
+
+def sampling_from(message: model_pb2.Sampling) -> Sampling:
+    return Sampling(
+        repetition_penalty=message.repetition_penalty or 1.0,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        logit_bias=dict(message.logit_bias),
+        banned_tokens=frozenset(message.banned_tokens),
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        min_p=message.min_p,
+        seed=message.seed,
+    )
+
+
+def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
+    return model_pb2.Sampling(
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=sampling.logit_bias,
+        banned_tokens=sorted(sampling.banned_tokens),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+
+
+def contrast_from(message: model_pb2.Contrast) -> Contrast:
+    usual = USUAL_CONTRAST
+    return Contrast(
+        message.alpha if message.HasField("alpha") else usual.alpha,
+        message.amateur_temperature if message.HasField("amateur_temperature") else usual.amateur_temperature,
+    )
+
+
+RULES = {
+    model_pb2.ACCEPTANCE_RULE_UNSPECIFIED: Rule.COUPLED,
+    model_pb2.ACCEPTANCE_RULE_COUPLED: Rule.COUPLED,
+    model_pb2.ACCEPTANCE_RULE_REJECTION: Rule.REJECTION,
+    model_pb2.ACCEPTANCE_RULE_CONTRASTIVE: Rule.CONTRASTIVE,
+}
+
+
+def lookahead_from(message: model_pb2.Lookahead) -> Lookahead:
+    return Lookahead(message.window, message.ngram, message.guesses)
+
+
+def lookahead_message(size: Lookahead) -> model_pb2.Lookahead:
+    return model_pb2.Lookahead(window=size.window, ngram=size.ngram, guesses=size.guesses)
+
+
+def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:
+    return model_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.name}")
+
+
+def rule_of(rule: model_pb2.AcceptanceRule.ValueType, sampling: Sampling) -> Rule:
+    """Return the rule to go by: without temperature, REJECTION is the same as COUPLED."""
+    found = RULES[rule]
+    return Rule.COUPLED if found is Rule.REJECTION and sampling.greedy else found
+
+
+def sampler_from(
+    sampling: Sampling,
+    end_tokens: frozenset[int],
+    first_end_position: int,
+    message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen,
+) -> RequestSampler:
+    """Return the sampler of a session that was found valid."""
+    rule = rule_of(message.rule, sampling)
+    return RequestSampler(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast))
+
+
+def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
+    distributions = []
+    for parent, row in paths.distributions:
+        ids, values = row.sent()
+        distributions.append(model_pb2.DraftDistribution(parent=parent, ids=ids, values=values))
+    return model_pb2.Extend(
+        base=base,
+        tokens=paths.tokens,
+        parents=paths.parents,
+        logprob_bytes=logprobs_message(paths.logprobs),
+        distributions=distributions,
+    )
+
+
+def paths_from(message: model_pb2.Extend) -> Paths:
+    """Return candidates as a tree takes them. Distributions that make no sense are left out, like nodes that can never
+    be taken."""
+    received = [
+        (each.parent, DraftDistribution.received(list(each.ids), each.values)) for each in message.distributions
+    ]
+    distributions = [(parent, found) for parent, found in received if found is not None]
+    return Paths(list(message.tokens), list(message.parents), logprobs_from(message.logprob_bytes), distributions)
+
+
+def logprobs_message(logprobs: Sequence[float]) -> bytes:
+    """Return a byte for each log-probability."""
+    units = np.rint(np.sqrt(-np.minimum(logprobs, 0.0)) / LOGPROB_UNIT)
+    return np.minimum(units, 255).astype(np.uint8).tobytes()
+
+
+def logprobs_from(message: bytes) -> list[float]:
+    roots = np.frombuffer(message, np.uint8) * LOGPROB_UNIT
+    logprobs: list[float] = (-roots * roots).tolist()
+    return logprobs
