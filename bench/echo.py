@@ -68,7 +68,7 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 case "open":
                     base, said = len(request.open.prompt_tokens), checksum.of_opening(request.open)
                     end = base + request.open.max_tokens
-                    opened = verifier_pb2.VerifyOpened(identity=_identity(), max_nodes=64)
+                    opened = verifier_pb2.VerifyOpened(identity=_identity(), max_nodes=64, drafting_wanted=True)
                     await context.write(verifier_pb2.VerifyResponse(opened=opened))
                     await asyncio.sleep(0.2)  # until the draft is open too: not a round
                 case "extend":
@@ -85,6 +85,7 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 offered=4,
                 accepted=1,
                 steps=1,
+                drafting_wanted=True,
             )
             base += 2
             sent = time.perf_counter()

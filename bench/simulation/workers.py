@@ -118,7 +118,7 @@ class LockstepLoop(SimulatedStepLoop):
 
     def turn(self) -> float | None:
         self._queue.admit()  # sessions that come meanwhile are not refused because the queue is full
-        if all(attached.session.computable for attached in self._queue.running):
+        if all(entry.session.computable for entry in self._queue.running):
             return super().turn()
         return None  # a draft's answer wakes the loop
 

@@ -1,4 +1,4 @@
-"""What `bench.engine` counts, refuses and writes, and that injected candidates change the pace and no token."""
+"""What `bench.engine` counts, refuses and writes, and that injected candidates change the speed and no token."""
 
 from __future__ import annotations
 

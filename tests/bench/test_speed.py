@@ -115,7 +115,7 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_stream_for_each_kind_and_crowds_of_all() -> None:
+def test_one_stream_for_each_kind_and_many_of_all() -> None:
     args = parsed(["--streams", "1,4", "--kinds", "code,chat", "--temperatures", "0,1"])
     greedy = [Cell("code", 1, 0.0), Cell("chat", 1, 0.0), Cell("mixed", 4, 0.0)]
     assert cells(args) == [*greedy, Cell("code", 1, 1.0), Cell("chat", 1, 1.0), Cell("mixed", 4, 1.0)]

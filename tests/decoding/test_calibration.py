@@ -1,4 +1,4 @@
-"""Scores come to be what the verdicts say."""
+"""Logprobs come to be what the verify results say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log_probabilities = st.lists(st.floats(-30.0, 0.0), min_size=1, max_size=6).map(
 
 
 @given(st.integers(0, 10), log_probabilities)
-def test_at_first_scores_stay_what_they_are(depth: int, logprobs: list[float]) -> None:
+def test_at_first_logprobs_stay_what_they_are(depth: int, logprobs: list[float]) -> None:
     got = Calibration().corrected(depth, logprobs)
     assert [math.exp(s) for s in got] == pytest.approx([math.exp(s) for s in logprobs], abs=2e-6)
 

@@ -190,7 +190,7 @@ class TestChoose:
 
     @settings(max_examples=100, deadline=None)
     @given(cases(), st.lists(st.integers(0, 11), max_size=6))
-    def test_a_history_that_grew_is_the_history(self, case: Case, more: list[int]) -> None:
+    def test_a_penalty_state_that_grew_is_the_penalty_state(self, case: Case, more: list[int]) -> None:
         more = [token % len(case.logits) for token in more]
         penalty_state = case.penalty_state
         penalty_state.extend(more)
@@ -199,7 +199,7 @@ class TestChoose:
 
     @settings(max_examples=100, deadline=None)
     @given(cases())
-    def test_neither_row_nor_history_is_changed(self, case: Case) -> None:
+    def test_neither_row_nor_penalty_state_is_changed(self, case: Case) -> None:
         row, penalty_state = np.array(case.logits, dtype=np.float32), case.penalty_state
         seen, counts = penalty_state.seen.copy(), penalty_state.output_counts.copy()
         case.sampler.choose(row, case.position, penalty_state, case.path)
@@ -235,15 +235,15 @@ class TestChoose:
         assert case.choose() == 0
         assert replace(case, path=[0]).choose() == 1
 
-    def test_penalties_without_a_history_are_refused(self) -> None:
+    def test_penalties_without_a_penalty_state_are_refused(self) -> None:
         sampler = RequestSampler(Sampling(presence_penalty=0.5))
         with pytest.raises(ValueError, match="history"):
             sampler.choose(np.zeros(3, dtype=np.float32), 0, None)
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> list[tuple[NDArray[np.float32], SamplingQuery]]:
-    """Rows of several requests, some of which ask about more than one row: same chooser, same history."""
+def batches(draw: st.DrawFn) -> list[tuple[NDArray[np.float32], SamplingQuery]]:
+    """Rows of several requests, some of which ask about more than one row: same sampler, same penalty state."""
     vocabulary = draw(st.integers(1, 12))
     token = st.integers(0, vocabulary - 1)
     value = st.just(math.nan) | st.just(math.inf) | st.just(-math.inf) | coarse
@@ -307,21 +307,21 @@ def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> NDArra
 
 class TestManyRows:
     @settings(max_examples=80, deadline=None)
-    @given(crowds(), st.data())
+    @given(batches(), st.data())
     def test_a_row_does_not_depend_on_the_others(
-        self, crowd: list[tuple[NDArray[np.float32], SamplingQuery]], data: st.DataObject
+        self, batch: list[tuple[NDArray[np.float32], SamplingQuery]], data: st.DataObject
     ) -> None:
         """Broken rows among them: they raise nothing, and disturb nobody."""
-        alone = [query.sampler.choose(row, query.position, query.penalty_state, query.path) for row, query in crowd]
-        assert together(crowd) == alone
-        some = data.draw(st.lists(st.integers(0, len(crowd) - 1), min_size=1))
-        assert together([crowd[i] for i in some]) == [alone[i] for i in some]
+        alone = [query.sampler.choose(row, query.position, query.penalty_state, query.path) for row, query in batch]
+        assert together(batch) == alone
+        some = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1))
+        assert together([batch[i] for i in some]) == [alone[i] for i in some]
 
     @settings(max_examples=60, deadline=None)
     @given(st.data(), st.integers(1, 12))
     def test_every_row_equals_the_reference(self, data: st.DataObject, vocabulary: int) -> None:
-        crowd = data.draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=6))
-        assert together([(case.row, case.query) for case in crowd]) == [reference_choice(case) for case in crowd]
+        batch = data.draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=6))
+        assert together([(case.row, case.query) for case in batch]) == [reference_choice(case) for case in batch]
 
     @settings(max_examples=100, deadline=None)
     @given(cases(), st.data())
@@ -364,7 +364,7 @@ class TestManyRows:
             row[:] = broken
         assert row[Case(row.tolist(), Sampling(**sampling)).choose()].tobytes() == np.float32(broken).tobytes()
 
-    def test_neighbours_without_a_history_are_still_different_requests(self) -> None:
+    def test_neighbours_without_a_penalty_state_are_still_different_requests(self) -> None:
         row = np.zeros(3, dtype=np.float32)
         queries = [SamplingQuery(RequestSampler(Sampling(logit_bias={token: 1.0})), 7) for token in (2, 1)]
         assert together([(row, query) for query in queries]) == [2, 1]
@@ -428,7 +428,7 @@ class TestDistribution:
         assert (1 - distance) / (1 + distance) - slack < agreed < 1 - distance + slack
 
 
-class TestPreferences:
+class TestDraftCandidates:
     @settings(max_examples=200, deadline=None)
     @given(cases(), st.integers(1, 14))
     def test_the_first_is_the_choice_and_the_rest_descend(self, case: Case, width: int) -> None:

@@ -1,4 +1,4 @@
-"""Proves that the pruned race loses no winner: bounds are bounds, and the runners left out lose."""
+"""Proves that pruning the Gumbel-max choice loses no winner: bounds are bounds, and the tokens left out lose."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestBound:
         assert over[noise > 3].max() < 0.09
 
 
-class TestRace:
+class TestPruning:
     @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0, 1e5, 1e25])
     @pytest.mark.parametrize("vocabulary", [1, 2, 300, 4096])
     def test_the_winner_is_among_few_contenders(self, scale: float, vocabulary: int) -> None:

@@ -29,7 +29,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Message:
-    """An Extend message: `base`, tokens, parents, scores."""
+    """An Extend message: `base`, tokens, parents, logprobs."""
 
     base: int
     tokens: tuple[int, ...]
@@ -41,7 +41,7 @@ class Message:
 
 
 def live(tree: TokenTree) -> dict[Path, float]:
-    """Every live candidate: its tokens below the committed text, and its score."""
+    """Every live candidate: its tokens below the committed text, and its logprob."""
     return {tuple(node.token for node in below.path()): below.logprob for below in tree.root.walk()}
 
 
@@ -225,13 +225,13 @@ class TestInsert:
         assert {id(node) for node in made} == after - before
         assert len(made) == len(after - before)
 
-    def test_a_duplicate_path_keeps_the_larger_score(self) -> None:
+    def test_a_duplicate_path_keeps_the_larger_logprob(self) -> None:
         tree = plant()
         for logprob in (-2.0, -1.0, -3.0, math.inf, -math.inf, math.nan):
             tree.insert(2, Paths([3], [0], [logprob]))
         assert live(tree) == {(3,): -1.0}
 
-    def test_scores_are_at_most_zero(self) -> None:
+    def test_logprobs_are_at_most_zero(self) -> None:
         tree = plant()
         tree.insert(2, Paths([3], [0], [2.0]))
         tree.insert(2, Paths([3], [0], [5.0]))
@@ -281,7 +281,7 @@ class TestDropped:
         assert self.chain(plant(), [1, VOCABULARY, 2]) == {(1,)}
 
     @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
-    def test_scores_that_are_not_finite(self, logprob: float) -> None:
+    def test_logprobs_that_are_not_finite(self, logprob: float) -> None:
         assert self.chain(plant(), [1, 2, 3], -1.0, logprob, -1.0) == {(1,)}
 
     @given(st.lists(messages(len(PROMPT)), max_size=4), st.integers(0, 6))
@@ -305,7 +305,7 @@ class TestDropped:
 class TestBest:
     @settings(max_examples=150, deadline=None)
     @given(trees(), st.integers(0, 30))
-    def test_is_the_connected_top_by_reach(self, tree: TokenTree, count: int) -> None:
+    def test_is_the_connected_top_by_path_logprob(self, tree: TokenTree, count: int) -> None:
         chosen = tree.best(count)
         assert len({id(node) for node in chosen}) == len(chosen)
         reaches = [node.path_logprob() for node in chosen]
@@ -316,14 +316,14 @@ class TestBest:
             met.add(id(node))
 
     @given(trees())
-    def test_by_reach_goes_on_to_the_last_node(self, tree: TokenTree) -> None:
+    def test_by_path_logprob_goes_on_to_the_last_node(self, tree: TokenTree) -> None:
         found = list(tree.by_path_logprob())
         assert [node for _, node in found] == tree.best(tree.size)
         assert [path_logprob for path_logprob, _ in found] == [node.path_logprob() for _, node in found]
         assert len(found) == tree.size
 
     @given(trees())
-    def test_reach_is_the_sum_along_the_path_and_never_rises(self, tree: TokenTree) -> None:
+    def test_path_logprob_is_the_sum_along_the_path_and_never_rises(self, tree: TokenTree) -> None:
         for node in tree.root.walk():
             path = node.path()
             assert path[-1] is node
@@ -363,7 +363,7 @@ def row(*ids: int) -> DraftDistribution:
     return DraftDistribution(np.asarray(ids), np.ones(len(ids), np.float16))
 
 
-class TestRows:
+class TestDistributions:
     def test_they_lie_where_they_belong(self) -> None:
         tree = plant()
         at_root, at_child = row(3, 4), row(5)
@@ -382,7 +382,7 @@ class TestRows:
         tree.insert(2, Paths([0], [0], [-1.0], [(0, row(3)), (1, row(4)), (7, row(5))]))
         assert tree.root.distribution is None
 
-    def test_a_row_comes_to_the_root_by_an_old_path(self) -> None:
+    def test_a_distribution_comes_to_the_root_by_an_old_path(self) -> None:
         tree = plant()
         tree.commit([3])
         tree.insert(2, Paths([3], [0], [-1.0], [(1, mine := row(4))]))

@@ -1,4 +1,4 @@
-"""The growth loop over many sessions: everybody gets a turn, nobody is stalled by another."""
+"""The draft loop over many sessions: everybody gets a turn, nobody is stalled by another."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_with_nothing_worth_guessing_it_sleeps() -> None:
     assert pod.loop.turn() is None
 
 
-def test_a_verdict_takes_effect_at_the_next_step() -> None:
+def test_a_commit_takes_effect_at_the_next_step() -> None:
     """Nothing is read below what it has cut off, and catching up is one step."""
     pod = Pod(Engine())
     each = session()

@@ -19,7 +19,7 @@ TAKE = st.none()
 
 
 @given(st.lists(ADD | COMMIT | TAKE, max_size=60))
-def test_the_best_is_the_one_of_highest_reach(moves: list[tuple[int, int, float] | list[int] | None]) -> None:
+def test_the_best_is_the_one_of_highest_path_logprob(moves: list[tuple[int, int, float] | list[int] | None]) -> None:
     tree = TokenTree([0], vocabulary=TOKENS, last_position=1000)
     ranking, taken = Frontier(), set[Node]()
     for move in moves:

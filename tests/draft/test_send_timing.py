@@ -32,7 +32,7 @@ def test_one_message_a_step_leaves_just_in_time() -> None:
         assert PERIOD - round_trip - 3 * STEP < next_send_at < PERIOD - round_trip - STEP
 
 
-def test_where_the_way_takes_longer_than_a_step_it_is_in_time_for_a_later_one() -> None:
+def test_where_a_round_trip_takes_longer_than_a_step_it_is_in_time_for_a_later_one() -> None:
     send_timer = steady()
     near, far = (send_timer.next_send_at(ONE_A_STEP, trip, STEP, urgent=False) for trip in (0.01, 0.01 + 2 * PERIOD))
     assert far == pytest.approx(near)
@@ -63,7 +63,7 @@ def test_the_first_messages_of_a_session_wait_for_nothing() -> None:
 
 
 def test_a_moment_that_is_past_is_now() -> None:
-    """The draft is too slow, or what it knows of the way is wrong."""
+    """The draft is too slow, or what it knows of the round trip is wrong."""
     assert steady().next_send_at(ONE_A_STEP, 0.0, PERIOD, urgent=False) == 0.0
     assert steady().next_send_at(ONE_A_STEP, 0.999 * PERIOD, STEP, urgent=False) == 0.0
 

@@ -1,4 +1,4 @@
-"""What a draft's session does with verdicts, rules and policies. (That its guesses are right: the equality suites.)"""
+"""What a draft's session does with commits, rules and policies. (That its guesses are right: the equality suites.)"""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step(session: Session, best: float = 5.0) -> None:
     session.expand(np.tile(logits, (len(packer.wanted), 1)))
 
 
-def test_a_draft_at_rest_grows_nothing() -> None:
+def test_a_paused_draft_expands_nothing() -> None:
     session = made()
     step(session)
     session.set_policy(replace(session.policy, paused=True))
@@ -61,7 +61,7 @@ def test_a_draft_at_rest_grows_nothing() -> None:
     assert session.best_logprob() > -math.inf
 
 
-def test_a_draft_at_rest_keeps_up_with_a_long_text() -> None:
+def test_a_paused_draft_keeps_up_with_a_long_text() -> None:
     session = made(context=2 * PAUSED_LAG_TOKENS, paused=True)
     session.commit(3, [5] * (PAUSED_LAG_TOKENS - 3))
     assert session.best_logprob() == -math.inf
@@ -114,7 +114,7 @@ def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule
 
 
 class Untaught(Calibration):
-    """Whom no verdict makes believe otherwise."""
+    """Whom no commit makes believe otherwise."""
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         pass

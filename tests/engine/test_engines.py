@@ -1,7 +1,7 @@
 """Proves that the engines compute what the model itself computes, whatever is packed together.
 
-For every architecture of `tests.models`, in float32, on torch by paths and by lanes and on the exported ONNX
-graph: sessions of different lengths prefilled in chunks and stepped in one batch, a block rolled back and
+For every architecture of `tests.models`, in float32, on torch with ragged and with padded batches and on the exported
+ONNX graph: sessions of different lengths prefilled in chunks and stepped in one batch, a block rolled back and
 written anew, a branching tree as paths and as one masked lane, rows of memory copied, texts far longer than
 the sliding window. Every logit row that comes out is compared with the model's own transformers forward over
 that text alone. Then what cannot be served: refused when loaded, by the right exception, saying why.
@@ -196,7 +196,7 @@ class Session:
 
 
 class Tree:
-    """Eight guessed tokens below the text of a session, on scratch slots, as rows of one step.
+    """Eight guessed tokens below the text of a session, on tree slots, as rows of one step.
 
     . -> 0 -> 2 -> 4 -> 5
            |         `> 7
@@ -265,7 +265,7 @@ def prefilled(subject: Subject, text: Text) -> Session:
     return session
 
 
-class TestOwnForward:
+class TestReferenceForward:
     """Both engines agree with the model's own forward pass."""
 
     def test_sessions_of_different_lengths_in_chunks_and_steps(self, subject: Subject) -> None:
@@ -339,7 +339,7 @@ class TestOwnForward:
         self, subject: Subject, layout: Callable[[Tree, Step], None]
     ) -> None:
         """Beside a plain step of a neighbour, across a key bucket. Then one path is accepted: its rows are
-        copied to slots of the session, the scratch ones go to the neighbour, and both go on."""
+        copied to slots of the session, the tree slots go to the neighbour, and both go on."""
         session = prefilled(subject, words(6, 61))
         neighbour = prefilled(subject, words(8, 25))
         session.text += words(50, 1)  # the tip
@@ -419,7 +419,7 @@ class TestVariants:
         step.run()
 
     def test_float16_stays_close(self, tmp_path: Path) -> None:
-        """By lanes, as GPUs run it."""
+        """With padded batches, as GPUs run it."""
         directory = make("gemma2", tmp_path)
         engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="float16", exact=False, padded=True)
         got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]

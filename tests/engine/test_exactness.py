@@ -1,5 +1,5 @@
-"""Exactness, bit by bit: a text's logits are the same alone, in a crowd, in pieces, token by token, as candidates of a
-tree, and after a prefix that another session has computed.
+"""Exactness, bit by bit: a text's logits are the same alone, beside others, in pieces, token by token, as candidates
+of a tree, and after a prefix that another session has computed.
 
 On some machines all kernels are exact by themselves; the fickle model (`odd_models.py`) never is."""
 
@@ -38,7 +38,7 @@ def logits(engine: TorchEngine, packer: Packer) -> Logits:
 def compute(engine: TorchEngine, tokens: list[int], start: int, slots: Slots, *, strangers: int = 0) -> Logits:
     """The logits of tokens[start:], whose keys and values go to their slots, behind strangers' prompts."""
     packer = engine.packer()
-    crowd(packer, strangers)
+    add_strangers(packer, strangers)
     rows = packer.add_rows(tokens[start:], start, slots[start : len(tokens)])
     packer.add_path(slots[: len(tokens)], rows)
     for row in rows:
@@ -46,7 +46,7 @@ def compute(engine: TorchEngine, tokens: list[int], start: int, slots: Slots, *,
     return logits(engine, packer)
 
 
-def crowd(packer: Packer, rows: int) -> None:
+def add_strangers(packer: Packer, rows: int) -> None:
     """Rows of other texts: prompts, long ones first."""
     slot = CAPACITY - rows
     while rows:
@@ -84,7 +84,7 @@ def alone(engine: TorchEngine, text: list[int]) -> Logits:
 
 
 @pytest.mark.parametrize("strangers", [1, 5, 130, 900])
-def test_in_a_crowd(engine: TorchEngine, text: list[int], alone: Logits, strangers: int) -> None:
+def test_beside_strangers(engine: TorchEngine, text: list[int], alone: Logits, strangers: int) -> None:
     assert np.array_equal(compute(engine, text, 0, SCATTERED, strangers=strangers), alone)
 
 
@@ -114,7 +114,7 @@ def test_as_candidates(engine: TorchEngine, text: list[int], alone: Logits, dept
     tip = LENGTH - depth - 2
     compute(engine, text[:tip], 0, SCATTERED)
     packer = engine.packer()
-    crowd(packer, 3)
+    add_strangers(packer, 3)
     path = SCATTERED[: tip + 1]
     rows = [packer.add_row(text[tip], tip, int(path[tip]))]
     for level in range(1, depth + 1):

@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "gemma2": ("gemma2", WIDE, True),
     "gpt2": ("gpt2", {}, False),
 }
-"""Name to architecture, what is different, and whether by lanes. Of one, gpt2, transformers knows no cut."""
+"""Name to architecture, what is different, and whether with padded batches. Of one, gpt2, transformers knows no cut."""
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def wants() -> dict[int, Record]:
 
 
 async def play(pods: Cluster, wants: dict[int, Record], oracle: Oracle, *events: Event) -> Counter[str]:
-    """The switches of all streams, of which none may be lost or different."""
+    """The failover events of all streams, of which none may be lost or different."""
     await pods.make_whole()
     async with client_of(pods.address) as client:
         if not wants:

@@ -128,10 +128,10 @@ def get_stats(_: random.Random) -> list[Message]:
 
 
 def carry_of(method: str, inner: Conversation) -> Conversation:
-    """The same conversation as a stream of the multiplexer, a few bundles long; now and then several of them."""
+    """The same conversation as a stream of the multiplexer, a few batches long; now and then several of them."""
 
     def carry(generator: random.Random) -> list[Message]:
-        bundles = []
+        batches = []
         for number in range(1, 1 + generator.choice((1, 1, 3))):
             frames = [mux_pb2.Frame(stream=number, begin=mux_pb2.Begin(method=method, timeout_us=2_000_000))]
             frames += [
@@ -139,8 +139,8 @@ def carry_of(method: str, inner: Conversation) -> Conversation:
             ]
             frames += [mux_pb2.Frame(stream=number, end=mux_pb2.End())] * (generator.random() < 0.5)
             cut = generator.randrange(len(frames))
-            bundles += [mux_pb2.ConnectRequest(frames=part) for part in (frames[:cut], frames[cut:])]
-        return list(bundles)
+            batches += [mux_pb2.ConnectRequest(frames=part) for part in (frames[:cut], frames[cut:])]
+        return list(batches)
 
     return carry
 

@@ -1,4 +1,4 @@
-"""Ways to misuse the multiplexer: bundles of frames that no caller with manners would send."""
+"""Ways to misuse the multiplexer: batches of frames that no caller with manners would send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hostile.conversations import Conversation
 MANY = 300
 
 Misuse = Callable[[str, Sequence[bytes], random.Random], list[list[Frame]]]
-"""Makes bundles of frames from the name of a method and what would be said to it."""
+"""Makes batches of frames from the name of a method and what would be said to it."""
 
 
 def _begin(stream: int, method: str, **fields: Any) -> Frame:
@@ -83,7 +83,7 @@ def without_event(method: str, said: Sequence[bytes], generator: random.Random) 
     return [[_begin(1, method), *_messages(1, said[:1]), Frame(stream=1)], [Frame()] * MANY]
 
 
-def empty_bundles(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
+def empty_batches(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
     return [[], [], [_begin(1, method)], *[[]] * MANY]
 
 
@@ -121,7 +121,7 @@ MISUSES: tuple[Misuse, ...] = (
     never_opened,
     left_at_once,
     without_event,
-    empty_bundles,
+    empty_batches,
     said_after_the_end,
     beyond_the_window,
     beyond_the_window_unopened,
@@ -130,6 +130,6 @@ MISUSES: tuple[Misuse, ...] = (
 
 
 def misused(misuse: Misuse, method: str, said: Conversation, generator: random.Random) -> list[bytes]:
-    """The bundles, serialized."""
+    """The batches, serialized."""
     messages = [message.SerializeToString() for message in said(generator)]
     return [ConnectRequest(frames=frames).SerializeToString() for frames in misuse(method, messages, generator)]

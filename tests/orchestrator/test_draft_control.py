@@ -1,4 +1,4 @@
-"""What a draft is told of each commit, and when it may rest."""
+"""What a draft is told of each commit, and when it pauses."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def kinds(messages: list[draft_pb2.DraftRequest]) -> list[str | None]:
     return [message.WhichOneof("message") for message in messages]
 
 
-def test_a_draft_grows_what_may_be_worth_its_row_a_step_later() -> None:
+def test_a_draft_expands_what_may_be_worth_its_row_a_step_later() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
     policy, committed = draft_control.messages(text.commit(0.5, step_us=1000))
     assert abs(policy.policy.min_path_probability - PRICE_SHARE * 0.5) < 1e-6
     assert (committed.committed.base, list(committed.committed.tokens)) == (10, [11])
-    assert kinds(list(draft_control.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly another price
+    assert kinds(list(draft_control.messages(text.commit(0.52, step_us=1000)))) == ["committed"]  # hardly another
 
 
-def test_before_the_first_verdict_it_grows_no_forest() -> None:
+def test_before_the_first_commit_it_expands_only_what_is_probable() -> None:
     assert {first_min_probability(price) for price in (0.0, 0.5, 1.0)} == {FIRST_MIN_PROBABILITY}
 
 
-def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None:
+def test_it_pauses_while_nothing_pays_and_hears_of_many_tokens_together() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
     assert not draft_control.paused
     assert kinds(list(draft_control.messages(text.commit(1.0)))) == ["policy"]
@@ -56,7 +56,7 @@ def test_it_rests_while_nothing_pays_and_hears_of_many_tokens_together() -> None
     assert not draft_control.paused
 
 
-def test_one_that_rests_to_begin_with_is_woken() -> None:
+def test_one_that_is_paused_to_begin_with_is_woken() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(paused=True), needed=False), Text()
     assert draft_control.paused
     assert kinds(list(draft_control.messages(text.commit(1.0)))) == []
@@ -64,7 +64,7 @@ def test_one_that_rests_to_begin_with_is_woken() -> None:
     assert not draft_control.paused
 
 
-def test_one_that_is_needed_never_rests() -> None:
+def test_one_that_is_needed_never_pauses() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=True), Text()
     assert kinds(list(draft_control.messages(text.commit(1.0)))) == ["committed"]
     assert not draft_control.paused
@@ -83,7 +83,7 @@ def test_many_sessions_send_fewer_messages_each() -> None:
     assert crowded.policy.extend_interval_us == 40_000  # one a step
 
 
-def test_a_draft_is_told_how_long_the_way_is_when_it_changes() -> None:
+def test_a_draft_is_told_the_round_trip_when_it_changes() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(), needed=False), Text()
 
     def told(round_trip_us: int) -> list[str | None]:

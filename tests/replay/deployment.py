@@ -45,7 +45,7 @@ IDLE_SECONDS = 0.005
 """What a tick without a step takes."""
 
 Engines = Callable[[Scenario], tuple[Engine, Engine, Engine | None]]
-"""Target, draft, and the verifier's own draft, if a scenario has one."""
+"""Target, draft, and the verifier's local draft, if a scenario has one."""
 
 
 @dataclass

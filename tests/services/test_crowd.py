@@ -68,7 +68,7 @@ async def tokens_of(services: Stack, ask: Ask, **fields: Any) -> tuple[list[int]
 
 @dataclass
 class Outcome:
-    """Runs of the same requests, alone and in a crowd."""
+    """Runs of the same requests, alone and many at once."""
 
     exact: bool
     preemptions: int
@@ -91,7 +91,7 @@ class Outcome:
 
 
 async def run(requests: list[Ask], target: Path, draft: Path, small: int, **options: Any) -> Outcome:
-    """`small` is the crowd's memory, in slots."""
+    """`small` is the memory of those at once, in slots."""
     async with stack(target, None, **options | {"draft_engine": None}) as services:
         alone = [(await tokens_of(services, replace(ask, read=ask.tokens), plain=True))[0] for ask in requests]
     async with stack(target, draft, **options | {"capacity": small}) as services:
@@ -109,7 +109,7 @@ async def run(requests: list[Ask], target: Path, draft: Path, small: int, **opti
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_crowd_changes_no_token(directories: Directories, dtype: str) -> None:
+async def test_many_at_once_change_no_token(directories: Directories, dtype: str) -> None:
     generator = random.Random(8)
     texts = [[generator.randrange(3, VOCABULARY) for _ in range(70)] for _ in range(9)]
     requests = asks(24, texts, CONTEXT - 150, seed=1)
@@ -123,7 +123,7 @@ async def test_a_crowd_changes_no_token(directories: Directories, dtype: str) ->
 
 @pytest.mark.verify
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-async def test_crowds_of_64_change_no_token(directories: Directories, dtype: str) -> None:
+async def test_64_at_once_change_no_token(directories: Directories, dtype: str) -> None:
     """Tiny models for their speed, and the demo pair: 100,000 tokens in all."""
     compared = preemptions = accepted = ties = 0
     exact = True

@@ -42,7 +42,7 @@ async def test_a_draft_is_asked_where_its_candidates_may_pay(
         completion = await services.generate([5, 6, 7], max_tokens=40, ignore_end_token=True, speculation=policy)
     assert len(completion.tokens) == 40
     assert len(Overheard.asked) == (mode is Mode.REMOTE_DRAFT or policy is ALWAYS)
-    assert not any(opened.policy.paused for opened in Overheard.asked)  # none is opened to rest
+    assert not any(opened.policy.paused for opened in Overheard.asked)  # none is opened paused
 
 
 async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> None:
@@ -77,7 +77,7 @@ async def test_tokens_that_are_contrasted_have_one_in_any_case(directories: Dire
 
 
 async def test_where_there_is_none_to_ask_a_text_says_so(directories: Directories) -> None:
-    """Its verifier, which has nothing to hope for, tells no price."""
+    """Its verifier, which has no draft, says of none whether it would pay."""
     async with stack(directories.target, None) as services:
         peers = replace(services.peers, drafts=Pods([]))
         async with (

@@ -187,7 +187,7 @@ async def test_a_draft_equal_to_the_target_is_never_corrected(
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[5], SAMPLINGS[8], SAMPLINGS[11]], ids=str)
-async def test_an_own_draft_equal_to_the_target_guesses_nearly_all(
+async def test_a_local_draft_equal_to_the_target_proposes_nearly_all(
     directories: Directories, sampling: dict[str, Any]
 ) -> None:
     """Which it does only if its memory is right after every step."""

@@ -664,7 +664,7 @@ async def test_rejection_survives_both(directories: Directories) -> None:
         assert not got.finish.reproducible
 
 
-async def test_a_crowd_moves(directories: Directories) -> None:
+async def test_many_texts_move(directories: Directories) -> None:
     """Every session of a verifier finds a place on the other, whatever may wait there."""
     fields: dict[str, Any] = {"max_tokens": 120, "ignore_end_token": True, "sampling": WARM}
     async with stack(

@@ -217,7 +217,7 @@ async def test_the_numerics_mode_is_told(directories: Directories, exact: bool) 
     assert finish.numerics_mode == (model_pb2.NUMERICS_MODE_FAST if fast else model_pb2.NUMERICS_MODE_EXACT)
 
 
-async def test_the_load_counts_what_was_served(directories: Directories) -> None:
+async def test_the_stats_count_what_was_served(directories: Directories) -> None:
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         before = await load_of(services)
         assert before.kv_tokens == services.verifier_loop.context
@@ -248,7 +248,7 @@ STANDING = {"kv_tokens", "up_us"}
 """What is not zero before anything is served."""
 
 
-async def test_the_load_while_it_serves(directories: Directories) -> None:
+async def test_the_stats_while_it_serves(directories: Directories) -> None:
     async with gated(directories) as (services, gate):
         with gate.closed():
             task = begin(services, PROMPT, 5)

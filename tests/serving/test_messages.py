@@ -12,7 +12,7 @@ from specdec.serving.messages import LOGPROB_UNIT, logprobs_from, logprobs_messa
 
 
 @given(st.lists(st.floats(-1e30, 0.0)))
-def test_a_score_takes_a_byte(scores: list[float]) -> None:
+def test_a_logprob_takes_a_byte(scores: list[float]) -> None:
     message = logprobs_message(scores)
     assert len(message) == len(scores)
     for sent, received in zip(scores, logprobs_from(message), strict=True):
@@ -34,5 +34,5 @@ def test_long_paths_add_up(rate: float) -> None:
 
 
 @given(st.binary())
-def test_whatever_arrives_is_scores(message: bytes) -> None:
+def test_whatever_arrives_is_logprobs(message: bytes) -> None:
     assert all(math.isfinite(score) and score <= 0 for score in logprobs_from(message))

@@ -165,7 +165,7 @@ async def test_what_is_said_at_the_same_time_goes_together() -> None:
     assert bundles == [list(range(64))] * 3
 
 
-async def test_a_bundle_is_no_larger_than_it_may_be() -> None:
+async def test_a_batch_is_no_larger_than_it_may_be() -> None:
     sizes = []
 
     async def write(frames: Sequence[mux_pb2.Frame]) -> None:
@@ -381,7 +381,7 @@ async def test_streams_that_end_before_they_begin_leave_nothing() -> None:
             await to.pod.stop(grace=60)
 
 
-async def test_begun_and_ended_in_one_bundle() -> None:
+async def test_begun_and_ended_in_one_batch() -> None:
     async with link() as to, grpc.aio.insecure_channel(to.pod.address) as channel:
         carry: Any = mux_pb2_grpc.MuxServiceStub(channel).Connect()  # type: ignore[call-arg]
         begin = mux_pb2.Begin(method=f"/{SERVICE}/wait")

@@ -27,7 +27,7 @@ class Heard:
 
 
 def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
-    """What comes of an outbox in SECONDS, into which a commit is put so often."""
+    """What comes of a response queue in SECONDS, into which a commit is put so often."""
 
     async def main() -> list[tuple[float, str]]:
         responses: ResponseQueue[str] = ResponseQueue()
@@ -60,5 +60,5 @@ def test_a_pause_is_filled(every: float) -> None:
 
 
 def test_of_a_stream_that_does_not_take_them_they_are_not_asked() -> None:
-    """What waits there is a sign of life."""
+    """What waits there is as good as a heartbeat."""
     assert "heartbeat" not in [what for _, what in heard(every=0.1, takes=0.5)]

@@ -126,7 +126,7 @@ async def test_a_pod_whose_engine_is_lost_takes_no_session() -> None:
     assert not sessions.works
 
 
-async def test_an_outbox_tells_when_nobody_reads_it() -> None:
+async def test_a_response_queue_tells_when_nobody_reads_it() -> None:
     class Slow:
         """A stream that takes one message."""
 

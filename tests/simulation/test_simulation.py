@@ -33,7 +33,7 @@ def test_a_run_can_be_repeated_exactly() -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.0045])
-def test_a_crowd_sends_once_a_step_and_just_in_time(delay: float) -> None:
+def test_drafts_of_many_sessions_send_once_a_step_and_just_in_time(delay: float) -> None:
     """2.8 times plain decoding's rate and more; sent as soon as may be it is 2.3, with a delay unknown 2.5."""
     scenario = Scenario(PRESETS["70b"], sessions=10, drafts=5, delay=delay, warm_up=15, measured=15)
     assert simulate(scenario).rate > 2.65 * scenario.sessions / scenario.step

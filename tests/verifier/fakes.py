@@ -101,7 +101,7 @@ def reference(request: SessionRequest) -> list[int]:
 
 
 class TextEngine:
-    """Memory for `blocks` blocks, the first of them nobody's, and `scratch` slots more."""
+    """Memory for `blocks` blocks, the first of them nobody's, and `tree_slots` slots more."""
 
     exact = True
     threads: tuple[int, ...] = (1,)
@@ -109,8 +109,8 @@ class TextEngine:
     vocabulary = VOCABULARY
     bad = BAD
 
-    def __init__(self, blocks: int, scratch: int = MOST_CANDIDATES, rows: InvariantRowCounts | None = None) -> None:
-        self.capacity = blocks * BLOCK + scratch
+    def __init__(self, blocks: int, tree_slots: int = MOST_CANDIDATES, rows: InvariantRowCounts | None = None) -> None:
+        self.capacity = blocks * BLOCK + tree_slots
         self.memory = np.full(self.capacity, UNWRITTEN)
         self.broken = np.zeros(self.capacity, dtype=bool)  # holds NaN
         self.faults: list[str] = []

@@ -23,7 +23,7 @@ STEP = 0.01
 
 @dataclass
 class Pod:
-    """Steps of a pod on which tokens come at another rate in each way."""
+    """Steps of a pod on which tokens come at another rate in each mode."""
 
     controller: SpeculationController
     drafted: float
@@ -38,7 +38,7 @@ class Pod:
     step: float = STEP  # seconds
 
     def run(self, seconds: float, sessions: int = 4, *, drawn: bool = False) -> dict[Mode, float]:
-        """For so long; the part of the time that each way had."""
+        """For so long; the part of the time that each mode had."""
         spent = dict.fromkeys(Mode, 0.0)
         rates = {
             Mode.REMOTE_DRAFT: self.drafted,
@@ -64,14 +64,14 @@ def test_speculation_that_pays_is_never_interrupted_for_plain_decoding() -> None
     assert Pod(SpeculationController(), drafted=3000, plain=1000).run(100)[Mode.OFF] == 0
 
 
-def test_the_verifiers_own_guesses_are_tried_now_and_then() -> None:
+def test_the_verifiers_own_candidates_are_tried_now_and_then() -> None:
     spent = Pod(SpeculationController(), drafted=3000, local=2000, plain=1000).run(300)
     assert 0 < spent[Mode.NGRAM] < 0.03
     assert spent[Mode.REMOTE_DRAFT] > 0.97
 
 
 @pytest.mark.parametrize("best", list(Mode))
-def test_the_best_way_is_found(best: Mode) -> None:
+def test_the_best_mode_is_found(best: Mode) -> None:
     drafted, plain, local, own = (
         2000.0 if mode is best else 1000.0 for mode in (Mode.REMOTE_DRAFT, Mode.OFF, Mode.NGRAM, Mode.LOCAL_DRAFT)
     )
@@ -94,13 +94,13 @@ def test_a_draft_of_its_own_is_tried_only_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("step", [0.002, 0.03, 0.1, 0.4])
 def test_steps_may_take_any_time(step: float) -> None:
-    """Of those that last a tenth of a second an epoch has five."""
+    """Of those that last a tenth of a second a window has five."""
     pod = Pod(SpeculationController(), drafted=700, plain=1000, guesses=False, step=step)
     pod.run(MIN_STEPS * step * 3 + WINDOW_SECONDS)
     assert pod.run(300 * max(step, 0.1))[Mode.OFF] > 0.85
 
 
-def test_a_pod_without_drafts_weighs_its_own_guesses() -> None:
+def test_a_pod_without_drafts_weighs_its_own_candidates() -> None:
     pod = Pod(SpeculationController(), drafted=0, local=1000, plain=2000, has_drafts=False)
     pod.run(3)
     assert pod.run(10)[Mode.OFF] > 0.9
@@ -123,8 +123,8 @@ def test_it_comes_back_when_it_pays_again() -> None:
     assert pod.run(20)[Mode.REMOTE_DRAFT] > 0.9
 
 
-def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
-    """Every way is half as fast, twice as fast: what was measured long ago must not be compared with today."""
+def test_a_machine_that_changes_its_speed_changes_nothing() -> None:
+    """Every mode is half as fast, twice as fast: what was measured long ago must not be compared with today."""
     pod = Pod(SpeculationController(), drafted=2000, local=1500, plain=1000)
     for factor in (0.5, 2.0) * 6:
         pod.run(47)
@@ -137,7 +137,7 @@ def test_a_machine_that_changes_its_pace_changes_nothing() -> None:
 def test_what_has_no_chance_is_seen_at_a_glance() -> None:
     pod = Pod(SpeculationController(), drafted=100, local=100, plain=1000)
     assert pod.run(1.0)[Mode.OFF] > 0.65
-    assert pod.run(60.0)[Mode.OFF] > 0.95  # its first minute, two such ways
+    assert pod.run(60.0)[Mode.OFF] > 0.95  # its first minute, two such modes
     assert pod.run(600.0)[Mode.OFF] > 0.98
 
 
@@ -181,11 +181,11 @@ def test_a_draw_changes_nothing() -> None:
 
 def test_each_number_of_sessions_has_its_own() -> None:
     controller = SpeculationController()
-    alone, crowd = Pod(controller, drafted=300, plain=100), Pod(controller, drafted=1000, plain=2000)
-    crowd.run(5, sessions=40)
+    alone, many = Pod(controller, drafted=300, plain=100), Pod(controller, drafted=1000, plain=2000)
+    many.run(5, sessions=40)
     assert controller.mode is Mode.OFF
     assert alone.run(5, sessions=1)[Mode.REMOTE_DRAFT] > 0.9
-    crowd.run(STEP, sessions=40)
+    many.run(STEP, sessions=40)
     assert controller.mode is Mode.OFF  # it remembers
 
 
@@ -225,7 +225,7 @@ def test_trials_become_rarer() -> None:
 
 @pytest.mark.parametrize("stay", [0.02, 0.1])
 def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
-    """Sessions come and go: their number crosses a power of two long before an epoch is over."""
+    """Sessions come and go: their number crosses a power of two long before a window is over."""
     pod = Pod(SpeculationController(), drafted=1000, plain=2000)
     for _ in range(round(7 * WINDOW_SECONDS / stay)):  # each comes to a decision, and does not look again yet
         pod.run(stay, sessions=8)
@@ -235,7 +235,7 @@ def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
         assert pod.controller.mode is Mode.OFF
 
 
-def test_a_larger_crowd_goes_on_as_a_smaller_one_did() -> None:
+def test_a_larger_batch_goes_on_as_a_smaller_one_did() -> None:
     controller = SpeculationController()
     Pod(controller, drafted=100, local=200, plain=1000).run(5, sessions=4)
     larger = Pod(controller, drafted=500, local=600, plain=2000)
@@ -246,7 +246,7 @@ def test_a_larger_crowd_goes_on_as_a_smaller_one_did() -> None:
     assert larger.run(1.0, sessions=16)[Mode.REMOTE_DRAFT] > 0.99
 
 
-def test_a_smaller_crowd_hopes_whatever_larger_ones_found() -> None:
+def test_a_smaller_batch_hopes_whatever_larger_ones_found() -> None:
     controller = SpeculationController()
     Pod(controller, drafted=100, local=200, plain=1000).run(5, sessions=16)
     smaller = Pod(controller, drafted=2000, local=600, plain=1000)
@@ -262,7 +262,7 @@ def test_trials_cost_a_small_part_of_all_tokens(drafted: float) -> None:
     assert 0 < spent * (1.0 - drafted / 1000) < 0.06
 
 
-def test_another_crowd_is_served_in_its_own_way_from_its_first_step_on() -> None:
+def test_another_batch_is_served_in_its_own_mode_from_its_first_step_on() -> None:
     """Which is one over prompts, perhaps, that tells nothing."""
     controller = SpeculationController()
     Pod(controller, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
@@ -290,7 +290,7 @@ def test_sessions_that_have_just_left_count_for_another_while() -> None:
         assert controller.mode is mode
 
 
-def test_what_is_done_for_those_who_have_left_is_no_measurement_of_another_way() -> None:
+def test_what_is_done_for_those_who_have_left_is_no_measurement_of_another_mode() -> None:
     controller = SpeculationController()
     Pod(controller, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
     Pod(controller, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
@@ -304,7 +304,7 @@ def test_what_is_done_for_those_who_have_left_is_no_measurement_of_another_way()
     assert controller.mode_for(BatchProfile(1, True, False, False), 200.0) is Mode.REMOTE_DRAFT
 
 
-def test_a_crowd_that_some_have_left_goes_on_as_before() -> None:
+def test_a_batch_that_some_have_left_goes_on_as_before() -> None:
     controller = SpeculationController()
     Pod(controller, drafted=3000, plain=1000, guesses=False).run(5, sessions=1)
     Pod(controller, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
@@ -316,19 +316,19 @@ def test_a_crowd_that_some_have_left_goes_on_as_before() -> None:
 
 
 @pytest.mark.parametrize("most", [16, 64])
-def test_what_is_left_of_a_full_crowd_is_of_its_kind(most: int) -> None:
-    """Crowds of as many as somebody has chosen, of whom the first soon leaves: all is learned, and used, for them."""
+def test_what_is_left_of_a_full_batch_is_of_its_kind(most: int) -> None:
+    """Batches of as many as somebody has chosen, of whom the first soon leaves: all is learned, and used, for them."""
     controller = SpeculationController()
     now = 0.0
     for burst in range(10):
         for step in range(100):
-            crowd = BatchProfile(most if step == 0 else most - most // 4, True, False, False)
-            controller.select(crowd, now)
+            batch = BatchProfile(most if step == 0 else most - most // 4, True, False, False)
+            controller.select(batch, now)
             if burst == 9:
                 assert controller.mode is Mode.OFF
             tokens = 7 if controller.mode is Mode.REMOTE_DRAFT else 20
             controller.update(
-                crowd, speculated=controller.mode is Mode.REMOTE_DRAFT, tokens=tokens, seconds=STEP, plain_rate=2000
+                batch, speculated=controller.mode is Mode.REMOTE_DRAFT, tokens=tokens, seconds=STEP, plain_rate=2000
             )
             now += STEP
         now += 2 * LINGER_SECONDS

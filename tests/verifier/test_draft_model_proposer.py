@@ -1,4 +1,4 @@
-"""The verifier's own draft changes no token, reads nothing twice or from a wrong slot, and leaves nothing behind."""
+"""The local draft changes no token, computes nothing twice, reads no wrong slot, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
 @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16, 64, 256))], ids=["any-rows", "row-class"])
 @pytest.mark.parametrize("kind", [TextEngine, OftenWrong])
 @pytest.mark.parametrize("sampling", [NO_BAD, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
-def test_a_crowd_gets_what_each_would_get_alone(sampling: Sampling, kind: Any, rows: InvariantRowCounts | None) -> None:
+def test_many_get_what_each_would_get_alone(sampling: Sampling, kind: Any, rows: InvariantRowCounts | None) -> None:
     draft = kind(60, rows=rows)
     loop = loop_with(draft)
     clients = [client(loop, 30 * i + 1, i, sampling=sampling) for i in range(5)]
@@ -120,7 +120,7 @@ def test_a_crowd_gets_what_each_would_get_alone(sampling: Sampling, kind: Any, r
     assert sources(*clients).count(LOCAL_MODEL) > (150 if kind is TextEngine else 60)  # of 300
 
 
-def test_what_was_guessed_right_is_not_read_again() -> None:
+def test_what_was_proposed_right_is_not_computed_again() -> None:
     """Of every token one row, but for the last of each step: what follows it is asked anew."""
     draft = TextEngine(60)
     loop = loop_with(draft)
@@ -180,7 +180,7 @@ def test_end_tokens_end_a_chain() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.NGRAM, Mode.REMOTE_DRAFT])
-def test_it_is_asked_in_its_own_way_only(mode: Mode) -> None:
+def test_it_is_asked_in_its_own_mode_only(mode: Mode) -> None:
     draft = TextEngine(60)
     loop = step_loop(
         TextEngine(60), controller=Decided(mode), draft_model=DraftModelProposer(draft, CONTEXT, latency=QUICK)
@@ -224,7 +224,7 @@ def test_a_token_that_it_does_not_know() -> None:
 
 
 def test_memory_that_is_full_costs_no_token() -> None:
-    draft = TextEngine(12, scratch=0)
+    draft = TextEngine(12, tree_slots=0)
     loop = loop_with(draft)
     clients = [client(loop, BLOCK, i) for i in range(6)]
     run(loop, *clients)
@@ -275,7 +275,7 @@ def test_who_loses_its_memory_to_another_comes_back() -> None:
         for each in clients:
             each.read()
         assert loop.turn() == 0.0 or all(each.over for each in clients)
-        assert local_model(loop)._prefixes.keys() <= {attached.session for attached in loop._queue.running}
+        assert local_model(loop)._prefixes.keys() <= {entry.session for entry in loop._queue.running}
     check_over(loop, draft, *clients)
     assert loop.stats.preemptions > 0
     assert sources(*clients).count(LOCAL_MODEL) > 200

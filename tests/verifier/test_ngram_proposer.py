@@ -218,7 +218,7 @@ def test_guesses_join_what_a_draft_offers_only_where_nothing_is_drawn(rule: Rule
     assert drafted.session.takes_own_candidates
 
 
-def test_what_a_session_guesses_is_no_foresight_of_its_draft() -> None:
+def test_what_a_session_proposes_itself_is_not_counted_as_its_drafts() -> None:
     loop = step_loop(Parrot(8))
     policy = Policy(ALL_DRAFTERS, 64, 0.0)
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=policy)
@@ -271,7 +271,7 @@ def test_who_asks_for_no_guesses_gets_none() -> None:
 
 
 def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> None:
-    """Of random text nothing can be foreseen; at first it was hoped for, and after a while again."""
+    """Of random text nothing can be predicted; at first it was hoped for, and after a while again."""
     loop = step_loop(TextEngine(30), FixedLatency(0.06))
     client = Client(loop, [2, 3, 4], 1500, sampling=SAMPLINGS[1], policy=guessing())
     open_at = []
@@ -299,16 +299,16 @@ def test_a_window_that_is_asked_for_is_opened_whatever_it_costs() -> None:
     assert other.session.ngrams.window is None
 
 
-def test_windows_share_the_scratch_slots_as_far_as_they_go() -> None:
-    engine = TextEngine(30, scratch=40)
+def test_windows_share_the_tree_slots_as_far_as_they_go() -> None:
+    engine = TextEngine(30, tree_slots=40)
     loop = step_loop(engine)
-    crowd = [
+    clients = [
         Client(loop, REPETITIVE, 40, policy=guessing(Lookahead(5, 4, 3), candidates=1), sampling=SAMPLINGS[0])
         for _ in range(5)
     ]
-    run(loop, *crowd)
+    run(loop, *clients)
     assert engine.faults == []
-    for each in crowd:
+    for each in clients:
         assert each.tokens == each.want
 
 
@@ -371,7 +371,7 @@ class TestConfidence:
 
 
 def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
-    """A session's own verdicts move its scores."""
+    """A session's own verify results move its logprobs."""
     loop = step_loop(Parrot(8))
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
     before = NgramProposer([2], 9, client.session.request.sampler).lookup_confidence

@@ -37,7 +37,7 @@ REMOTE = frozenset({Drafter.REMOTE})
 
 VOCABULARY = 10
 PROMPT = [1, 2, 3]
-SCRATCH = [50, 51, 52, 53]
+TREE_SLOTS = [50, 51, 52, 53]
 
 StepLogits = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
@@ -92,15 +92,17 @@ class Script:
         return result
 
 
-def planned(session: Session, packer: RaggedPacker, scratch: list[int] | None = None) -> ScheduledRows:
+def planned(session: Session, packer: RaggedPacker, tree_slots: list[int] | None = None) -> ScheduledRows:
     """With the best candidates that it may have."""
     nodes = session.tree.best(session.max_candidates)
-    return session.plan(packer, 1, nodes, list(SCRATCH) if scratch is None else scratch)
+    return session.plan(packer, 1, nodes, list(TREE_SLOTS) if tree_slots is None else tree_slots)
 
 
-def step(session: Session, script: Script, scratch: list[int] | None = None) -> tuple[VerifyResult, TreeVerification]:
+def step(
+    session: Session, script: Script, tree_slots: list[int] | None = None
+) -> tuple[VerifyResult, TreeVerification]:
     packer = RaggedPacker()
-    verification = TreeVerification(session, planned(session, packer, scratch))
+    verification = TreeVerification(session, planned(session, packer, tree_slots))
     verify_trees([verification], HostLogits(script.logits(packer, session)))
     assert verification.error is None
     return session.apply(verification, 0.0), verification
@@ -115,7 +117,7 @@ class TestStep:
         assert session.computed == 3
         assert session.tree.committed == [1, 2, 3, 7]
 
-    def test_the_walk_follows_equal_tokens_and_ends_in_a_bonus(self) -> None:
+    def test_the_verification_follows_equal_tokens_and_ends_in_a_bonus(self) -> None:
         session = decoding()
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         result, verification = step(session, Script({(1, 2, 3): 4, (1, 2, 3, 4): 5, (1, 2, 3, 4, 5): 6}))
@@ -138,13 +140,13 @@ class TestStep:
     def test_a_side_branch_that_wins_is_copied_to_its_place(self) -> None:
         session = decoding()
         session.extend(3, Paths([4, 5, 6, 7], [0, 0, 2, 3], [-0.1, -0.5, -0.1, -0.1]), 0.0)
-        scratch = list(SCRATCH)
-        result, verification = step(session, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), scratch)
+        tree_slots = list(TREE_SLOTS)
+        result, verification = step(session, Script({(1, 2, 3): 5, (1, 2, 3, 5): 6, (1, 2, 3, 5, 6): 7}), tree_slots)
         assert result.tokens[:3] == [5, 6, 7]
         assert result.sources[:3] == [REMOTE_DRAFT] * 3
         own = session.slots.tolist()
         assert verification.kv_copies == [(53, own[3]), (52, own[4]), (51, own[5])]
-        assert scratch == [50]
+        assert tree_slots == [50]
 
     def test_what_arrives_during_the_step_waits_for_the_next(self) -> None:
         session = decoding()
@@ -214,8 +216,8 @@ class TestStep:
         one, other = decoding(pool), decoding(pool, prompt=[3, 2, 1])
         one.extend(3, Paths([4, 5, 7], [0, 1, 0], [-0.1, -0.1, -0.3]), 0.0)
         other.extend(3, Paths([6, 6], [0, 1], [-0.1, -0.1]), 0.0)
-        packer, scratch = RaggedPacker(), list(SCRATCH)
-        verifications = [TreeVerification(session, planned(session, packer, scratch)) for session in (one, other)]
+        packer, tree_slots = RaggedPacker(), list(TREE_SLOTS)
+        verifications = [TreeVerification(session, planned(session, packer, tree_slots)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
         verify_trees(verifications, HostLogits(script.logits(packer, one, other)))
         assert [session.apply(d, 0.0).tokens for session, d in zip((one, other), verifications, strict=True)] == [
@@ -300,7 +302,7 @@ class TestMemory:
             session.allocate(pool)
         assert (pool.held, session.table, session.computed) == (0, None, 0)
 
-    def test_a_found_beginning_does_not_stay_held_when_the_rest_has_no_room(self) -> None:
+    def test_a_cached_beginning_does_not_stay_held_when_the_rest_has_no_room(self) -> None:
         pool = BlockPool(3)
         self.served(pool, [1] * BLOCK)
         with pytest.raises(PoolFullError):

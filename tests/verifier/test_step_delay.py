@@ -20,7 +20,7 @@ def wait(
 
 
 def learned(delay: float, gap: float = 0.001) -> DraftTiming:
-    """A pace that knows a draft which answers after `delay` and goes on every `gap`."""
+    """A draft timing that knows a draft which answers after `delay` and goes on every `gap`."""
     draft_timing = DraftTiming()
     for base in range(100):
         draft_timing.committed(base, float(base))
@@ -146,8 +146,8 @@ class TestManySessions:
         assert delay_until([HOPEFUL, WaitEstimate(4.0)], 5.0, 5.0, STEP) is None
 
     def test_hopes_add_up(self) -> None:
-        crowd = [HOPEFUL] * 3 + [WaitEstimate(1.0)] * 5
-        assert delay_until(crowd, 5.0, 5.0, STEP) == HOPEFUL.until
+        estimates = [HOPEFUL] * 3 + [WaitEstimate(1.0)] * 5
+        assert delay_until(estimates, 5.0, 5.0, STEP) == HOPEFUL.until
 
     def test_the_question_is_open_again_when_the_first_hope_ends(self) -> None:
         sooner = WaitEstimate(expected=1.0, gain=1.0, until=5.001)
@@ -155,9 +155,9 @@ class TestManySessions:
 
     def test_time_spent_waiting_has_been_spent(self) -> None:
         """What a step brings is divided by all the time since the last one."""
-        crowd = [HOPEFUL] + [WaitEstimate(1.0)] * 4
-        assert delay_until(crowd, 5.0, 5.0, STEP) is None
-        assert delay_until(crowd, 5.0, 5.0 - STEP, STEP) is not None
+        estimates = [HOPEFUL] + [WaitEstimate(1.0)] * 4
+        assert delay_until(estimates, 5.0, 5.0, STEP) is None
+        assert delay_until(estimates, 5.0, 5.0 - STEP, STEP) is not None
 
     @given(
         st.lists(
@@ -173,14 +173,14 @@ class TestManySessions:
         st.floats(0.001, 0.1),
         st.floats(0.0, 0.1),
     )
-    def test_it_ends(self, crowd: list[WaitEstimate], step: float, waited: float) -> None:
+    def test_it_ends(self, estimates: list[WaitEstimate], step: float, waited: float) -> None:
         """Hope ends in the future, at one of its ends; and more in hand never makes anyone wait longer."""
-        until = delay_until(crowd, 5.0, 5.0 - waited, step)
-        assert until is None or until in [p.until for p in crowd if p.gain]
-        richer = [*crowd, WaitEstimate(1e9)]
+        until = delay_until(estimates, 5.0, 5.0 - waited, step)
+        assert until is None or until in [p.until for p in estimates if p.gain]
+        richer = [*estimates, WaitEstimate(1e9)]
         assert delay_until(richer, 5.0, 5.0 - waited, step) is None
 
-    def test_two_paces_together(self) -> None:
+    def test_two_timings_together(self) -> None:
         """A quick draft and a slow one: the step waits for the quick one's first message, and not again for
         the slow one."""
         quick, slow = learned(0.002), learned(0.050)

@@ -101,7 +101,7 @@ def test_what_is_off_the_scale_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("blocks", [2, 3, 100])
 def test_it_is_measured_within_the_memory(blocks: int) -> None:
-    engine = TextEngine(blocks, scratch=0)
+    engine = TextEngine(blocks, tree_slots=0)
     latency = StepLatency.measure(engine, blocks * 64)
     sizes = [n for n in MEASURED_ROWS if n + WARM_UP_KEYS < blocks * 64]
     assert engine.steps == [*sizes] * REPEATS

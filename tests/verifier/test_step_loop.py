@@ -90,7 +90,7 @@ def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
 class TestTokens:
     @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16))], ids=["any-rows", "row-class"])
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised"])
-    def test_a_crowd_gets_what_each_would_get_alone(self, sampling: Sampling, rows: InvariantRowCounts | None) -> None:
+    def test_many_get_what_each_would_get_alone(self, sampling: Sampling, rows: InvariantRowCounts | None) -> None:
         """Drafted well and badly and not at all, by an engine that pads and one that does not."""
         engine = TextEngine(30, rows=rows)
         loop = step_loop(engine)
@@ -133,7 +133,7 @@ class TestTokens:
         check_over(loop, engine, whole, rest)
 
     @pytest.mark.parametrize("always", [False, True])
-    def test_the_guard_says_whether_candidates_are_used(self, always: bool) -> None:
+    def test_the_controller_says_whether_candidates_are_used(self, always: bool) -> None:
         """And drafts are told; a session that speculates always does not listen."""
         loop = step_loop(TextEngine(8), controller=Decided(Mode.OFF))
         one = client(loop, 10, 1, 12)
@@ -147,7 +147,7 @@ class TestTokens:
         assert offered == (4 if always else 0)
         assert {times.drafting_wanted for times in one.mail.times[1:]} == {always}
 
-    def test_a_draft_hears_at_once_that_it_may_rest(self) -> None:
+    def test_a_draft_hears_at_once_that_it_may_pause(self) -> None:
         """Else it would be at work for nothing, beside a step that wants its core."""
         controller = Decided(Mode.REMOTE_DRAFT)
         loop = step_loop(TextEngine(8), controller=controller)
@@ -227,7 +227,7 @@ class TestTokens:
 
     def test_more_candidates_than_side_slots(self) -> None:
         """In the smallest memory there is."""
-        engine = TextEngine(2, scratch=3)
+        engine = TextEngine(2, tree_slots=3)
         loop = step_loop(engine)
         one = client(loop, 10, 1, 30)
         turns(loop, 1)
@@ -633,7 +633,7 @@ class TestReaders:
 
 class TestCancel:
     def test_in_every_state(self) -> None:
-        """Waiting, in the prompt, decoding, with candidates, stalled, preempted, over: the others go on."""
+        """Waiting, in the prompt, decoding, with candidates, throttled, preempted, over: the others go on."""
         engine = TextEngine(8)
         loop = step_loop(engine, max_unread_tokens=10, step_rows=64)
 

@@ -25,7 +25,7 @@ from verifier_service.scheduling.token_budget import WindowCosts, select_candida
 
 @st.composite
 def trees(draw: st.DrawFn) -> TokenTree:
-    """Any shape of up to 12 nodes; scores often tie."""
+    """Any shape of up to 12 nodes; logprobs often tie."""
     tree = TokenTree([1, 2, 3], vocabulary=100, last_position=1000)
     nodes: list[Node] = [tree.root]
     for token in range(draw(st.integers(0, 12))):
@@ -137,7 +137,7 @@ budgets = st.integers(1, 600)
 decoders = st.integers(0, 20)
 
 
-class TestPromptRows:
+class TestPrefillChunks:
     @given(remaining, decoders, any_cost, rows_before, budgets)
     def test_shares_are_fair(
         self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
@@ -220,7 +220,7 @@ class TestPromptRows:
             )
             assert slowdown * latency.of(decoding + total) <= stretched * (1 + 1e-9)
 
-    def test_dearness_is_learned_and_forgotten(self) -> None:
+    def test_the_prefill_slowdown_is_learned_and_forgotten(self) -> None:
         slowdown = PrefillSlowdown()
         for _ in range(10):
             slowdown.observe(0.01, 0.04)
@@ -234,7 +234,7 @@ class TestPromptRows:
         """A step is filled up, with the decoding rows that it has anyway; where these fill one, another."""
         assert sum(prefill_chunks([1000] * 3, 16, FREE, rows, 256)) == total
 
-    def test_steps_that_are_over_in_a_blink_may_take_one(self) -> None:
+    def test_steps_that_hardly_anybody_notices_may_take_that_long(self) -> None:
         """A row takes a millisecond."""
         quick = StepLatency((1, 2), [0.001, 0.002])
         assert prefill_chunks([100], 2, quick, 2, 512) == [23]
@@ -250,8 +250,8 @@ class TestPromptRows:
         assert steps == 1000 / MIN_CHUNK_TOKENS
 
 
-class TestWindowPrices:
-    """In a step of 4 rows and 4 tokens, where a row more costs as much as a row: a window's price is its rows."""
+class TestWindowCosts:
+    """In a step of 4 rows and 4 tokens, where a row more costs as much as a row: a window's cost is its rows."""
 
     sizes = (Lookahead(4, 3, 4), Lookahead(3, 2, 1))  # of 7 rows and of 2
 

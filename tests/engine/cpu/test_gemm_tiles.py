@@ -65,7 +65,7 @@ def test_an_engine_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_batches_that_are_not_padded_are_not_tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By lanes, in fast numerics, any number of rows comes."""
+    """With padded batches, in fast numerics, any number of rows comes."""
     monkeypatch.setattr(torch_engine, "largest_tiles", lambda layers: dict.fromkeys(_shapes(layers), 64))
     engine = TorchEngine(ModelDirectory(make("llama", tmp_path)), capacity=512, exact=False, padded=True)
     packer = engine.packer()

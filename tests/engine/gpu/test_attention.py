@@ -1,4 +1,4 @@
-"""The kernels over units against attention written out in float64, and bit against bit in other company.
+"""The kernels over tiles against attention written out in float64, and bit against bit in other company.
 
 Without a GPU they are run by Triton's interpreter, tile by tile in NumPy: shapes are small, and products of bfloat16
 are those of the same numbers in float32.
@@ -164,7 +164,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, window: int 
 
 
 def test_a_text_of_many_splits() -> None:
-    """More than are added up at once, by a row that has each of its units for itself."""
+    """More than are added up at once, by a row that has each of its tiles for itself."""
     length = (SPLITS_AT_ONCE + 1) * SPLIT + 5
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(length + 1, 1, 16, generator=generator).to(DEVICE) for _ in range(2))

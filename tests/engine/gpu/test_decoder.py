@@ -1,5 +1,5 @@
-"""Models over units: those of the Llama kind by the kernels alone, others through transformers' attention interface,
-against their own forward."""
+"""Models over split-KV tiles: those of the Llama kind by the kernels alone, others through transformers' attention
+interface, against their own forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of a unit batch reads the slots of its own text, each split once; what texts share is read once."""
+"""Every row of a split-KV batch reads the slots of its own text, each split once; what texts share is read once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def add_tree(packer: SplitKvPacker, prefix: Slots, parents: Sequence[int | None]
     return want
 
 
-def test_rows_of_one_path_share_units() -> None:
+def test_rows_of_one_path_share_tiles() -> None:
     packer = SplitKvPacker(tile_rows=4)
     keys = np.arange(1000, 1000 + SPLIT + 3)[::-1].copy()
     add_text(packer, keys, 6)
@@ -208,7 +208,7 @@ def test_any_mixture_reads_what_was_put_in(
 
 
 @pytest.mark.parametrize(("shared", "tile_rows"), [(1, 64), (4, 16), (7, 9), (64, 1), (71, 1)])
-def test_a_unit_has_room_for_what_fills_a_tile(shared: int, tile_rows: int) -> None:
+def test_a_tile_has_room_for_the_rows_that_fill_it(shared: int, tile_rows: int) -> None:
     assert tile_rows_for(shared) == tile_rows
     assert tile_rows * shared <= max(TILE_ROWS, shared)
 

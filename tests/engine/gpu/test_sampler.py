@@ -97,7 +97,7 @@ def test_log_probabilities_are_of_the_same_rows() -> None:
 
 
 def of_all_kinds() -> tuple[torch.Tensor, list[SamplingQuery]]:
-    """Logits, and what is asked of the rows: one row each of what is narrowed in a way of its own, with penalties."""
+    """Logits, and what is asked of the rows: one row each of what has a shortlist of another kind, with penalties."""
     logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
     kinds = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_p=0.5, seed=2)]
     penalty_state = PenaltyState(5000, [1, 2], [3])

@@ -2,7 +2,7 @@
 
 Every lane is read back through `rows`, `keys`, `visible` and `place` and compared with what each token may
 see: its own text up to itself, or its mask, and within the sliding window. Keys are padded to a length that
-depends on the positions of the rows alone, lanes to at least four rows; padding reads NOWHERE, is masked,
+depends on the positions of the rows alone, lanes to at least four rows; padding reads PADDING_SLOT, is masked,
 and never becomes a token's result.
 """
 
