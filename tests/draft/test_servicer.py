@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -61,3 +62,21 @@ def test_tokens_that_the_target_does_not_know_are_refused(field: str, fields: di
 def test_a_target_that_knows_more_is_served() -> None:
     assert parsed(vocabulary_size=2 * VOCABULARY, prompt_tokens=[UNKNOWN]).vocabulary == VOCABULARY
     assert parsed(vocabulary_size=0, prompt_tokens=[UNKNOWN]).vocabulary == VOCABULARY
+
+
+@pytest.mark.parametrize("probability", [1.0, 1.5, -0.1, math.nan])
+def test_a_probability_that_no_node_has_is_refused(probability: float) -> None:
+    """1 once meant a draft that is paused: whoever means that says `paused`."""
+    policy = draft_pb2.DraftPolicy(min_path_probability=probability)
+    with pytest.raises(InvalidRequestError) as refused:
+        parsed(policy=policy)
+    ((field, problem),) = refused.value.violations
+    assert (field, problem.partition(", ")[2]) == ("policy.min_path_probability", "must be in [0, 1)")
+    servicer = DraftServicer(DraftLoop(Engine()), model_pb2.ModelIdentity(), Limits())
+    with pytest.raises(ValueError, match=r"policy\.min_path_probability is .*, must be in \[0, 1\)"):
+        servicer.act(session(), draft_pb2.DraftRequest(policy=policy), 0.0)
+
+
+def test_a_paused_draft_is_one_by_a_field_of_its_own() -> None:
+    assert parsed(policy=draft_pb2.DraftPolicy(paused=True, min_path_probability=0.5)).policy.paused
+    assert not parsed(policy=draft_pb2.DraftPolicy(min_path_probability=0.999)).policy.paused
