@@ -56,6 +56,10 @@ async def decode(address: str, streams: int, speculation: Any, profile: list[str
         raise SystemExit(f"py-spy: {errors.decode().strip()}")
 
 
+STEP_FUNCTIONS = "StepLoop._run_step", "StepLoop.step", "EngineWorker.turn"
+"""Functions of the step thread, the innermost first."""
+
+
 @dataclass
 class Shares:
     """Numbers of samples, by thread and function."""
@@ -72,8 +76,8 @@ def shares(stacks: str) -> Shares:
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
         names = [frame.partition(" (")[0] for frame in frames.split(";")]
-        if "StepLoop.turn" in names:
-            outer = "StepLoop._run_step" if "StepLoop._run_step" in names else "StepLoop.turn"
+        if "EngineWorker.turn" in names:
+            outer = next(name for name in STEP_FUNCTIONS if name in names)
             inner = names[names.index(outer) + 1 :] or [f"{outer} itself"]
             if any(name.endswith("Engine.forward") for name in inner):
                 found.forward[_part(inner)] += int(count)
