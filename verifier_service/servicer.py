@@ -234,6 +234,8 @@ def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str
     violations = drafter_violations("policy.drafters", policy.drafters)
     if policy.HasField("lookahead"):
         violations += lookahead_violations("policy.lookahead", policy.lookahead)
+        if model_pb2.DRAFTER_LOOKAHEAD not in policy.drafters:
+            violations.append(("policy.lookahead", "is set, needs the drafter LOOKAHEAD"))
     return violations
 
 

@@ -66,7 +66,7 @@ class Eligibility:
             remote_draft=any(session.policy.remote for session in sessions),
             ngram=any(session.takes_own_candidates for session in sessions),
             sampled=2 * sum(not session.request.sampler.sampling.greedy for session in sessions) > len(sessions),
-            local_draft=self._has_local_model,
+            local_draft=self._has_local_model and any(session.policy.local_model for session in sessions),
         )
 
     def would_draft(self, session: Session, sessions: int) -> bool:
@@ -76,7 +76,7 @@ class Eligibility:
             session.policy.remote,
             session.takes_own_candidates,
             not session.request.sampler.sampling.greedy,
-            self._has_local_model,
+            self._has_local_model and session.policy.local_model,
         )
         return self._controller.mode_for(batch, time.monotonic()) is Mode.REMOTE_DRAFT
 
