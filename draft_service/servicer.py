@@ -128,7 +128,7 @@ class DraftServicer(
 
 
 def _policy_violations(policy: draft_pb2.DraftPolicy) -> list[tuple[str, str]]:
-    """What is wrong with a policy; nothing is proposed by `paused`, not by a probability that no node has."""
+    """Return what is wrong with a policy: a draft is paused by `paused`, not by a probability that no node has."""
     if 0 <= policy.min_path_probability < 1:
         return []
     return [("policy.min_path_probability", f"is {policy.min_path_probability:g}, must be in [0, 1)")]

@@ -1,4 +1,4 @@
-"""Where the code of the three services is: in folders beside this package in a checkout, inside it in a wheel.
+"""The place of the three services' code: folders beside this package in a checkout, inside it in a wheel.
 
 Whoever installs specdec for its client gets one top-level package. Code of a service is put on the path of its own
 process only.

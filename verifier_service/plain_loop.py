@@ -69,6 +69,7 @@ class PlainLoop(EngineWorker[Session]):
             if rows.root_row is None:
                 entry.session.computed += rows.count
         add_logprobs([each for each in verifications if each.error is None], logits)
+        results = []
         for entry, verification in pairs:
             if verification.error is not None:
                 self._end(entry, verification.error)
@@ -76,11 +77,11 @@ class PlainLoop(EngineWorker[Session]):
             now = time.monotonic()
             result = entry.session.apply(verification, now)
             entry.session.cache_prefix()
-            self.stats.observe(0, 0.0, [result])
+            results.append(result)
             entry.responses.send(entry.message(result, StepTimes(now - start, now - start, 0.0, entry.queued)))
             if result.finish:
                 self.detach(entry.session)
-        self.stats.observe(count, time.monotonic() - start, [])
+        self.stats.observe(count, time.monotonic() - start, results)
         return 0.0
 
     def end_session(self, session: Session, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What a session at the verifier asks for: validated messages, as the code works with them."""
+"""Validated openings and policies of sessions, as the code works with them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from specdec.decoding.lookahead import Lookahead
 
 
 class Drafter(IntEnum):
-    """Who proposes candidates; numbers as in specdec.v2.Drafter."""
+    """A source of candidates; numbers as in specdec.v2.Drafter."""
 
     REMOTE = 1
     NGRAM = 2
@@ -27,7 +27,7 @@ NO_DRAFTERS: frozenset[Drafter] = frozenset()
 
 @dataclass(frozen=True)
 class Speculation:
-    """Who may propose candidates, and how many; 0 leaves a number to the services."""
+    """A request's speculation: its drafters, and how many candidates; 0 leaves a number to the services."""
 
     drafters: frozenset[Drafter] = ALL_DRAFTERS
     forced: bool = False  # whether or not it is found to pay

@@ -1,4 +1,4 @@
-"""What a pod says of itself at every handshake."""
+"""The identity that a pod tells at every handshake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is wrong with a message: (field, what and its limit) of everything, so that a caller hears of all at once."""
+"""Checks of messages: each returns every violation, as (field, value and limit), so that a caller hears of all at
+once."""
 
 from __future__ import annotations
 

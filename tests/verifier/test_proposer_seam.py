@@ -86,6 +86,8 @@ def test_the_plain_loop_and_the_step_loop_say_the_same() -> None:
     assert [client.logprobs for client in got] == [client.logprobs for client in want]
     assert plain.pool.held == drafted.pool.held == 0
     assert plain.stats.committed == drafted.stats.committed
+    assert plain.stats.steps == 30  # one for each token of the longest text
+    assert drafted.stats.steps < plain.stats.steps
 
 
 def test_the_plain_loop_ends_a_session_whose_logits_are_broken() -> None:

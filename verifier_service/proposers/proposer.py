@@ -29,7 +29,7 @@ class Phase(Enum):
 
 
 class ProposalStats(NamedTuple):
-    """What proposers did before a step."""
+    """The work of proposers before a step."""
 
     seconds: float = 0.0  # spent, to be paid by the step
     sessions: int = 0  # with proposals

@@ -1,1 +1,1 @@
-"""What the step loop tells the outside: commits and statistics."""
+"""Commits and statistics: all that leaves the step loop."""

@@ -46,9 +46,8 @@ class ThreadPolicy:
             engine.use_threads(threads)
             self._latencies[threads] = measure()
         self._all, self._fewest = engine.threads[0], engine.threads[-1]
-        self._ratio = self._latencies[self._all].of(1) / self._latencies[self._fewest].of(
-            1
-        )  # with nothing else running
+        every, fewest = self._latencies[self._all], self._latencies[self._fewest]
+        self._ratio = every.of(1) / fewest.of(1)  # with nothing else running
         self._plain = self._all  # number of threads of a step without drafts
         self._used = self._all
         self._drafted = -LINGER_SECONDS  # when drafts were last used

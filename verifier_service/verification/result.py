@@ -9,7 +9,7 @@ from specdec.decoding.logprobs import Logprobs
 
 
 class TokenSource(IntEnum):
-    """Where a committed token came from; numbers as in specdec.v2.TokenSource."""
+    """The source of a committed token; numbers as in specdec.v2.TokenSource."""
 
     REMOTE_DRAFT = 1
     CORRECTION = 2
@@ -21,7 +21,7 @@ class TokenSource(IntEnum):
 
 
 class FinishReason(IntEnum):
-    """Why a text ended; numbers as in specdec.v2.FinishReason."""
+    """The reason why a text ended; numbers as in specdec.v2.FinishReason."""
 
     STOP = 1
     LENGTH = 2
