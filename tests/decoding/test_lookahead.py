@@ -1,7 +1,7 @@
 """The window's shape, step by step, for any size: where its tokens stand, and that it is what the target has chosen.
 
 That a session's window and pool are those of the algorithm as the paper has it is shown in
-`tests/verifier/test_ngram_proposer.py`.
+`tests/verifier_service/test_ngram_proposer.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.row_counts import InvariantRowCounts
 from tests.replay.clock import Clock
-from tests.verifier.fakes import LANGUAGE, VOCABULARY, TextEngine
+from tests.verifier_service.fakes import LANGUAGE, VOCABULARY, TextEngine
 
 FEWER_THREADS = 1.3
 """A pass takes so many times as long with fewer threads than all."""

@@ -22,7 +22,7 @@ from specdec.v2 import generation_pb2, model_pb2
 from tests.models import VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, request_of, stack
-from tests.verifier.fakes import Decided
+from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
 FALSE_ALARM = 1e-6

@@ -16,7 +16,7 @@ from specdec.v2 import draft_pb2, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, request_of, served, stack
-from tests.verifier.fakes import Decided
+from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
 DRAFT = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE])

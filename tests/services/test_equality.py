@@ -22,7 +22,7 @@ from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack
-from tests.verifier.fakes import Decided
+from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
 TEMPERATURES = (0.0, 0.7, 1.0)

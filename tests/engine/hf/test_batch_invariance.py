@@ -20,7 +20,7 @@ from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
 from specdec.engine.torch_engine import TorchEngine
 from tests.engine import odd_models
 from tests.models import make
-from tests.verifier.fakes import BAD, TextEngine
+from tests.verifier_service.fakes import BAD, TextEngine
 
 
 class Fickle(torch.nn.Linear):

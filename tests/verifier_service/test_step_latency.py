@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.verifier.fakes import TextEngine
+from tests.verifier_service.fakes import TextEngine
 from verifier_service.scheduling.step_latency import (
     MEASURED_ROWS,
     REPEATS,

@@ -10,7 +10,7 @@ import pytest
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import Paths
-from tests.verifier.fakes import BAD, FREE, Client, Decided, TextEngine, run, step_loop
+from tests.verifier_service.fakes import BAD, FREE, Client, Decided, TextEngine, run, step_loop
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.proposers.proposer import ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.request import Policy

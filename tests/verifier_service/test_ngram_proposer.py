@@ -16,7 +16,7 @@ from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch
-from tests.verifier.fakes import (
+from tests.verifier_service.fakes import (
     BAD,
     DEAR,
     LANGUAGE,

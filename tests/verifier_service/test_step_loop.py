@@ -26,7 +26,7 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.row_counts import InvariantRowCounts
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
-from tests.verifier.fakes import (
+from tests.verifier_service.fakes import (
     BAD,
     DEAR,
     END,

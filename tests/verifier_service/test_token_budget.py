@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node, Paths, TokenTree
-from tests.verifier.fakes import FREE, FixedLatency
+from tests.verifier_service.fakes import FREE, FixedLatency
 from verifier_service.scheduling.prefill import (
     MAX_DECODE_SLOWDOWN,
     MIN_CHUNK_TOKENS,

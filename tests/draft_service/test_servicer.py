@@ -13,7 +13,7 @@ from draft_service.servicer import DraftServicer, Limits
 from draft_service.session import Session
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import draft_pb2, model_pb2
-from tests.draft.test_draft_loop import VOCABULARY, Engine, session
+from tests.draft_service.test_draft_loop import VOCABULARY, Engine, session
 
 
 @pytest.mark.parametrize("granted", [1, 64, 200])

@@ -12,7 +12,7 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.row_counts import InvariantRowCounts
-from tests.verifier.fakes import (
+from tests.verifier_service.fakes import (
     BAD,
     DEAR,
     END,
