@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +24,11 @@ from numpy.typing import NDArray
 
 from bench.prompts import held_out
 from draft_service.draft_loop import DraftLoop, RunningSession
-from draft_service.session import ExpansionPolicy, Extension
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.request import ExpansionPolicy
+from draft_service.request import SessionRequest as DraftRequest
+from draft_service.send_queue import Extension
 from draft_service.session import Session as DraftSession
-from draft_service.session import SessionRequest as DraftRequest
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
@@ -102,7 +105,7 @@ class Pair:
         def fail(error: Exception) -> None:
             raise error
 
-        loop = DraftLoop(self.draft)
+        loop = DraftLoop(LanguageModelDrafter(self.draft))
         loop.attach(RunningSession(draft, pushed.append, fail))
         verifier.allocate(BlockPool((CAPACITY - SCRATCH) // 64))
         count = Count()
@@ -115,7 +118,7 @@ class Pair:
             base, finished = verifier.tree.base, self._step(verifier, count)
             if finished:
                 return Text(verifier.tree.committed, count)
-            draft.commit(base, verifier.tree.committed[base:])
+            loop.commit(draft, base, verifier.tree.committed[base:], time.monotonic())
 
     def _step(self, session: Session, count: Count) -> bool:
         """Verify all candidates in one step; return True if the text has ended."""

@@ -15,6 +15,7 @@ from bench import synchronous
 from bench.long_steps import LongSteps
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
+from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from specdec.engine.engine import Engine
@@ -49,7 +50,8 @@ def draft(args: argparse.Namespace) -> Service:
     engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
     limits = DraftLimits()
     paced = _paced(engine, args.step_ms)
-    loop = DraftLoop(paced, rows_per_session=expansion_width.measured(paced, limits.defaults.max_branches))
+    width = expansion_width.measured(paced, limits.defaults.max_branches)
+    loop = DraftLoop(LanguageModelDrafter(paced, rows_per_session=width))
     loop.start()
     kind = synchronous.DraftServicer if args.synchronous else DraftServicer
     return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)

@@ -3,7 +3,8 @@
 After every verify result the draft proposes K candidates for the new text and sends them as one Extend; the verifier
 steps a session once the Extend for its present text has come. Nothing is drafted ahead and nothing is sent in between:
 a round takes a target step, the draft's steps (K for a chain) and every hop between them. Engines, loops, protocol and
-orchestrator are those of the ordinary system, and so are the tokens. `bench.pod` runs either service as a process.
+orchestrator are those of the ordinary system, and so are the tokens. `python -m bench pod` runs either service as a
+process.
 
 K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the K best nodes of a tree.
 """
@@ -11,15 +12,19 @@ K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import draft_service.servicer
 import draft_service.session
 import verifier_service.servicer
 import verifier_service.session
-from draft_service.session import ExpansionPolicy, Extension
-from specdec.decoding.tree import Node, Paths
+from draft_service.request import ExpansionPolicy
+from draft_service.send_queue import Extension, SendQueue
+from draft_service.session import RootMove
+from specdec.decoding.sampling import Rule
+from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.serving.response_queue import ResponseQueue
 from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend import BackendSession
@@ -29,49 +34,71 @@ from verifier_service.servicer import response
 from verifier_service.verification.result import VerifyResult
 
 
-class DraftSession(draft_service.session.Session):
-    """A draft session that proposes after each commit, and sends all candidates at once."""
+class AllAtOnce(SendQueue):
+    """A send queue that holds every candidate back until the K best are known, and sends these together."""
 
-    _answered = 0  # base of the last Extend
-
-    def commit(self, base: int, tokens: list[int]) -> None:
-        """Append committed tokens, and start the tree anew."""
-        super().commit(base, tokens)
-        dropped = [node.state for node in self.tree.root.walk()]
-        if dropped and not self.pending_text:
-            dropped.append(self.prefix.pop())  # the root is computed again, for its children
-        self._free += [slot for slot in dropped if isinstance(slot, int)]
-        self.tree.root = Node(self.tree.root.token, self.tree.root.position, None, 0.0, 0)
-        self.tree.size = 0
-        self.unsent, self.unsent_distributions = [], []
-        self._frontier.clear()
-        self._held_back.clear()
-
-    def best_logprob(self) -> float:
-        """Return -inf once the answer is sent, or the K best are known: pending nodes lead to no better one."""
-        best = -math.inf if self._answered == self.tree.base else super().best_logprob()
-        return best if best > self._held_back.logprob_of(self.policy.max_nodes) else -math.inf
+    def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy, complete: Callable[[], bool]) -> None:
+        super().__init__(tree, rule, policy)
+        self.answered = 0  # base of the last Extend
+        self._complete = complete  # returns True if nothing is left to expand
 
     def _worth_sending(self, path_logprob: float, node: Node) -> bool:
-        """Hold every node back until the K best are known."""
         return False
+
+    def _release(self) -> None:
+        """Hold everything back: only `take` offers candidates."""
+
+    def kth_best(self) -> float:
+        """Return the path logprob of the last of the K best nodes; -inf if there are fewer."""
+        return self._held_back.logprob_of(self._policy.max_nodes)
 
     def send_at(self, step: float) -> float:
         """Return the past once nothing is left to expand; an answer without candidates counts too."""
-        return -math.inf if self._answered != self.tree.base and self.best_logprob() == -math.inf else math.inf
+        return -math.inf if self.answered != self._tree.base and self._complete() else math.inf
 
-    def take_unsent(self, now: float) -> Extension:
-        self._answered = self.tree.base
-        while self._held_back and len(self.unsent) < self.policy.max_nodes:
+    def take(self, now: float) -> Extension:
+        """Return the K best candidates, and those of them only that are probable enough; an answer may have none."""
+        self.answered = self._tree.base
+        while self._held_back and len(self._unsent) < self._policy.max_nodes:
             path_logprob, node = self._held_back.take()
-            if self.unsent and path_logprob < self.policy.min_logprob:
+            if self._unsent and path_logprob < self._policy.min_logprob:
                 break
             self._offer(node)
-        return super().take_unsent(now)
+        return super().take(now)
 
     def resend(self) -> None:
         super().resend()
-        self._answered = 0
+        self.answered = 0
+
+
+class DraftSession(draft_service.session.Session):
+    """A draft session that drafts anew after each commit, and answers it once."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.outgoing: AllAtOnce = AllAtOnce(
+            self.tree, self.request.sampler.rule, self.policy, lambda: self.best_logprob() == -math.inf
+        )
+
+    def commit(self, base: int, tokens: list[int]) -> RootMove:
+        """Append committed tokens, and start the tree anew: the root is computed again, for its children."""
+        move = super().commit(base, tokens)
+        if not move.tokens:
+            return move
+        root = self.tree.root
+        self.tree.root = Node(root.token, root.position, None, 0.0, 0)
+        self.tree.size = 0
+        self._frontier.clear()
+        self._frontier.add(0.0, self.tree.root)
+        self._expanded.clear()
+        self.outgoing.follow_root(0.0, ())
+        whole = len(move.followed) == len(move.tokens)
+        return RootMove(move.tokens, move.followed[:-1] if whole else move.followed, frozenset())
+
+    def best_logprob(self) -> float:
+        """Return -inf once the answer is sent, or the K best are known: other nodes lead to no better one."""
+        best = -math.inf if self.outgoing.answered == self.tree.base else super().best_logprob()
+        return best if best > self.outgoing.kth_best() else -math.inf
 
 
 class DraftServicer(draft_service.servicer.DraftServicer):

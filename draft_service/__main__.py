@@ -10,6 +10,7 @@ import typer
 
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
+from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer, Limits
 from specdec.durations import duration
 from specdec.engine.loading import MOST_THREADS, Dtype, Kind, load_engine
@@ -61,7 +62,7 @@ def main(
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         nodes = expansion_width.measured(loaded, limits.defaults.max_branches)
         log.info("expansion_width", nodes_of_a_session_in_a_step=nodes)
-        loop = DraftLoop(loaded, rows_per_session=nodes)
+        loop = DraftLoop(LanguageModelDrafter(loaded, rows_per_session=nodes))
         loop.start()
         return DraftServicer(loop, identity, limits)
 

@@ -1,7 +1,7 @@
-"""The draft loop: expands the most probable nodes of all sessions in one forward pass, sends candidates, and repeats.
+"""The draft loop: has the drafter expand the most probable nodes of all sessions, sends candidates, and repeats.
 
 It runs in its own thread and owns every session. A commit takes effect between two steps; while no session has a node
-worth computing, the loop sleeps.
+worth expanding, the loop sleeps.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import structlog
 
-from draft_service.session import Extension, Session
-from specdec.engine.engine import Engine
-from specdec.engine.kv.slots import KVPool
+from draft_service.drafter import Drafter, ExpansionError
+from draft_service.send_queue import Extension
+from draft_service.session import Session
 from specdec.serving.engine_worker import EngineWorker
 
 log = structlog.get_logger()
@@ -39,60 +38,53 @@ class RunningSession:
 
 
 class DraftLoop(EngineWorker[Session]):
-    """The worker that steps all draft sessions with one engine.
+    """The worker that steps all draft sessions with one drafter."""
 
-    One step computes at most `rows` nodes over all sessions, at most `rows_per_session` of one session, and at most
-    `prompt_budget` tokens of committed text over all sessions."""
-
-    def __init__(self, engine: Engine, *, rows: int = 16, rows_per_session: int = 4, prompt_budget: int = 512) -> None:
-        super().__init__("draft-loop", engine)
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__("draft-loop")
+        self.drafter = drafter
         self.steps = 0
-        self._pool = KVPool(engine.capacity)
-        self._rows = rows
-        self._rows_per_session = rows_per_session
-        self._prompt_budget = prompt_budget
-        self._sessions: dict[int, RunningSession] = {}
+        self._sessions: dict[Session, RunningSession] = {}
         self._step_seconds = 0.0  # moving average
-
-    @property
-    def slots_used(self) -> int:
-        return self._pool.used
 
     # --- actions: called in the loop's thread -----------------------------------------------------
 
     def attach(self, entry: RunningSession) -> None:
         """Give a session its memory; PoolFullError if none is left, EngineLostError if nothing can be computed."""
         self.check_works()
-        session = entry.session
-        session.allocate(self._pool.take(session.end + session.policy.max_nodes))
-        self._sessions[id(session)] = entry
+        self.drafter.open(entry.session)
+        self._sessions[entry.session] = entry
+
+    def commit(self, session: Session, base: int, tokens: list[int], arrived: float) -> None:
+        """Commit tokens to a session's text; they `arrived` at that `time.monotonic`. ValueError if they cannot be."""
+        session.outgoing.commit_arrived(arrived)
+        move = session.commit(base, tokens)
+        if session in self._sessions:  # an error may have ended it while the commit was on its way
+            self.drafter.commit(session, move)
 
     def detach(self, session: Session) -> None:
+        """Forget a session and free its memory, if it is here."""
         self._retry.forget(session)
-        if self._sessions.pop(id(session), None) is not None:
-            self._pool.give(session.slots)
+        if self._sessions.pop(session, None) is not None:
+            self.drafter.close(session)
 
     def end_session(self, session: Session, error: Exception) -> None:
-        entry = self._sessions[id(session)]
+        entry = self._sessions[session]
         self.detach(session)
         entry.fail(error)
 
     def end_sessions(self, error: Exception) -> None:
-        for entry in list(self._sessions.values()):
-            self.end_session(entry.session, error)
+        for session in list(self._sessions):
+            self.end_session(session, error)
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        reaches = [(entry.session.best_logprob(), entry) for entry in self._sessions.values()]
-        runnable = [reached for reached in reaches if reached[0] > -math.inf]
+        best = [(self.drafter.best_logprob(session), session) for session in self._sessions]
+        runnable = sorted((each for each in best if each[0] > -math.inf), key=lambda each: -each[0])
         if runnable:
-            runnable.sort(key=lambda reached: -reached[0])
-            suspect = self._retry.next({entry.session for _, entry in runnable})
-            if suspect is not None:
-                runnable = [reached for reached in runnable if reached[1].session is suspect]
             start = time.monotonic()
-            self._step([entry for _, entry in runnable])
+            self._expand([session for _, session in runnable])
             self._step_seconds += STEP_SMOOTHING * (time.monotonic() - start - self._step_seconds)
         now = time.monotonic()
         wake = self._send(now)
@@ -100,48 +92,34 @@ class DraftLoop(EngineWorker[Session]):
             return 0.0
         return None if wake is None else max(0.0, wake - now)
 
-    def _step(self, runnable: list[RunningSession]) -> None:
-        """Run one step for sessions with something worth computing, best first."""
-        packer = self._engine.packer()
-        rows, prompt_budget = self._rows, self._prompt_budget
-        share = max(1, min(self._rows_per_session, rows // len(runnable)))
-        planned: list[RunningSession] = []
+    def _expand(self, runnable: list[Session]) -> None:
+        """Have sessions expanded, the best first; one that is suspected of making steps fail is expanded alone."""
+        suspect = self._retry.next(set(runnable))
         try:
-            for entry in runnable:
-                session = entry.session
-                if session.pending_text:
-                    if prompt_budget > 0:
-                        planned.append(entry)
-                        prompt_budget -= session.plan_text(packer, prompt_budget)
-                elif rows > 0:
-                    planned.append(entry)
-                    rows -= session.plan_nodes(packer, min(share, rows))
-            logits = self._engine.forward(packer.pack())
-        except Exception as error:  # the whole step is void; its sessions are tried again
-            for entry in planned:
-                entry.session.undo_step()
-            self.step_failed([entry.session for entry in planned], np.asarray(packer.slots, dtype=np.int64), error)
+            failed = self.drafter.expand(runnable if suspect is None else [suspect])
+        except ExpansionError as error:  # the whole step is void; its sessions are tried again
+            self.step_failed(error.sessions, error.cause)
             return
         self.steps += 1
-        for entry in planned:
-            self._retry.forget(entry.session)
-            try:
-                entry.session.expand(logits)
-            except Exception as error:  # one session's error does not end the others
-                log.error("session_failed", exc_info=error)
-                self.end_session(entry.session, error)
+        if suspect is not None:
+            self._retry.forget(suspect)
+        for session, why in failed.items():
+            log.error("session_failed", exc_info=why)
+            self.end_session(session, why)
+
+    def recover(self) -> bool:
+        return self.drafter.recover()
 
     def _send(self, now: float) -> float | None:
         """Send what is due; return the time of the next send, None if none is planned."""
-        wake: float | None = None
-        for entry in self._sessions.values():
-            session = entry.session
+        wake = math.inf
+        for session, entry in self._sessions.items():
             if not entry.takes_more():
-                wake = now + READER_WAIT_SECONDS if wake is None else min(wake, now + READER_WAIT_SECONDS)
+                wake = min(wake, now + READER_WAIT_SECONDS)
                 continue
-            due = session.send_at(self._step_seconds)
+            due = session.outgoing.send_at(self._step_seconds)
             if due <= now:
-                entry.emit(session.take_unsent(now))
-            elif due < math.inf:
-                wake = due if wake is None else min(wake, due)
-        return wake
+                entry.emit(session.outgoing.take(now))
+            else:
+                wake = min(wake, due)
+        return None if wake == math.inf else wake

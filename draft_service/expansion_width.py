@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from draft_service.tree_rows import add_nodes
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
 from specdec.engine.kv.slots import Slots
@@ -57,9 +59,8 @@ def widest(seconds: Callable[[int], float]) -> int:
 
 def siblings(packer: Packer, rows: int, slots: Slots) -> None:
     """Pack `rows` sibling nodes below one text and want their logits; the text has the other slots."""
-    text = len(slots) - rows
-    nodes = [packer.add_row(1 + row, text, int(slots[text + row])) for row in range(rows)]
-    visible = np.concatenate([np.ones((rows, text), dtype=bool), np.eye(rows, dtype=bool)], axis=1)
-    packer.add_tree(slots, np.asarray([*range(text), *[text] * rows]), nodes, visible)
-    for node in nodes:
-        packer.want(node)
+    text, places = slots[: len(slots) - rows].tolist(), slots[len(slots) - rows :].tolist()
+    root = Node(0, len(text) - 1, None, 0.0, 0)
+    nodes = [Node(1 + row, len(text), root, 0.0, 0) for row in range(rows)]
+    for row in add_nodes(packer, text, dict(zip(nodes, places, strict=True)), nodes):
+        packer.want(row)

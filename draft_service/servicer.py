@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 import grpc
 
 from draft_service.draft_loop import DraftLoop, RunningSession
-from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
+from draft_service.request import ExpansionPolicy, SessionRequest
+from draft_service.send_queue import Extension
+from draft_service.session import Session
 from specdec.decoding.calibration import Calibrations
+from specdec.decoding.sampling import Rule
 from specdec.serving.errors import InvalidRequestError
-from specdec.serving.messages import paths_message, sampler_from, sampling_from
+from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.validation import open_size_violations, rule_violations, sampling_violations, text_violations
@@ -66,14 +69,13 @@ class DraftServicer(
     def act(self, session: Session, request: draft_pb2.DraftRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "committed":
-                session.committed_at(arrived)
-                session.commit(request.committed.base, list(request.committed.tokens))
+                self._loop.commit(session, request.committed.base, list(request.committed.tokens), arrived)
             case "policy":
                 if wrong := _policy_violations(request.policy):
                     raise ValueError("; ".join(" ".join(each) for each in wrong))
-                session.set_policy(self._policy(request.policy, len(session.slots) - session.end))
+                session.set_policy(self._policy(request.policy, session.max_nodes))
             case "resend":
-                session.resend()
+                session.outgoing.resend()
 
     def opened(self, session: Session) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=self._identity))
@@ -112,6 +114,9 @@ class DraftServicer(
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += _policy_violations(message.policy)
+        if not violations and (rule := rule_of(message.rule, sampling)) not in self._loop.drafter.rules:
+            served = ", ".join(known.name for known in Rule if known in self._loop.drafter.rules)
+            violations.append(("rule", f"is {rule.name}, this draft serves {served}"))
         if violations:
             raise InvalidRequestError(violations)
         end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never proposed

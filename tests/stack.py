@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.draft_loop import DraftLoop
+from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.peers import Peers
@@ -117,6 +118,7 @@ class VerifierPod(Pod):
 class DraftPod(Pod):
     service: DraftServicer
     loop: DraftLoop = field(kw_only=True)
+    drafter: LanguageModelDrafter = field(kw_only=True)
 
 
 @asynccontextmanager
@@ -156,6 +158,11 @@ class Stack:
         return self.drafts[0].loop if self.drafts else None
 
     @property
+    def draft_slots_used(self) -> int:
+        """KV slots that sessions have at any draft."""
+        return sum(pod.drafter.slots_used for pod in self.drafts)
+
+    @property
     def verifier_server(self) -> grpc.aio.Server:
         return self.verifiers[0].server
 
@@ -167,7 +174,7 @@ class Stack:
     def idle(self) -> bool:
         """Whether no session has memory anywhere."""
         return not any(pod.loop.pool.held for pod in self.verifiers) and not any(
-            pod.loop.slots_used for pod in self.drafts
+            pod.drafter.slots_used for pod in self.drafts
         )
 
     async def generate(self, prompt: list[int], **fields: Any) -> generation_pb2.Completion:
@@ -272,10 +279,11 @@ async def stack(
                 engine = exits.enter_context(torch_engine(directory.path, capacity=capacity, exact=False))
             if delay is not None:
                 engine = SlowEngine(engine, delay)
-            loop = DraftLoop(engine)
+            drafter = LanguageModelDrafter(engine)
+            loop = DraftLoop(drafter)
             loop.start()
             service = draft_kind(loop, identity_of(directory, engine, capacity), draft_limits or DraftLimits())
-            pod = DraftPod(service, loop=loop)
+            pod = DraftPod(service, loop=loop, drafter=drafter)
             await exits.enter_async_context(running(pod))
             return pod
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.slots import Slots
+from specdec.engine.probe import recovers
 from specdec.serving.engine_worker import EngineWorker
 from verifier_service.publishing.stats import VerifierStats
 from verifier_service.running_session import RunningSession, StepTimes
@@ -25,7 +27,9 @@ class PlainLoop(EngineWorker[Session]):
     """A verifier's loop with the interface of `StepLoop`. `step_rows`: prompt tokens of one session in a step."""
 
     def __init__(self, engine: Engine, *, step_rows: int = 512, max_unread_tokens: int = 256) -> None:
-        super().__init__("plain-loop", engine)
+        super().__init__("plain-loop")
+        self._engine = engine
+        self._written: Slots = np.arange(0)  # slots that a failed pass may have written
         self.stats = VerifierStats()
         self.pool = BlockPool(engine.capacity // BLOCK)
         self._forward = step_of(engine)
@@ -63,7 +67,8 @@ class PlainLoop(EngineWorker[Session]):
             )
             verify_trees(verifications, logits)
         except Exception as error:
-            self.step_failed([entry.session for entry in ready], np.asarray(packer.slots, dtype=np.int64), error)
+            self._written = np.asarray(packer.slots, dtype=np.int64)
+            self.step_failed([entry.session for entry in ready], error)
             return 0.0
         for entry, rows in planned:
             if rows.root_row is None:
@@ -83,6 +88,9 @@ class PlainLoop(EngineWorker[Session]):
                 self.detach(entry.session)
         self.stats.observe(count, time.monotonic() - start, results)
         return 0.0
+
+    def recover(self) -> bool:
+        return recovers(self._engine, self._written)
 
     def end_session(self, session: Session, error: Exception) -> None:
         (entry,) = (entry for entry in self._queue.all if entry.session is session)

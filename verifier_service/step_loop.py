@@ -11,10 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import structlog
 
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.slots import Slots
+from specdec.engine.probe import recovers
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.backend import MakeCommit, MemoryUse, SessionBackend
@@ -70,8 +73,10 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         draft_model: DraftModelProposer | None = None,
         proposers: Sequence[Proposer] = (),
     ) -> None:
-        super().__init__("step-loop", engine)
+        super().__init__("step-loop")
         self.stats = VerifierStats()
+        self._engine = engine
+        self._written: Slots = np.arange(0)  # slots that a failed pass may have written
         self._forward = step_of(engine)
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
@@ -214,7 +219,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             verify_trees(verifications, logits)
             observe_windows(verifications, logits)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
-            self.step_failed([entry.session for entry, _ in plan.entries], plan.slots, error)
+            self._written = plan.slots
+            self.step_failed([entry.session for entry, _ in plan.entries], error)
             return
 
         # 3. Commit what was accepted.
@@ -296,6 +302,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._retry.forget(session)
         for proposer in self._proposers:
             proposer.forget(session)
+
+    def recover(self) -> bool:
+        return recovers(self._engine, self._written)
 
     def end_session(self, session: Session, error: Exception) -> None:
         (entry,) = (entry for entry in self._queue.all if entry.session is session)

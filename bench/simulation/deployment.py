@@ -18,6 +18,7 @@ from bench.simulation.devices import Hardware, SharedDevice, SimulatedEngine
 from bench.simulation.language import Language
 from bench.simulation.workers import LockstepLoop, SimulatedDraftLoop, SimulatedStepLoop, sleep
 from draft_service.expansion_width import widest
+from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.generation import Generation
@@ -236,7 +237,8 @@ class Deployment:
             vocabulary=language.vocabulary,
             occupy=self._occupy,
         )
-        return SimulatedDraftLoop(engine, rows_per_session=widest(self._scenario.hardware.draft.seconds))
+        width = widest(self._scenario.hardware.draft.seconds)
+        return SimulatedDraftLoop(LanguageModelDrafter(engine, rows_per_session=width))
 
     def _verifier_servicer(self) -> VerifierServicer:
         kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer

@@ -34,7 +34,7 @@ class Paths(NamedTuple):
 class Node:
     """One candidate. `logprob` is log P(the target takes this token | it reaches the parent)."""
 
-    __slots__ = ("children", "distribution", "logprob", "origin", "parent", "position", "state", "token")
+    __slots__ = ("children", "distribution", "logprob", "match", "origin", "parent", "position", "token")
 
     def __init__(self, token: int, position: int, parent: Node | None, logprob: float, origin: int) -> None:
         self.token = token
@@ -44,7 +44,7 @@ class Node:
         self.origin = origin  # who proposed it, in the holder's terms
         self.children: dict[int, Node] = {}
         self.distribution: DraftDistribution | None = None  # the draft's, over the children, where the rule needs it
-        self.state: object = None  # data of the tree's holder
+        self.match: int | None = None  # length of the n-gram match that proposed it
 
     def path(self) -> list[Node]:
         """Return the nodes from the root's child down to this one."""

@@ -12,12 +12,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-import numpy as np
 import structlog
 
-from specdec.engine.engine import Engine
-from specdec.engine.kv.slots import Slots
-from specdec.engine.probe import recovers
 from specdec.serving.errors import EngineLostError, ModelFailureError
 from specdec.serving.step_retry import StepRetry
 from specdec.serving.worker import Worker
@@ -33,14 +29,17 @@ Session = TypeVar("Session")
 class EngineWorker(Worker, Generic[Session]):
     """A worker that takes turns for as long as its engine works."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._engine = engine
         self._retry: StepRetry[Session] = StepRetry()
 
     @abstractmethod
     def step(self) -> float | None:
         """Do what can be done now, like `turn`; called while the engine works."""
+
+    @abstractmethod
+    def recover(self) -> bool:
+        """Return whether the engine computes again, after a forward pass has failed."""
 
     @abstractmethod
     def end_session(self, session: Session, error: Exception) -> None:
@@ -52,7 +51,7 @@ class EngineWorker(Worker, Generic[Session]):
 
     def turn(self) -> float | None:
         if not self.works:
-            self.works = recovers(self._engine, np.arange(0))
+            self.works = self.recover()
             if not self.works:
                 return CHECK_SECONDS
             log.warning("engine_back")
@@ -63,10 +62,10 @@ class EngineWorker(Worker, Generic[Session]):
         if not self.works:
             raise EngineLostError
 
-    def step_failed(self, sessions: Sequence[Session], written: Slots, error: Exception) -> None:
-        """Handle a failed forward pass over rows of these sessions, which may have `written` these slots."""
+    def step_failed(self, sessions: Sequence[Session], error: Exception) -> None:
+        """Handle a failed forward pass over rows of these sessions."""
         log.error("step_failed", sessions=len(sessions), exc_info=error)
-        self.works = recovers(self._engine, written)
+        self.works = self.recover()
         if not self.works:
             self.end_sessions(EngineLostError())
             return

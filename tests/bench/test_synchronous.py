@@ -66,8 +66,7 @@ async def test_streams_share_steps(directories: Directories) -> None:
             )
         )
         assert [list(each.tokens) for each in drafted] == [list(each.tokens) for each in plain]
-        assert services.draft_loop is not None
-        await until(lambda: services.draft_loop is not None and services.draft_loop.slots_used == 0)
+        await until(lambda: services.draft_slots_used == 0)
 
 
 async def test_a_draft_that_is_lost_is_not_waited_for(directories: Directories) -> None:

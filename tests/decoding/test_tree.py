@@ -205,15 +205,15 @@ class TestOrder:
         expected.pop((), None)
         assert live(tree) == expected
 
-    def test_survivors_keep_their_identity_and_state(self) -> None:
+    def test_survivors_keep_their_identity_and_match(self) -> None:
         tree = plant()
         first, second = tree.insert(2, Paths([3, 0], [0, 1], [-1.0, -2.0]))
-        second.state = "kept"
+        second.match = 3
         tree.commit([3])
         assert tree.root is first
         assert tree.root.children[0] is second
         assert second.path_logprob() == -2.0
-        assert [node.state for node in tree.best(5)] == ["kept"]
+        assert [node.match for node in tree.best(5)] == [3]
 
 
 class TestInsert:

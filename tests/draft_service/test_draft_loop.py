@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,67 +11,13 @@ from numpy.typing import NDArray
 
 from bench.simulation import clock
 from draft_service.draft_loop import DraftLoop, RunningSession
-from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
-from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import RequestSampler
-from specdec.decoding.sampling import Sampling
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.send_queue import Extension
 from specdec.engine.batch import PackedBatch
-from specdec.engine.cpu.layout import RaggedPacker
-from specdec.engine.kv.slots import PoolFullError, Slots
+from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
-
-VOCABULARY = 16
-ROWS = 16
-
-
-class Engine:
-    """As sure of every next token as `sureness`, the same one everywhere."""
-
-    numerics, exact, vocabulary = "fake", False, VOCABULARY
-    threads: tuple[int, ...] = (1,)
-
-    def __init__(self, capacity: int = 100_000, sureness: float = 5.0) -> None:
-        self.capacity = capacity
-        self.sureness = sureness
-        self.read: list[list[int]] = []  # tokens of each step
-
-    def packer(self) -> RaggedPacker:
-        return RaggedPacker()
-
-    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        self.read.append(batch.tokens.tolist())
-        logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
-        logits[7] = self.sureness
-        return np.tile(logits, (len(batch.wanted), 1))
-
-    def copy(self, source: Slots, target: Slots) -> None:
-        """Only what overwrites the memory of a step that has failed."""
-        assert not source.any()
-
-    def use_threads(self, count: int) -> None:
-        raise AssertionError("there is one")
-
-
-def session(tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), **policy: Any) -> Session:
-    request = SessionRequest(list(prompt), [], RequestSampler(Sampling()), frozenset(), tokens, 10_000)
-    return Session(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
-
-
-class Pod:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.loop = DraftLoop(engine, rows=ROWS)
-        self.sent: dict[int, list[Extension]] = {}
-        self.failed: list[Exception] = []
-
-    def attach(self, session: Session) -> None:
-        sent = self.sent[id(session)] = []
-        self.loop.attach(RunningSession(session, sent.append, self.failed.append))
-
-    def run(self, turns: int) -> None:
-        for _ in range(turns):
-            self.loop.turn()
+from tests.draft_service.fakes import ROWS, Engine, Pod, session
 
 
 def test_everybody_gets_a_turn() -> None:
@@ -97,7 +41,7 @@ def test_who_does_not_listen_is_grown_no_further() -> None:
     pod.attach(listening)
     for _ in range(20):
         pod.run(40)
-        listening.commit(listening.tree.base, [7])
+        pod.commit(listening, [7])
     assert deaf.tree.size == 24
     assert len(pod.sent[id(deaf)]) <= 24
     assert listening.tree.base == 23
@@ -117,7 +61,7 @@ def test_a_commit_takes_effect_at_the_next_step() -> None:
     each = session()
     pod.attach(each)
     pod.run(10)
-    each.commit(3, [7, 7, 5])  # two as guessed, then another token
+    pod.commit(each, [7, 7, 5])  # two as guessed, then another token
     steps = len(pod.engine.read)
     pod.run(2)
     caught_up, grown = pod.engine.read[steps:]
@@ -135,13 +79,12 @@ def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None
     failed: list[Exception] = []
 
     async def main() -> None:
-        loop = DraftLoop(Engine(), rows=ROWS)
+        loop = DraftLoop(LanguageModelDrafter(Engine(), rows=ROWS))
         each = session(max_nodes=8, extend_interval=period, round_trip=round_trip)
         loop.attach(RunningSession(each, lambda extension: sent.append((time.monotonic(), extension)), failed.append))
         for _ in range(40):
             commit = time.monotonic()
-            each.committed_at(commit)
-            each.commit(each.tree.base, [7])
+            loop.commit(each, each.tree.base, [7], commit)
             while True:  # as a worker does
                 wait = loop.turn()
                 left = commit + period - time.monotonic()
@@ -177,7 +120,7 @@ def test_memory_is_for_who_has_it() -> None:
     assert third.tree.size
     pod.loop.detach(second)
     pod.loop.detach(third)
-    assert pod.loop.slots_used == 0
+    assert pod.drafter.slots_used == 0
 
 
 class FailingEngine(Engine):
@@ -209,7 +152,7 @@ def test_a_step_that_fails_is_made_up_for() -> None:
             pod.engine.failures = 1
         pod.run(40)
         for each in several:
-            each.commit(each.tree.base, [7, 7])
+            pod.commit(each, [7, 7])
         pod.run(40)
         assert not pod.failed
         trees.append([[node.token for node in each.tree.root.walk()] for each in several])
@@ -223,11 +166,11 @@ def test_a_text_that_no_pass_takes_is_ended_alone() -> None:
     pod.attach(doomed)
     pod.attach(good)
     pod.run(3)
-    doomed.commit(doomed.tree.base, [9])
+    pod.commit(doomed, [9])
     engine.poison = 9
     pod.run(100)
     assert [type(error) for error in pod.failed] == [ModelFailureError]
-    good.commit(good.tree.base, [7])
+    pod.commit(good, [7])
     pod.run(20)
     assert good.tree.size
 
@@ -257,7 +200,7 @@ def test_an_engine_that_does_not_recover_ends_all_until_it_does() -> None:
     engine.dead = True
     pod.run(1)
     assert [type(error) for error in pod.failed] == [EngineLostError] * 2
-    assert pod.loop.slots_used == 0
+    assert pod.drafter.slots_used == 0
     assert pod.loop.turn() == CHECK_SECONDS
     with pytest.raises(EngineLostError):
         pod.attach(session())
@@ -271,11 +214,11 @@ def test_an_engine_that_does_not_recover_ends_all_until_it_does() -> None:
 
 def test_who_takes_no_messages_is_sent_none() -> None:
     """A caller may ask for everything again and again, and read nothing."""
-    loop = DraftLoop(Engine(), rows=ROWS)
+    loop = DraftLoop(LanguageModelDrafter(Engine(), rows=ROWS))
     emitted: list[Extension] = []
     each = session(max_nodes=24)
     loop.attach(RunningSession(each, emitted.append, lambda error: None, lambda: len(emitted) < 5))
     for _ in range(50):
         loop.turn()
-        each.resend()
+        each.outgoing.resend()
     assert len(emitted) == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draft_service.expansion_width import WIDTHS, measured, widest
-from tests.draft_service.test_draft_loop import Engine
+from tests.draft_service.fakes import Engine
 
 
 @pytest.mark.parametrize(("a_row", "width"), [(0.0, 16), (0.02, 16), (0.03, 8), (0.06, 8), (0.07, 4), (1.0, 4)])

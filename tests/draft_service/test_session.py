@@ -9,108 +9,135 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from draft_service.session import PAUSED_LAG_TOKENS, ExpansionPolicy, Session, SessionRequest
+from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
+from draft_service.request import ExpansionPolicy, SessionRequest
+from draft_service.session import Session
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.tree import TokenTree
-from specdec.engine.cpu.layout import RaggedPacker
+from specdec.decoding.tree import Paths, TokenTree
+from specdec.engine.batch import PackedBatch
+from tests.draft_service.fakes import VOCABULARY, Engine
 
-VOCABULARY = 16
 CONTEXT = 20
 
 
-def made(
-    rule: Rule = Rule.COUPLED,
-    temperature: float = 0.0,
-    context: int = CONTEXT,
-    calibration: Calibration | None = None,
-    **policy: Any,
-) -> Session:
-    """A session with memory and a prompt of three tokens."""
-    sampler = RequestSampler(Sampling(temperature=temperature), rule=rule)
-    request = SessionRequest([1, 2, 3], [], sampler, frozenset(), context, context)
-    session = Session(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
-    session.allocate(np.arange(1, 1 + session.end + session.policy.max_nodes))
-    return session
+class Draft:
+    """A session with a prompt of three tokens, and its draft model, which computes when it is told to."""
 
+    def __init__(
+        self,
+        rule: Rule = Rule.COUPLED,
+        temperature: float = 0.0,
+        context: int = CONTEXT,
+        calibration: Calibration | None = None,
+        engine: Engine | None = None,
+        **policy: Any,
+    ) -> None:
+        sampler = RequestSampler(Sampling(temperature=temperature), rule=rule)
+        request = SessionRequest([1, 2, 3], [], sampler, frozenset(), context, context)
+        self.session = Session(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
+        self._engine = engine or Engine()
+        self._model = LanguageModelDrafter(self._engine, prompt_budget=1000)
+        self._model.open(self.session)
 
-def step(session: Session, best: float = 5.0) -> None:
-    """Read what there is to read; the model prefers the tokens in order, 7 most, of which it is as sure as said."""
-    packer = RaggedPacker()
-    if session.pending_text:
-        session.plan_text(packer, 1000)
-    else:
-        session.plan_nodes(packer, 4)
-    logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
-    logits[7] = best
-    session.expand(np.tile(logits, (len(packer.wanted), 1)))
+    @property
+    def tree(self) -> TokenTree:
+        return self.session.tree
+
+    @property
+    def wants_step(self) -> bool:
+        return self._model.best_logprob(self.session) > -math.inf
+
+    @property
+    def computed_nodes(self) -> int:
+        """Nodes that have a KV slot."""
+        return len(self._model._sessions[self.session].slots.nodes)
+
+    def step(self, best: float = 5.0) -> None:
+        """Compute what there is to compute; the model prefers the tokens in order, 7 most, of which it is as sure as
+        said."""
+        self._engine.sureness = best
+        assert not self._model.expand([self.session])
+
+    def commit(self, base: int, tokens: list[int]) -> None:
+        self._model.commit(self.session, self.session.commit(base, tokens))
+
+    def set_policy(self, **fields: Any) -> None:
+        self.session.set_policy(replace(self.session.policy, **fields))
+
+    def take(self, now: float = 0.0) -> Paths:
+        """Everything that is unsent."""
+        return self.session.outgoing.take(now).paths
 
 
 def test_a_paused_draft_expands_nothing() -> None:
-    session = made()
-    step(session)
-    session.set_policy(replace(session.policy, paused=True))
-    assert session.best_logprob() == -math.inf
-    session.commit(3, [5, 6])
-    assert session.best_logprob() == -math.inf
-    session.set_policy(replace(session.policy, paused=False))
-    step(session)
-    assert not session.pending_text
-    assert session.best_logprob() > -math.inf
+    draft = Draft()
+    draft.step()
+    draft.set_policy(paused=True)
+    assert not draft.wants_step
+    draft.commit(3, [5, 6])
+    assert not draft.wants_step
+    draft.set_policy(paused=False)
+    draft.step()
+    assert draft.tree.size
+    assert draft.wants_step
 
 
 def test_a_paused_draft_keeps_up_with_a_long_text() -> None:
-    session = made(context=2 * PAUSED_LAG_TOKENS, paused=True)
-    session.commit(3, [5] * (PAUSED_LAG_TOKENS - 3))
-    assert session.best_logprob() == -math.inf
-    session.commit(PAUSED_LAG_TOKENS, [5])
-    assert session.best_logprob() > -math.inf
-    step(session)
-    assert session.best_logprob() == -math.inf
+    draft = Draft(context=2 * PAUSED_LAG_TOKENS, paused=True)
+    draft.commit(3, [5] * (PAUSED_LAG_TOKENS - 3))
+    assert not draft.wants_step
+    draft.commit(PAUSED_LAG_TOKENS, [5])
+    assert draft.wants_step
+    draft.step()
+    assert not draft.wants_step
 
 
 def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
-    session = made(Rule.REJECTION, temperature=1.0)
+    draft = Draft(Rule.REJECTION, temperature=1.0)
     for _ in range(4):
-        step(session)
-    paths = session.take_unsent(0.0).paths
+        draft.step()
+    paths = draft.take()
     assert list(paths.parents) == [0, 1, 2, 3]
     assert [parent for parent, _ in paths.distributions] == [0, 1, 2, 3]
     assert all(row.fits(Rule.REJECTION, VOCABULARY) for _, row in paths.distributions)
 
 
 def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
-    first, second = made(Rule.REJECTION, temperature=1.0), made(Rule.REJECTION, temperature=1.0)
-    for session in (first, second):
-        step(session)
-    assert first.take_unsent(0.0).paths.tokens == second.take_unsent(0.0).paths.tokens
+    first, second = Draft(Rule.REJECTION, temperature=1.0), Draft(Rule.REJECTION, temperature=1.0)
+    for draft in (first, second):
+        draft.step()
+    assert first.take().tokens == second.take().tokens
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule, temperature: float) -> None:
     """Nodes and their distributions, all of it in the end and each once."""
-    session = made(rule, temperature, min_path_probability=0.05)
-    while session.best_logprob() > -math.inf:
-        step(session, best=1.5)
+    draft = Draft(rule, temperature, min_path_probability=0.05)
+    while draft.wants_step:
+        draft.step(best=1.5)
     near = [
-        node for path_logprob, node in session.tree.by_path_logprob() if path_logprob >= session.policy.min_sent_logprob
+        node
+        for path_logprob, node in draft.tree.by_path_logprob()
+        if path_logprob >= draft.session.policy.min_sent_logprob
     ]
-    first = session.take_unsent(0.0).paths
-    assert len(near) <= len(first.tokens) < session.tree.size  # ancestors go along
-    (child, *_) = session.tree.root.children.values()
-    session.commit(3, [child.token])
-    session.set_policy(replace(session.policy, min_path_probability=1e-9))
-    rest = session.take_unsent(0.0).paths
+    first = draft.take()
+    assert len(near) <= len(first.tokens) < draft.tree.size  # ancestors go along
+    (child, *_) = draft.tree.root.children.values()
+    draft.commit(3, [child.token])
+    draft.set_policy(min_path_probability=1e-9)
+    rest = draft.take()
     known = TokenTree(
         [1, 2, 3, child.token], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=rule is Rule.REJECTION
     )
     known.insert(3, first)
     known.insert(4, rest)
-    assert known.size == session.tree.size
-    assert _described(known) == _described(session.tree)
-    assert not session.has_unsent
+    assert known.size == draft.tree.size
+    assert _described(known) == _described(draft.tree)
+    assert not draft.session.outgoing.has_unsent
 
 
 class Untaught(Calibration):
@@ -122,24 +149,24 @@ class Untaught(Calibration):
 
 def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
     """Read far ahead of the text, a node keeps children that are worth nothing yet: it is not read again."""
-    early, late = (made(context=60, calibration=Untaught(), min_path_probability=0.02) for _ in range(2))
-    while early.best_logprob() > -math.inf:
-        step(early, best=1.5)
+    early, late = (Draft(context=60, calibration=Untaught(), min_path_probability=0.02) for _ in range(2))
+    while early.wants_step:
+        early.step(best=1.5)
     parents = [(path_logprob, node) for path_logprob, node in early.tree.by_path_logprob() if node.children]
     _, farthest = min(parents, key=lambda each: each[0])
-    assert any(child.path_logprob() < early.policy.min_logprob for child in farthest.children.values())
+    assert any(child.path_logprob() < early.session.policy.min_logprob for child in farthest.children.values())
     tokens = [node.token for node in farthest.path()]
-    for session in (early, late):
-        session.commit(3, tokens)
-        while session.best_logprob() > -math.inf:
-            step(session, best=1.5)
+    for draft in (early, late):
+        draft.commit(3, tokens)
+        while draft.wants_step:
+            draft.step(best=1.5)
     near = [
         {
             tuple(n.token for n in node.path())
-            for path_logprob, node in session.tree.by_path_logprob()
+            for path_logprob, node in draft.tree.by_path_logprob()
             if path_logprob >= math.log(0.02)
         }
-        for session in (early, late)
+        for draft in (early, late)
     ]
     assert near[0] == near[1]
     assert len(near[0]) > 3
@@ -149,19 +176,17 @@ def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
 @pytest.mark.parametrize("most", [1, 4, 10])
 def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperature: float, most: int) -> None:
     """Nor does it run out of memory for its text."""
-    session = made(rule, temperature, context=40, min_path_probability=0.01, max_nodes=most)
-    verifier = TokenTree(
-        session.tree.committed, vocabulary=VOCABULARY, last_position=39, sampled=rule is Rule.REJECTION
-    )
+    draft = Draft(rule, temperature, context=40, min_path_probability=0.01, max_nodes=most)
+    verifier = TokenTree(draft.tree.committed, vocabulary=VOCABULARY, last_position=39, sampled=rule is Rule.REJECTION)
     for tokens in ([7, 7, 5], [7], [3], [7, 7, 7, 7], [7, 6], [7, 7]):
-        while session.best_logprob() > -math.inf:
-            step(session, best=1.5)
-        verifier.insert(session.tree.base, session.take_unsent(0.0).paths)
+        while draft.wants_step:
+            draft.step(best=1.5)
+        verifier.insert(draft.tree.base, draft.take())
         assert 1 <= verifier.size <= most
-        assert sum(node.state is not None for node in session.tree.root.walk()) <= most
-        session.commit(session.tree.base, tokens)
+        assert draft.computed_nodes <= most
+        draft.commit(draft.tree.base, tokens)
         verifier.commit(tokens)
-        session.set_policy(replace(session.policy, min_path_probability=0.3 - session.policy.min_path_probability))
+        draft.set_policy(min_path_probability=0.3 - draft.session.policy.min_path_probability)
 
 
 def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
@@ -170,46 +195,51 @@ def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
     return {(tuple(n.token for n in node.path()), node.distribution is not None) for node in nodes}
 
 
+class Undecided(Engine):
+    """Every token is as likely as any other."""
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return np.zeros((len(batch.wanted), VOCABULARY), dtype=np.float32)
+
+
 def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
-    session = made(min_path_probability=0.3, max_branches=1)
-    packer = RaggedPacker()
-    session.plan_text(packer, 1000)
-    session.expand(np.zeros((1, VOCABULARY), dtype=np.float32))
-    (child,) = session.tree.root.children.values()
-    assert child.path_logprob() < session.policy.min_logprob
-    assert session.take_unsent(0.0).paths.tokens == [child.token]
+    draft = Draft(min_path_probability=0.3, max_branches=1, engine=Undecided())
+    draft.step()
+    (child,) = draft.tree.root.children.values()
+    assert child.path_logprob() < draft.session.policy.min_logprob
+    assert draft.take().tokens == [child.token]
 
 
 def test_the_draw_of_the_next_token_is_sent_at_once_and_those_after_it_just_in_time() -> None:
-    session = made(Rule.REJECTION, temperature=1.0, extend_interval=0.03)
+    draft = Draft(Rule.REJECTION, temperature=1.0, extend_interval=0.03)
     for number in range(20):
-        session.committed_at(0.03 * number)
-    step(session)
-    assert session.send_at(0.001) == -np.inf
-    session.take_unsent(0.571)
-    step(session)
-    assert 0.58 < session.send_at(0.001) < 0.60
+        draft.session.outgoing.commit_arrived(0.03 * number)
+    draft.step()
+    assert draft.session.outgoing.send_at(0.001) == -np.inf
+    draft.take(0.571)
+    draft.step()
+    assert 0.58 < draft.session.outgoing.send_at(0.001) < 0.60
 
 
 def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
-    session = made(Rule.CONTRASTIVE, max_nodes=2)
-    step(session)
-    step(session)
-    assert session.tree.size == 2
-    session.commit(3, [9])
-    assert session.tree.root.distribution is None
-    assert session.best_logprob() > -math.inf
-    step(session)
-    assert session.tree.root.distribution is not None
-    assert session.send_at(0.0) < 0.0
-    assert session.take_unsent(0.0).paths.distributions[0][0] == 0
+    draft = Draft(Rule.CONTRASTIVE, max_nodes=2)
+    draft.step()
+    draft.step()
+    assert draft.tree.size == 2
+    draft.commit(3, [9])
+    assert draft.tree.root.distribution is None
+    assert draft.wants_step
+    draft.step()
+    assert draft.tree.root.distribution is not None
+    assert draft.session.outgoing.send_at(0.0) < 0.0
+    assert draft.take().distributions[0][0] == 0
 
 
 def test_a_text_beyond_the_drafts_context() -> None:
     """Costs speed; but where no token can be chosen without a draft, it has to say so."""
-    made().commit(3, [5] * CONTEXT)
+    Draft().commit(3, [5] * CONTEXT)
     with pytest.raises(ValueError, match=f"the draft's context is {CONTEXT}"):
-        made(Rule.CONTRASTIVE).commit(3, [5] * CONTEXT)
+        Draft(Rule.CONTRASTIVE).commit(3, [5] * CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -217,4 +247,4 @@ def test_a_text_beyond_the_drafts_context() -> None:
 )
 def test_a_commit_that_cannot_be(base: int, tokens: list[int], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        made().commit(base, tokens)
+        Draft().commit(base, tokens)

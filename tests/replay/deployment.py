@@ -22,6 +22,7 @@ import numpy as np
 import structlog
 
 from draft_service.draft_loop import DraftLoop
+from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.draft_control import DraftControl, first_min_probability
@@ -140,7 +141,7 @@ class Deployment:
             suffix_cache_tokens=scenario.suffix_cache_tokens,
             draft_model=own,
         )
-        self._growth = DraftLoop(draft)
+        self._growth = DraftLoop(LanguageModelDrafter(draft))
         identity = model_pb2.ModelIdentity(vocabulary_size=target.vocabulary, context_tokens=1024)
         self._verifier = VerifierServicer(self._steps, identity, Limits())
         self._drafts = DraftServicer(self._growth, identity, DraftLimits())

@@ -99,7 +99,7 @@ def serving(services: Stack) -> int:
 
 def drafting(services: Stack) -> int:
     """Which draft has the only session."""
-    (number,) = (i for i, pod in enumerate(services.drafts) if pod.loop.slots_used)
+    (number,) = (i for i, pod in enumerate(services.drafts) if pod.drafter.slots_used)
     return number
 
 
@@ -520,7 +520,7 @@ async def test_a_killed_draft_is_replaced(directories: Directories) -> None:
         await reader.read(20)
         await services.drafts[drafting(services)].stop()
         await reader.read(40)
-        await until(lambda: any(pod.loop.slots_used for pod in services.drafts), GENEROUS)
+        await until(lambda: any(pod.drafter.slots_used for pod in services.drafts), GENEROUS)
         got = await reader.rest()
         same(directories, want, got, WARM)
         s = got.finish.speculation
@@ -536,7 +536,7 @@ async def test_a_draft_comes_back_to_a_long_text(directories: Directories) -> No
         await reader.read(20)
         (draft,) = services.drafts
         await draft.stop()
-        await until(lambda: not draft.loop.slots_used)
+        await until(lambda: not draft.drafter.slots_used)
         await draft.start()
         got = await reader.rest()
         assert len(got.tokens) == 240
@@ -639,7 +639,7 @@ async def test_contrast_waits_for_a_draft_to_return(directories: Directories) ->
         await reader.read(10)
         (draft,) = services.drafts
         await draft.stop()
-        await until(lambda: not draft.loop.slots_used)
+        await until(lambda: not draft.drafter.slots_used)
         await draft.start()
         got = await reader.rest()
         assert list(got.tokens) == list(want.tokens)

@@ -53,13 +53,11 @@ async def many(services: Stack, count: int, generator: random.Random) -> None:
 async def test_short_streams_leak_nothing(directories: Directories) -> None:
     generator = random.Random(5)
     async with stack(directories.target, directories.near, capacity=256 + 64 * 48) as services:
-        assert services.draft_loop is not None
-        draft = services.draft_loop
         await many(services, WARM_UP, generator)
         gc.collect()
         before = resident_bytes()
         await many(services, STREAMS - WARM_UP, generator)
-        await until(lambda: services.verifier_loop.pool.held == 0 and draft.slots_used == 0)
+        await until(lambda: services.verifier_loop.pool.held == 0 and services.draft_slots_used == 0)
         gc.collect()
         after = resident_bytes()
         load = services.verifier_loop.stats

@@ -159,12 +159,12 @@ class NgramProposer:
     ) -> None:
         rows = [(parent, _certain(token)) for parent, token in enumerate(tokens)] if sampled else ()
         for node in tree.insert(tree.base, Paths(tokens, range(len(tokens)), logprobs, rows), origin):
-            node.state = match + node.position - tree.base
+            node.match = match + node.position - tree.base
 
     def learn(self, node: Node, right: bool) -> None:
         """Learn from the target's choice at a place where candidate `node` was verified."""
-        if isinstance(node.state, int):
-            (self.lookup_confidence if node.origin == NGRAM else self.lookahead_confidence).learn(node.state, right)
+        if node.match is not None:
+            (self.lookup_confidence if node.origin == NGRAM else self.lookahead_confidence).learn(node.match, right)
 
     def extend(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
         """Append committed tokens to the text, and learn from their sources."""

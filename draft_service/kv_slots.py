@@ -1,0 +1,50 @@
+"""The KV slots of a draft session: of its committed text as far as it is computed, and of the nodes that are.
+
+When a commit follows the tree, the nodes' slots become the text's: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from specdec.decoding.tree import Node
+from specdec.engine.kv.slots import Slots
+
+
+class SessionSlots:
+    """The slots of one session, enough for its text and every node that it may have. `text[i]` is the slot of the token
+    at position i, `nodes` has the slot of every computed node."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.all = slots
+        self.text: list[int] = []
+        self.nodes: dict[Node, int] = {}
+        self._free = slots.tolist()
+
+    def add_text(self, count: int) -> list[int]:
+        """Take slots for the next `count` tokens of the text, and return them."""
+        taken = [self._free.pop() for _ in range(count)]
+        self.text += taken
+        return taken
+
+    def add_node(self, node: Node) -> int:
+        """Take a slot for a node, and return it."""
+        slot: int = self._free.pop()
+        self.nodes[node] = slot
+        return slot
+
+    def remove(self, text: int, nodes: Sequence[Node]) -> None:
+        """Free the slots of the last `text` tokens, and of these nodes: they were not computed after all."""
+        if text:
+            self._free += self.text[-text:]
+            del self.text[-text:]
+        self._free += [self.nodes.pop(node) for node in nodes]
+
+    def follow_root(self, followed: Sequence[Node], alive: Collection[Node]) -> None:
+        """Make the slots of the nodes that the text has `followed` the text's, up to the first that is not computed;
+        free those of nodes that are not `alive`."""
+        for node in followed:
+            if node not in self.nodes:
+                break
+            self.text.append(self.nodes.pop(node))
+        self._free += [self.nodes.pop(node) for node in [node for node in self.nodes if node not in alive]]

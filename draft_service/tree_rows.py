@@ -1,0 +1,36 @@
+"""Rows of a packed batch for nodes of a token tree: each sees the text, its ancestors, and itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from specdec.decoding.tree import Node
+from specdec.engine.batch import Packer
+
+
+def add_nodes(packer: Packer, text: Sequence[int], slots: Mapping[Node, int], nodes: Sequence[Node]) -> list[int]:
+    """Add a row for each of these nodes, and return their row indices.
+
+    `text` holds the slots of the committed text, which ends with the tree's root; `slots` those of the nodes and of
+    their ancestors. All rows are one tree of the packer: its keys are the text and then the nodes, each once."""
+    base = len(text)
+    keys, positions = list(text), list(range(base))
+    columns: dict[Node, int] = {}
+    seen: list[list[int]] = []  # of each row, the columns of its path
+    for node in nodes:
+        path = node.path()
+        for ancestor in path:
+            if ancestor not in columns:
+                columns[ancestor] = len(keys)
+                keys.append(slots[ancestor])
+                positions.append(ancestor.position)
+        seen.append([columns[ancestor] for ancestor in path])
+    visible = np.zeros((len(nodes), len(keys)), dtype=bool)
+    visible[:, :base] = True
+    for row, path_columns in enumerate(seen):
+        visible[row, path_columns] = True
+    rows = [packer.add_row(node.token, node.position, slots[node]) for node in nodes]
+    packer.add_tree(np.asarray(keys), np.asarray(positions), rows, visible)
+    return rows

@@ -1,0 +1,90 @@
+"""A draft model that is as sure of itself as it is told to be, and sessions at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.request import ExpansionPolicy, SessionRequest
+from draft_service.send_queue import Extension
+from draft_service.session import Session
+from specdec.decoding.calibration import Calibration
+from specdec.decoding.choice import RequestSampler
+from specdec.decoding.sampling import Sampling
+from specdec.engine.batch import PackedBatch
+from specdec.engine.cpu.layout import RaggedPacker
+from specdec.engine.kv.slots import Slots
+
+VOCABULARY = 16
+ROWS = 16
+
+
+class Engine:
+    """As sure of every next token as `sureness`, the same one everywhere."""
+
+    numerics, exact, vocabulary = "fake", False, VOCABULARY
+    threads: tuple[int, ...] = (1,)
+
+    def __init__(self, capacity: int = 100_000, sureness: float = 5.0) -> None:
+        self.capacity = capacity
+        self.sureness = sureness
+        self.read: list[list[int]] = []  # tokens of each step
+
+    def packer(self) -> RaggedPacker:
+        return RaggedPacker()
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        self.read.append(batch.tokens.tolist())
+        logits = np.linspace(0.0, -8.0, VOCABULARY, dtype=np.float32)
+        logits[7] = self.sureness
+        return np.tile(logits, (len(batch.wanted), 1))
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        """Only what overwrites the memory of a step that has failed."""
+        assert not source.any()
+
+    def use_threads(self, count: int) -> None:
+        raise AssertionError("there is one")
+
+
+def session(tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), **policy: Any) -> Session:
+    request = SessionRequest(list(prompt), [], RequestSampler(Sampling()), frozenset(), tokens, 10_000)
+    return Session(request, ExpansionPolicy(**policy), VOCABULARY, Calibration())
+
+
+class Listener:
+    """A session at a loop, and what it has been sent."""
+
+    def __init__(self, loop: DraftLoop, session: Session) -> None:
+        self.sent: list[Extension] = []
+        self.failed: list[Exception] = []
+        loop.attach(RunningSession(session, self.sent.append, self.failed.append))
+
+
+class Pod:
+    """A draft loop over an engine, turned by hand, and what it has sent."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.drafter = LanguageModelDrafter(engine, rows=ROWS)
+        self.loop = DraftLoop(self.drafter)
+        self.sent: dict[int, list[Extension]] = {}
+        self.failed: list[Exception] = []
+
+    def attach(self, session: Session) -> None:
+        sent = self.sent[id(session)] = []
+        self.loop.attach(RunningSession(session, sent.append, self.failed.append))
+
+    def commit(self, session: Session, tokens: list[int]) -> None:
+        """Commit the next tokens of a session's text."""
+        self.loop.commit(session, session.tree.base, tokens, time.monotonic())
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            self.loop.turn()
