@@ -38,9 +38,9 @@ from specdec.engine.kv.blocks import BlockPool
 from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.session import Session
-from verifier_service.verification.result import CORRECTION
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import CORRECTION
+from verifier_service.sessions.session import Session
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
 
@@ -134,7 +134,7 @@ class Pair:
             raise verification.error
         if verification.kv_copies:
             self.target.copy(*np.asarray(verification.kv_copies).T)
-        result = session.apply(verification, 0.0)
+        result = verification.apply(0.0)
         count.tokens += len(result.tokens)
         count.steps += 1
         count.accepted += result.accepted

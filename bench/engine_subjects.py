@@ -25,7 +25,7 @@ from bench.shapes import Combination
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
-from verifier_service.scheduling.step_latency import GREEDY
+from verifier_service.costs.step_latency import GREEDY
 
 PEERS = ("eager-dynamic", "eager-static", "compiled", "continuous-batching")
 PAGE_TOKENS = 256

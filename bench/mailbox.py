@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.running_session import StepTimes
-from verifier_service.verification.result import VerifyResult
+from verifier_service.backend.result import StepTimes, VerifyResult
 
 
 class _AtOnce:

@@ -19,7 +19,7 @@ from typing import Any, cast
 import draft_service.servicer
 import draft_service.session
 import verifier_service.servicer
-import verifier_service.session
+import verifier_service.sessions.session
 from draft_service.request import ExpansionPolicy
 from draft_service.send_queue import Extension, SendQueue
 from draft_service.session import RootMove
@@ -27,11 +27,10 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.serving.response_queue import ResponseQueue
 from specdec.v2 import draft_pb2, verifier_pb2
-from verifier_service.backend import BackendSession
-from verifier_service.request import Policy
-from verifier_service.running_session import StepTimes
+from verifier_service.backend.request import Policy
+from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.session_backend import BackendSession
 from verifier_service.servicer import response
-from verifier_service.verification.result import VerifyResult
 
 
 class AllAtOnce(SendQueue):
@@ -121,7 +120,7 @@ class DraftServicer(draft_service.servicer.DraftServicer):
         )
 
 
-class VerifierSession(verifier_service.session.Session):
+class VerifierSession(verifier_service.sessions.session.Session):
     """A verifier session that sits out steps until its draft has answered."""
 
     _answered = 0  # base of the last Extend
@@ -140,7 +139,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
     """A verifier servicer of synchronous sessions."""
 
     def parse(self, request: verifier_pb2.VerifyRequest) -> VerifierSession:
-        plain = cast("verifier_service.session.Session", super().parse(request))
+        plain = cast("verifier_service.sessions.session.Session", super().parse(request))
         vocabulary = self.identity.vocabulary_size
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 

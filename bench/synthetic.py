@@ -23,10 +23,10 @@ from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.running_session import RunningSession
-from verifier_service.scheduling.step_latency import StepLatency
-from verifier_service.session import Session
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import Session
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
 MAX_OWN_NODES = 256

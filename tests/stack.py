@@ -35,8 +35,8 @@ from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
-from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.speculation.controller import SpeculationController

@@ -15,10 +15,11 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import Slots
 from specdec.engine.probe import recovers
 from specdec.serving.engine_worker import EngineWorker
-from verifier_service.publishing.stats import VerifierStats
-from verifier_service.running_session import RunningSession, StepTimes
+from verifier_service.backend.result import StepTimes
+from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
-from verifier_service.session import Session
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import Session
 from verifier_service.verification.tree_verification import TreeVerification, add_logprobs
 from verifier_service.verification.verify_trees import verify_trees
 
@@ -80,7 +81,7 @@ class PlainLoop(EngineWorker[Session]):
                 self._end(entry, verification.error)
                 continue
             now = time.monotonic()
-            result = entry.session.apply(verification, now)
+            result = verification.apply(now)
             entry.session.cache_prefix()
             results.append(result)
             entry.responses.send(entry.message(result, StepTimes(now - start, now - start, 0.0, entry.queued)))

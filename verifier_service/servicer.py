@@ -28,10 +28,9 @@ from specdec.serving.validation import (
     token_violations,
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.backend import BackendSession, SessionBackend
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.running_session import StepTimes
-from verifier_service.verification.result import VerifyResult
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.session_backend import BackendSession, SessionBackend
 
 log = structlog.get_logger()
 

@@ -20,22 +20,23 @@ from specdec.engine.kv.slots import Slots
 from specdec.engine.probe import recovers
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.backend import MakeCommit, MemoryUse, SessionBackend
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
+from verifier_service.backend.stats import VerifierStats
+from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
+from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.lookup import LookupProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.proposers.windows import observe_windows
 from verifier_service.publishing.commits import CommitPublisher, StepSeconds
-from verifier_service.publishing.stats import VerifierStats
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.running_session import RunningSession
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.planner import Planner, StepPlan
 from verifier_service.scheduling.run_queue import RunQueue
-from verifier_service.scheduling.step_delay import WaitEstimate, delay_until
-from verifier_service.scheduling.step_latency import StepLatency, best_prefill_rows
-from verifier_service.scheduling.token_budget import select_candidates
-from verifier_service.session import Session
+from verifier_service.scheduling.step_delay import delay_until
+from verifier_service.sessions.draft_timing import WaitEstimate
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import Session
 from verifier_service.speculation.controller import BatchProfile, SpeculationController
 from verifier_service.speculation.eligibility import Eligibility
 from verifier_service.verification.tree_verification import TreeVerification, add_logprobs
@@ -234,7 +235,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         begin = start - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
-        results = [(entry, entry.session.apply(verification, end)) for entry, verification in kept]
+        results = [(entry, verification.apply(end)) for entry, verification in kept]
         for entry, _ in kept:  # not of unfinished prompts: whether their logits are finite is not known yet
             entry.session.cache_prefix()
         for entry, verification in pairs:

@@ -19,7 +19,7 @@ from bench.simulation.workers import sleep
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
 from specdec.engine.kv.slots import Slots
-from verifier_service.scheduling.step_latency import MEASURED_ROWS, StepLatency
+from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 
 
 @dataclass(frozen=True)

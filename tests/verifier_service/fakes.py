@@ -30,11 +30,11 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.running_session import RunningSession
-from verifier_service.scheduling.step_latency import StepLatency
-from verifier_service.session import Session
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import Session
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 

@@ -13,12 +13,11 @@ from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
-from verifier_service.backend import MakeCommit, MemoryUse, SessionBackend
-from verifier_service.publishing.stats import VerifierStats
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.running_session import StepTimes
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
+from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
+from verifier_service.backend.stats import VerifierStats
 from verifier_service.servicer import Limits, VerifierServicer
-from verifier_service.verification.result import LENGTH, PLAIN, VerifyResult
 
 VOCABULARY, CONTEXT = 100, 64
 

@@ -8,9 +8,9 @@ import pytest
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
-from verifier_service.request import Policy
+from verifier_service.backend.request import Policy
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.cpu_threads import FIRST_PROBE_PAUSE, LINGER_SECONDS, LONGEST_PROBE_PAUSE, ThreadPolicy
-from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.speculation.controller import Mode
 
 REMOTE = frozenset({Drafter.REMOTE})

@@ -25,11 +25,11 @@ from tests.verifier_service.fakes import (
     run,
     step_loop,
 )
+from verifier_service.backend.request import Policy
+from verifier_service.backend.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM
 from verifier_service.proposers.draft_model import MAX_PREFILL_ROWS, DraftModelProposer
-from verifier_service.request import Policy
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
-from verifier_service.verification.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM
 
 REMOTE = frozenset({Drafter.REMOTE})
 

@@ -28,11 +28,11 @@ from tests.verifier_service.fakes import (
     run,
     step_loop,
 )
-from verifier_service.proposers.ngram import FIRST_WINDOW_PAUSE, FRUITLESS_STEPS, MAX_SKIPPED, Confidence, NgramProposer
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.session import Session
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import NGRAM, PLAIN
+from verifier_service.sessions.ngram import FIRST_WINDOW_PAUSE, FRUITLESS_STEPS, MAX_SKIPPED, Confidence, NgramProposer
+from verifier_service.sessions.session import Session
 from verifier_service.speculation.controller import Mode
-from verifier_service.verification.result import NGRAM, PLAIN
 
 SOUND = frozenset({BAD})  # the engine makes numbers of all but this
 SAMPLINGS = [Sampling(banned_tokens=SOUND), Sampling(temperature=0.8, seed=3, banned_tokens=SOUND)]

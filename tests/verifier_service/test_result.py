@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.decoding.speculation import Drafter
 from specdec.v2 import model_pb2
-from verifier_service.verification.result import FinishReason, TokenSource
+from verifier_service.backend.result import FinishReason, TokenSource
 
 
 def test_enumerations_are_those_of_the_contract() -> None:

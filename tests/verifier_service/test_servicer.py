@@ -11,7 +11,7 @@ from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
 from verifier_service.servicer import MOST_LOGPROBS, Limits, VerifierServicer
-from verifier_service.session import Session
+from verifier_service.sessions.session import Session
 
 
 def servicer() -> VerifierServicer:

@@ -17,10 +17,8 @@ from specdec.decoding.tree import Node, Paths
 from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PoolFullError
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.scheduling.batch_plan import ScheduledRows
-from verifier_service.session import Session
-from verifier_service.verification.result import (
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import (
     BONUS,
     CONTEXT,
     CORRECTION,
@@ -30,6 +28,8 @@ from verifier_service.verification.result import (
     STOP,
     VerifyResult,
 )
+from verifier_service.sessions.session import Session
+from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
 
@@ -105,7 +105,7 @@ def step(
     verification = TreeVerification(session, planned(session, packer, tree_slots))
     verify_trees([verification], HostLogits(script.logits(packer, session)))
     assert verification.error is None
-    return session.apply(verification, 0.0), verification
+    return verification.apply(0.0), verification
 
 
 class TestStep:
@@ -155,7 +155,7 @@ class TestStep:
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 4}).logits(packer, session)))
-        result = session.apply(verification, 0.0)
+        result = verification.apply(0.0)
         assert (result.tokens, result.sources) == ([4], [PLAIN])
         assert [node.token for node in session.tree.best(9)] == [5]
 
@@ -168,7 +168,7 @@ class TestStep:
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
-        assert session.apply(verification, 0.0).sources == [REMOTE_DRAFT, BONUS]
+        assert verification.apply(0.0).sources == [REMOTE_DRAFT, BONUS]
 
     @pytest.mark.parametrize(
         ("fields", "choices", "tokens", "finish"),
@@ -220,7 +220,7 @@ class TestStep:
         verifications = [TreeVerification(session, planned(session, packer, tree_slots)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
         verify_trees(verifications, HostLogits(script.logits(packer, one, other)))
-        assert [session.apply(d, 0.0).tokens for session, d in zip((one, other), verifications, strict=True)] == [
+        assert [verification.apply(0.0).tokens for verification in verifications] == [
             [7, 8],
             [6, 6, 2],
         ]
@@ -247,7 +247,7 @@ class TestPrompt:
         packer = RaggedPacker()
         verification = TreeVerification(session, session.plan(packer, 3, [], []))
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 7}).logits(packer, session)))
-        assert session.apply(verification, 0.0).tokens == [7]
+        assert verification.apply(0.0).tokens == [7]
         assert (session.computed, session.remaining_prompt) == (3, 0)
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.scheduling.step_delay import DraftTiming, WaitEstimate, delay_until
+from verifier_service.scheduling.step_delay import delay_until
+from verifier_service.sessions.draft_timing import DraftTiming, WaitEstimate
 
 STEP = 0.010
 

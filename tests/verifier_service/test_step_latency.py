@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.verifier_service.fakes import TextEngine
-from verifier_service.scheduling.step_latency import (
+from verifier_service.costs.step_latency import (
     MEASURED_ROWS,
     REPEATS,
     WARM_UP_KEYS,

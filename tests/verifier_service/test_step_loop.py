@@ -41,14 +41,14 @@ from tests.verifier_service.fakes import (
     run,
     step_loop,
 )
+from verifier_service.backend.request import Policy
+from verifier_service.backend.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.publishing.commits import COMMIT_COALESCE_SECONDS, RELAXED_COALESCE_SECONDS
-from verifier_service.request import Policy
 from verifier_service.scheduling.prefill import MIN_CHUNK_TOKENS
 from verifier_service.scheduling.run_queue import SPARE_SHARE
-from verifier_service.scheduling.step_latency import StepLatency
 from verifier_service.speculation.controller import Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
-from verifier_service.verification.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
 
 REMOTE = frozenset({Drafter.REMOTE})
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import OWN_DRAFTERS
 from tests.verifier_service.fakes import BAD, Client, TextEngine, run, step_loop
+from verifier_service.backend.request import Policy
+from verifier_service.backend.result import NGRAM
 from verifier_service.proposers.suffix_cache import BREAK, MOST_TENANTS, SuffixCache
-from verifier_service.request import Policy
-from verifier_service.verification.result import NGRAM
 
 SOUND = Sampling(banned_tokens=frozenset({BAD}))
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node, Paths, TokenTree
 from tests.verifier_service.fakes import FREE, FixedLatency
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.costs.token_budget import WindowCosts, select_candidates
 from verifier_service.scheduling.prefill import (
     MAX_DECODE_SLOWDOWN,
     MIN_CHUNK_TOKENS,
@@ -19,8 +21,6 @@ from verifier_service.scheduling.prefill import (
     PrefillSlowdown,
     prefill_chunks,
 )
-from verifier_service.scheduling.step_latency import StepLatency
-from verifier_service.scheduling.token_budget import WindowCosts, select_candidates
 
 
 @st.composite

@@ -17,8 +17,8 @@ from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.tree import Paths
 from specdec.engine.kv.blocks import BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
-from verifier_service.session import Session
-from verifier_service.verification.result import LOCAL_MODEL
+from verifier_service.backend.result import LOCAL_MODEL
+from verifier_service.sessions.session import Session
 
 BRANCHES = 3
 """Most candidates for a place: the one with which the chain goes on, and the next likeliest ones."""

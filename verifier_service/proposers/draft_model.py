@@ -20,10 +20,10 @@ from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_chain import DraftChain, PrefixState
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
-from verifier_service.scheduling.step_latency import StepLatency
-from verifier_service.session import Session
+from verifier_service.sessions.session import Session
 
 log = structlog.get_logger()
 

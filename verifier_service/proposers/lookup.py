@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
 from verifier_service.proposers.suffix_cache import SuffixCache
-from verifier_service.session import Session
+from verifier_service.sessions.session import Session
 
 
 class LookupProposer(Proposer):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from verifier_service.scheduling.step_latency import StepLatency
-from verifier_service.session import Session
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.sessions.session import Session
 from verifier_service.speculation.eligibility import Eligibility
 
 

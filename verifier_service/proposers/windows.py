@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
-from verifier_service.proposers.ngram import LookaheadRows
-from verifier_service.scheduling.step_latency import StepLatency
-from verifier_service.scheduling.token_budget import WindowCosts
-from verifier_service.session import Session
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.costs.token_budget import WindowCosts
+from verifier_service.sessions.ngram import LookaheadRows
+from verifier_service.sessions.session import Session
 from verifier_service.speculation.eligibility import Eligibility
 from verifier_service.verification.tree_verification import TreeVerification
 

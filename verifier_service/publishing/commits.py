@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.running_session import RunningSession, StepTimes
+from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.scheduling.planner import Planner
 from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.sessions.running_session import RunningSession
 from verifier_service.speculation.eligibility import Eligibility
-from verifier_service.verification.result import VerifyResult
 
 MESSAGES_A_SECOND = 400
 """Commits a second, about, that are sent over all sessions. Each takes 0.1 ms of the interpreter, which the event loop

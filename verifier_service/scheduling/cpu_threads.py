@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specdec.engine.engine import Engine
-from verifier_service.scheduling.step_latency import StepLatency
+from verifier_service.costs.step_latency import StepLatency
 
 MIN_IMPROVEMENT = 0.9
 """Fraction of the present step latency that another number of threads must stay below to be taken."""

@@ -9,13 +9,13 @@ import numpy as np
 
 from specdec.engine.batch import Packer
 from specdec.engine.kv.slots import Slots
+from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.windows import open_windows
-from verifier_service.running_session import RunningSession
-from verifier_service.scheduling.batch_plan import ScheduledRows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
-from verifier_service.scheduling.token_budget import select_candidates
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.speculation.eligibility import Eligibility
 
 PRICE_SMOOTHING = 0.2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from verifier_service.scheduling.step_latency import StepLatency
+from verifier_service.costs.step_latency import StepLatency
 
 MAX_DECODE_SLOWDOWN = 0.7
 """Fraction of its length by which prompts may lengthen a step of decoding sessions; it may take PREFILL_SLICE_SECONDS

@@ -17,9 +17,9 @@ from specdec.decoding.tree import Node
 from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
-from verifier_service.publishing.stats import VerifierStats
-from verifier_service.running_session import RunningSession
-from verifier_service.session import Session
+from verifier_service.backend.stats import VerifierStats
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import Session
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from verifier_service.session import Session
+from verifier_service.sessions.session import Session
 from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
 
 NOTHING_PAYS = 1.0 - 1e-7

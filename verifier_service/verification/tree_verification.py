@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +11,9 @@ from specdec.decoding.choice import SamplingQuery
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
-from verifier_service.scheduling.batch_plan import ScheduledRows, TreeRows
-from verifier_service.verification.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
-
-if TYPE_CHECKING:
-    from verifier_service.session import Session
+from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
+from verifier_service.sessions.session import Session
+from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
 
 class TreeVerification:
@@ -85,6 +82,11 @@ class TreeVerification:
 
     def fail(self, error: Exception) -> None:
         self.error = error
+
+    def apply(self, now: float) -> VerifyResult:
+        """Apply the result to the session, and return it."""
+        self.session.apply(self.result, self.planned.count, now)
+        return self.result
 
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
         """Return the candidate that was chosen, if it was in this step; let the n-gram proposer learn from its own."""

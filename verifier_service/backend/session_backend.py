@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Protocol
 from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.worker import Worker
-from verifier_service.publishing.stats import VerifierStats
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.running_session import StepTimes
-from verifier_service.verification.result import VerifyResult
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.stats import VerifierStats
 
 MakeCommit = Callable[[VerifyResult, StepTimes], Any]
 """Makes a response of a verify result and its times; called on the event loop of the response queue."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node
-from verifier_service.scheduling.step_latency import StepLatency
+from verifier_service.costs.step_latency import StepLatency
 
 Offers = Iterable[tuple[float, Node]]
 """A session's candidates, best first, each with its path logprob: as many as the session may have in a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verifier_service.verification.result import VerifyResult
+from verifier_service.backend.result import VerifyResult
 
 
 @dataclass

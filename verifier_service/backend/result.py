@@ -56,3 +56,19 @@ class VerifyResult:
         self.finish = later.finish
         self.steps += later.steps
         self.checksum = later.checksum
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of one step, in seconds, and what a session's commit tells besides its verify result."""
+
+    forward: float
+    step: float
+    waited: float  # step delay, for candidates
+    queued: float  # for memory, since its last commit
+    cached: int = 0  # on the first commit: tokens that were in memory already
+    preemptions: int = 0  # of the session so far
+    drafting_wanted: bool = False  # a draft's candidates for this session are used now
+    min_candidate_probability: float = 0.0  # the break-even probability
+    drafted: int = 0  # sessions of the pod for which there is a draft
+    round_trip: float = 0.0  # to the session's draft and back; 0: unknown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,11 +16,8 @@ from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 from specdec.serving import checksum
-from verifier_service.proposers.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
-from verifier_service.request import Policy, SessionRequest
-from verifier_service.scheduling.batch_plan import ScheduledRows, plan_tree
-from verifier_service.scheduling.step_delay import DraftTiming, WaitEstimate
-from verifier_service.verification.result import (
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import (
     CONTEXT,
     CORRECTION,
     LENGTH,
@@ -29,9 +25,9 @@ from verifier_service.verification.result import (
     STOP,
     VerifyResult,
 )
-
-if TYPE_CHECKING:
-    from verifier_service.verification.tree_verification import TreeVerification
+from verifier_service.sessions.draft_timing import DraftTiming, WaitEstimate
+from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
+from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
 
 
 class Session:
@@ -250,10 +246,10 @@ class Session:
             packer.add_path(own[:end], rows)
         return planned
 
-    def apply(self, verification: TreeVerification, now: float) -> VerifyResult:
-        """Apply the verify result to the session's state: commit its tokens, and learn from them."""
-        result = verification.result
-        self.computed += verification.planned.count + result.accepted
+    def apply(self, result: VerifyResult, computed: int, now: float) -> None:
+        """Apply a step's result to the session's state: commit its tokens, and learn from them. The step has `computed`
+        so many committed tokens, besides the accepted candidates."""
+        self.computed += computed + result.accepted
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
         self.tree.commit(result.tokens)
         self.draft_timing.committed(self.tree.base, now)
@@ -262,7 +258,6 @@ class Session:
         if self.penalty_state is not None:
             self.penalty_state.extend(result.tokens)
         self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
-        return result
 
     def finish(self, token: int, position: int) -> int:
         """Return why the text ends with this token, a FinishReason; 0 if it goes on."""

@@ -23,7 +23,7 @@ from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import LONGEST, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
-from verifier_service.verification.result import LOOKAHEAD, NGRAM
+from verifier_service.backend.result import LOOKAHEAD, NGRAM
 
 BRANCHES = 3
 DEPTH = 24

@@ -9,7 +9,7 @@ import numpy as np
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.kv.slots import Slots
-from verifier_service.proposers.ngram import LookaheadRows
+from verifier_service.sessions.ngram import LookaheadRows
 
 
 @dataclass(slots=True)

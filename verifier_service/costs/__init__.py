@@ -1,0 +1,1 @@
+"""What a step costs, and which candidates are worth it."""

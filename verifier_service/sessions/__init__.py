@@ -1,0 +1,1 @@
+"""Sessions: text, memory, candidates, and their rows of a step."""
