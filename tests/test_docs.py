@@ -1,0 +1,79 @@
+"""Links of documents lead somewhere: to a file, a folder or a heading; every plot is shown."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"\[[^][]*\]\(([^()\s]+)\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def tracked(pattern: str) -> list[Path]:
+    found = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in found.stdout.split()]
+
+
+def links(page: Path) -> list[str]:
+    """Return the links to what is in the repository."""
+    found = LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+    return [link for link in found if not re.match(r"\w+:", link)]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found: list[str] = []
+    for heading in HEADING.findall(text):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        seen = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", each) is not None for each in found)
+        found.append(f"{slug}-{seen}" if seen else slug)
+    return set(found)
+
+
+def broken(page: Path) -> list[str]:
+    """Return the links of a page that lead nowhere."""
+    found = []
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        to = page.parent / name if name else page
+        if not to.exists() or (anchor and (to.suffix != ".md" or anchor not in anchors(to))):
+            found.append(f"{page.name}: {link}")
+    return found
+
+
+def test_links_lead_somewhere() -> None:
+    pages = tracked("*.md")
+    assert sum(len(links(page)) for page in pages) > 250
+    wrong = [each for page in pages for each in broken(page)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[a](other.md)", []),
+        ("[a](other.md#two-words-yes)", []),
+        ("[`a`](missing.md)", ["page.md: missing.md"]),
+        ("![a](missing.png)", ["page.md: missing.png"]),
+        ("[a](other.md#none)", ["page.md: other.md#none"]),
+        ("[a](#here)\n\n# Here", []),
+        ("`[a](missing.md)` and [a](https://example.org/missing.md)", []),
+    ],
+)
+def test_a_broken_link_would_be_found(tmp_path: Path, text: str, wrong: list[str]) -> None:
+    (tmp_path / "other.md").write_text("# Two words: *yes*!\n")
+    (tmp_path / "page.md").write_text(text)
+    assert broken(tmp_path / "page.md") == wrong
+
+
+def test_every_plot_is_shown() -> None:
+    pages = tracked("docs/*.md")
+    shown = {(page.parent / link).resolve() for page in pages for link in links(page)}
+    assert set(tracked("docs/plots/*")) <= shown
