@@ -20,8 +20,7 @@ from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
-from verifier_service.verification.tree_verification import TreeVerification, add_logprobs
-from verifier_service.verification.verify_trees import verify_trees
+from verifier_service.verification.verified_step import VerifiedStep
 
 
 class PlainLoop(EngineWorker[Session]):
@@ -59,35 +58,23 @@ class PlainLoop(EngineWorker[Session]):
             return None
         start, packer = time.monotonic(), self._engine.packer()
         planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
-        count = len(packer.tokens)
-        pairs = [(e, TreeVerification(e.session, rows)) for e, rows in planned if rows.root_row is not None]
-        verifications = [verification for _, verification in pairs]
+        rows = len(packer.tokens)  # without those that packing adds
         try:
-            logits = self._forward(
-                packer.pack(), lambda: dict(query for each in verifications for query in each.queries())
-            )
-            verify_trees(verifications, logits)
+            verified = VerifiedStep(planned, packer, self._forward)
         except Exception as error:
             self._written = np.asarray(packer.slots, dtype=np.int64)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
-        for entry, rows in planned:
-            if rows.root_row is None:
-                entry.session.computed += rows.count
-        add_logprobs([each for each in verifications if each.error is None], logits)
-        results = []
-        for entry, verification in pairs:
-            if verification.error is not None:
-                self._end(entry, verification.error)
-                continue
-            now = time.monotonic()
-            result = verification.apply(now)
-            entry.session.cache_prefix()
-            results.append(result)
-            entry.responses.send(entry.message(result, StepTimes(now - start, now - start, 0.0, entry.queued)))
+        now = time.monotonic()
+        results = verified.apply(now)
+        for entry, why in verified.failed:
+            self._end(entry, why)
+        for entry, result in results:
+            times = StepTimes(verified.forward_seconds, now - start, 0.0, entry.queued)
+            entry.responses.send(entry.message(result, times))
             if result.finish:
                 self.detach(entry.session)
-        self.stats.observe(count, time.monotonic() - start, results)
+        self.stats.observe(rows, now - start, [result for _, result in results])
         return 0.0
 
     def recover(self) -> bool:

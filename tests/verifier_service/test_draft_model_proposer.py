@@ -76,7 +76,7 @@ class OftenWrong(TextEngine):
 
 
 def local_model(loop: StepLoop) -> DraftModelProposer:
-    (found,) = (each for each in loop._proposers if isinstance(each, DraftModelProposer))
+    (found,) = (each for each in loop._speculator.proposers if isinstance(each, DraftModelProposer))
     return found
 
 

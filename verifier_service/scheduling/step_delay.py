@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.draft_timing import WaitEstimate
+from verifier_service.sessions.session import Session
+
+WITHOUT_DRAFT = WaitEstimate(1.0)
+"""The wait estimate of a session that brings one token and waits for nothing."""
 
 
 def delay_until(estimates: Sequence[WaitEstimate], now: float, last_step: float, step_time: float) -> float | None:
@@ -21,3 +26,42 @@ def delay_until(estimates: Sequence[WaitEstimate], now: float, last_step: float,
     if gain <= expected / (step_time + now - last_step):
         return None
     return min(wait_estimate.until for wait_estimate in estimates if wait_estimate.gain)
+
+
+class StepDelay:
+    """The delay of the coming step."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # when it began; None: the step is not delayed
+
+    def seconds(
+        self,
+        sessions: Sequence[Session],
+        drafted: Sequence[bool],
+        now: float,
+        *,
+        last_step: float,
+        latency: StepLatency,
+        price: float,
+    ) -> float | None:
+        """Return for how long to delay the step of these sessions, of which some use a remote draft; None: step now.
+        `last_step` is when the last step ended, `price` the break-even probability."""
+        if not any(drafted) or any(session.remaining_prompt for session in sessions):
+            return None
+        estimates = [
+            session.wait_estimate(now, price) if has_draft else WITHOUT_DRAFT
+            for session, has_draft in zip(sessions, drafted, strict=True)
+        ]
+        until = delay_until(estimates, now, last_step, latency.of(len(sessions)))
+        if until is None:
+            return None
+        self._since = self._since or now
+        return until - now
+
+    def waited(self, now: float) -> float:
+        """Return for how long the step has been delayed, now that it begins."""
+        return now - self._since if self._since else 0.0
+
+    def end(self) -> None:
+        """Note that the step has begun, or that there is none."""
+        self._since = None

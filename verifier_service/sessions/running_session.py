@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.stats import VerifierStats
 from verifier_service.sessions.session import Session
 
 
@@ -28,6 +29,14 @@ class RunningSession:
     drafting_wanted: bool = False  # as was sent with it
     admitted_at: float = 0.0  # when it last got memory
     awaiting_draft: bool = False  # it has a draft, and its last step is not counted in `draft_ready_steps` yet
+
+    def count_draft_ready(self, stats: VerifierStats) -> None:
+        """Count whether the draft's next candidates came while the last step was under way: the coming step has not
+        been delayed yet."""
+        if self.awaiting_draft:
+            stats.drafted_steps += 1
+            stats.draft_ready_steps += self.session.has_draft_candidates
+            self.awaiting_draft = False
 
     @property
     def precedence(self) -> tuple[bool, int]:

@@ -1,0 +1,86 @@
+"""How a step speculates: which mode it has, what is proposed for it, and what is learned from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from verifier_service.costs.token_budget import select_candidates
+from verifier_service.proposers.draft_model import DraftModelProposer
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
+from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.sessions.session import Session
+from verifier_service.speculation.controller import BatchProfile, SpeculationController
+from verifier_service.speculation.eligibility import Eligibility
+
+log = structlog.get_logger()
+
+
+class Speculator:
+    """Has the controller select modes and the proposers propose, and tells both what came of it."""
+
+    def __init__(
+        self,
+        controller: SpeculationController,
+        draft_model: DraftModelProposer | None,
+        proposers: Sequence[Proposer],
+        threads: ThreadPolicy,
+    ) -> None:
+        self.controller = controller
+        self.eligibility = Eligibility(controller, draft_model)
+        self.proposers = proposers
+        self._threads = threads
+
+    def outlook(self, session: Session, sessions: int, price: float) -> tuple[bool, float]:
+        """Return (True if candidates of a remote draft are wanted, the break-even probability) for a new session.
+
+        It is an estimate before the session's first step, with `sessions` sessions that are all like it; `price` is the
+        break-even probability of late. Changes nothing: any thread may ask."""
+        # Until its prompt is computed the session gets no draft that would take threads from that.
+        if self._threads.yields or not self.eligibility.would_draft(session, sessions):
+            return False, price
+        price = min(1.0, select_candidates([], self._threads.latency, sessions, 0).price)
+        return price < 1.0, price
+
+    def select(self, sessions: Sequence[Session]) -> BatchProfile | None:
+        """Select the mode of the coming step; return the profile of its batch, None if nothing is to be learned from
+        it."""
+        batch = self.eligibility.profile(sessions)
+        if batch is not None:
+            self.controller.select(batch, time.monotonic())
+        return batch
+
+    def propose(self, phase: Phase, sessions: Sequence[Session], price: float) -> ProposalStats:
+        """Let the proposers of a phase add candidates for the coming step."""
+        step = ComingStep(sessions, self.eligibility, self._threads.latency, price)
+        seconds, count = NO_PROPOSALS
+        for proposer in self.proposers:
+            if proposer.phase is phase:
+                done = proposer.propose(step)
+                seconds, count = seconds + done.seconds, count + done.sessions
+        return ProposalStats(seconds, count)
+
+    def update(self, batch: BatchProfile, *, rows: int, tokens: int, seconds: float, proposed: ProposalStats) -> None:
+        """Tell the controller what a step over these rows brought: tokens in so many seconds."""
+        before, sessions = self.controller.mode, batch.sessions
+        self.controller.update(
+            batch,
+            speculated=rows > sessions or self._threads.yielding or proposed.sessions > 0,
+            tokens=tokens,
+            seconds=seconds,
+            plain_rate=sessions / self._threads.plain_latency.of(sessions),
+        )
+        if self.controller.mode is not before:
+            log.debug("mode_changed", mode=self.controller.mode.value, before=before.value, sessions=sessions)
+
+    def forget(self, session: Session) -> None:
+        """Have the proposers forget a session, which has left or has lost its memory."""
+        for proposer in self.proposers:
+            proposer.forget(session)
+
+    def finished(self, session: Session) -> None:
+        """Have the proposers learn from a text that is complete."""
+        for proposer in self.proposers:
+            proposer.finished(session)

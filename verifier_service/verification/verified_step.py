@@ -1,0 +1,47 @@
+"""The verification of a whole step: one forward pass, and what it commits for every session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from specdec.engine.batch import Packer
+from specdec.engine.engine import Step
+from verifier_service.backend.result import VerifyResult
+from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.step_rows import ScheduledRows
+from verifier_service.verification.tree_verification import TreeVerification, add_logprobs
+from verifier_service.verification.verify_trees import verify_trees
+
+
+class VerifiedStep:
+    """A forward pass over the rows of a step, and its verified trees. Making one changes no session; whatever fails
+    raises, and `apply` is what commits."""
+
+    def __init__(self, entries: Sequence[tuple[RunningSession, ScheduledRows]], packer: Packer, forward: Step) -> None:
+        start = time.monotonic()
+        pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
+        self.verifications = [verification for _, verification in pairs]
+        self.logits = forward(
+            packer.pack(), lambda: dict(query for each in self.verifications for query in each.queries())
+        )
+        self.forward_seconds = time.monotonic() - start
+        verify_trees(self.verifications, self.logits)
+        self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]
+        self._sound = [(entry, verification) for entry, verification in pairs if verification.error is None]
+        add_logprobs([verification for _, verification in self._sound], self.logits)
+        self.failed = [(entry, verification.error) for entry, verification in pairs if verification.error is not None]
+
+    @property
+    def kv_copies(self) -> list[tuple[int, int]]:
+        """Slots (from, to) to copy: accepted candidates of side branches."""
+        return [copy for _, verification in self._sound for copy in verification.kv_copies]
+
+    def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
+        """Commit what was accepted, and return it; those that `failed` get nothing."""
+        for entry, count in self._prefilled:
+            entry.session.computed += count
+        results = [(entry, verification.apply(now)) for entry, verification in self._sound]
+        for entry, _ in self._sound:  # not of unfinished prompts: whether their logits are finite is not known yet
+            entry.session.cache_prefix()
+        return results
