@@ -35,6 +35,7 @@ from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.step_delay import StepDelay
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import BatchProfile, SpeculationController
 from verifier_service.speculator import Speculator
 from verifier_service.verification.verified_step import VerifiedStep
@@ -45,9 +46,6 @@ log = structlog.get_logger()
 MOST_CANDIDATES = 256
 """Most candidates of all sessions in one step; as many slots are set aside as tree slots."""
 
-LIFETIME_SMOOTHING = 0.1
-"""Weight of the session that has ended last in the moving average of lifetimes."""
-
 
 class StepLoop(EngineWorker[Session], SessionBackend):
     """The step loop of a verifier.
@@ -55,7 +53,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     `step_rows`: rows up to which prompts fill a step, or fewer if a row costs less then; `max_unread_tokens`: tokens
     that a session may be ahead of what its client has read; `suffix_cache_tokens`: tokens of finished texts that are
     kept for each tenant; `latency`: of the target's steps, measured if not given; `draft_model`: the local draft;
-    `proposers`: further drafters.
+    `proposers`: further drafters; `tuning`: numbers that were fitted.
     """
 
     def __init__(
@@ -69,27 +67,33 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         controller: SpeculationController | None = None,
         draft_model: DraftModelProposer | None = None,
         proposers: Sequence[Proposer] = (),
+        tuning: Tuning = DEFAULTS,
     ) -> None:
         super().__init__("step-loop")
         self.stats = VerifierStats()
         self._engine = engine
+        self._tuning = tuning
         self._written: Slots = np.arange(0)  # slots that a failed pass may have written
         self._forward = step_of(engine)
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
         tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MOST_CANDIDATES]
-        self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
+        self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt, tuning.spare_share)
         slots = blocks * BLOCK
         beside = [] if draft_model is None else [draft_model.engine]
-        self._threads = ThreadPolicy(engine, lambda: latency or StepLatency.measure(engine, slots), beside)
+        self._threads = ThreadPolicy(
+            engine, lambda: latency or StepLatency.measure(engine, slots, tuning.latency), beside
+        )
         step_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)
         local = [] if draft_model is None else [draft_model]
         proposers = [LookupProposer(suffix_cache_tokens), *local, *proposers]
-        self._speculator = Speculator(controller or SpeculationController(), draft_model, proposers, self._threads)
+        self._speculator = Speculator(
+            controller or SpeculationController(tuning.controller), draft_model, proposers, self._threads
+        )
         eligibility = self._speculator.eligibility
-        self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows)
-        self._publisher = CommitPublisher(self._queue, self._planner, eligibility)
+        self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows, tuning)
+        self._publisher = CommitPublisher(self._queue, self._planner, eligibility, tuning.commits)
         self._delay = StepDelay()
         self._last_step = 0.0  # when the last step ended
         self._idle = True  # there has been nothing to do since then
@@ -107,7 +111,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return int(self.pool.available * BLOCK / tokens)
 
     def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Session:
-        return Session(request, policy, max_nodes, vocabulary)
+        return Session(request, policy, max_nodes, vocabulary, self._tuning)
 
     def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
         return self._speculator.outlook(session, sessions, self._planner.price)
@@ -212,7 +216,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def _finish(self, entry: RunningSession) -> None:
         """End a session whose text is complete."""
         self._speculator.finished(entry.session)
-        self.stats.lifetime += LIFETIME_SMOOTHING * (time.monotonic() - entry.admitted_at - self.stats.lifetime)
+        lifetime = time.monotonic() - entry.admitted_at
+        self.stats.lifetime += self._tuning.lifetime_smoothing * (lifetime - self.stats.lifetime)
         self.detach(entry.session)
 
     # --- sessions that leave, and failures ----------------------------------------------------------

@@ -6,19 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import (
-    EARLY_STOP_SECONDS,
-    FIRST_PROBE_PAUSE,
-    LINGER_SECONDS,
-    LONGEST_PROBE_PAUSE,
-    MIN_STEPS,
-    WINDOW_SECONDS,
     BatchProfile,
     Mode,
     SpeculationController,
 )
 
 STEP = 0.01
+
+TUNING = DEFAULTS.controller
 
 
 @dataclass
@@ -96,7 +93,7 @@ def test_a_draft_of_its_own_is_tried_only_where_there_is_one() -> None:
 def test_steps_may_take_any_time(step: float) -> None:
     """Of those that last a tenth of a second a window has five."""
     pod = Pod(SpeculationController(), drafted=700, plain=1000, guesses=False, step=step)
-    pod.run(MIN_STEPS * step * 3 + WINDOW_SECONDS)
+    pod.run(TUNING.min_steps * step * 3 + TUNING.window_seconds)
     assert pod.run(300 * max(step, 0.1))[Mode.OFF] > 0.85
 
 
@@ -105,7 +102,7 @@ def test_a_pod_without_drafts_weighs_its_own_candidates() -> None:
     pod.run(3)
     assert pod.run(10)[Mode.OFF] > 0.9
     pod.local = 4000
-    pod.run(2 * LONGEST_PROBE_PAUSE)
+    pod.run(2 * TUNING.longest_probe_pause)
     assert pod.run(1)[Mode.NGRAM] > 0.99
 
 
@@ -119,7 +116,7 @@ def test_it_comes_back_when_it_pays_again() -> None:
     pod = Pod(SpeculationController(), drafted=1000, plain=2000)
     pod.run(20)
     pod.drafted = 4000
-    pod.run(LONGEST_PROBE_PAUSE)
+    pod.run(TUNING.longest_probe_pause)
     assert pod.run(20)[Mode.REMOTE_DRAFT] > 0.9
 
 
@@ -129,7 +126,7 @@ def test_a_machine_that_changes_its_speed_changes_nothing() -> None:
     for factor in (0.5, 2.0) * 6:
         pod.run(47)
         pod.drafted, pod.local, pod.plain = factor * pod.drafted, factor * pod.local, factor * pod.plain
-        pod.run(2 * WINDOW_SECONDS)
+        pod.run(2 * TUNING.window_seconds)
         assert pod.controller.mode in (Mode.REMOTE_DRAFT, Mode.NGRAM)
         assert pod.run(40)[Mode.REMOTE_DRAFT] > 0.9
 
@@ -145,15 +142,15 @@ def test_to_have_had_nothing_to_guess_is_not_held_against_it() -> None:
     """It has cost nothing."""
     pod = Pod(SpeculationController(), drafted=0, local=700, plain=1000, has_drafts=False, speculates=False)
     pod.run(STEP)
-    assert pod.run(FIRST_PROBE_PAUSE - WINDOW_SECONDS)[Mode.NGRAM] > 0.99
+    assert pod.run(TUNING.first_probe_pause - TUNING.window_seconds)[Mode.NGRAM] > 0.99
 
 
 def test_a_draft_that_brings_nothing_costs_its_core() -> None:
     pod = Pod(SpeculationController(), drafted=700, local=700, plain=1000, speculates=False)
-    pod.run((MIN_STEPS + 2) * STEP)
+    pod.run((TUNING.min_steps + 2) * STEP)
     assert pod.controller.mode is not Mode.REMOTE_DRAFT
     elsewhere = Pod(SpeculationController(), drafted=700, local=700, plain=1000, speculates=False, shares_cores=False)
-    elsewhere.run((MIN_STEPS + 2) * STEP)
+    elsewhere.run((TUNING.min_steps + 2) * STEP)
     assert elsewhere.controller.mode is Mode.REMOTE_DRAFT
 
 
@@ -161,11 +158,11 @@ def test_a_few_long_steps_tell_nothing() -> None:
     """Drafts read the prompt meanwhile."""
 
     def look(controller: SpeculationController) -> None:
-        long = 2 * EARLY_STOP_SECONDS / MIN_STEPS
+        long = 2 * TUNING.early_stop_seconds / TUNING.min_steps
         controller.update(BatchProfile(16, True, True, False), speculated=True, tokens=0, seconds=long, plain_rate=500)
 
     controller = SpeculationController()
-    for _ in range(MIN_STEPS - 1):
+    for _ in range(TUNING.min_steps - 1):
         look(controller)
     assert controller.mode is Mode.REMOTE_DRAFT
     for _ in range(2):
@@ -218,16 +215,16 @@ def test_what_sessions_do_not_allow_is_not_tried() -> None:
 
 def test_trials_become_rarer() -> None:
     pod = Pod(SpeculationController(), drafted=1000, plain=2000)
-    early = pod.run(4 * FIRST_PROBE_PAUSE)
+    early = pod.run(4 * TUNING.first_probe_pause)
     pod.run(300)
-    assert 1 - pod.run(4 * LONGEST_PROBE_PAUSE)[Mode.OFF] < (1 - early[Mode.OFF]) / 3
+    assert 1 - pod.run(4 * TUNING.longest_probe_pause)[Mode.OFF] < (1 - early[Mode.OFF]) / 3
 
 
 @pytest.mark.parametrize("stay", [0.02, 0.1])
 def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
     """Sessions come and go: their number crosses a power of two long before a window is over."""
     pod = Pod(SpeculationController(), drafted=1000, plain=2000)
-    for _ in range(round(7 * WINDOW_SECONDS / stay)):  # each comes to a decision, and does not look again yet
+    for _ in range(round(7 * TUNING.window_seconds / stay)):  # each comes to a decision, and does not look again yet
         pod.run(stay, sessions=8)
         pod.run(stay, sessions=9)
     for sessions in (8, 9):
@@ -242,7 +239,7 @@ def test_a_larger_batch_goes_on_as_a_smaller_one_did() -> None:
     larger.run(STEP, sessions=16)
     assert larger.run(1.0, sessions=16)[Mode.OFF] > 0.99
     larger.drafted = 4000
-    larger.run(LONGEST_PROBE_PAUSE, sessions=16)
+    larger.run(TUNING.longest_probe_pause, sessions=16)
     assert larger.run(1.0, sessions=16)[Mode.REMOTE_DRAFT] > 0.99
 
 
@@ -269,7 +266,7 @@ def test_another_batch_is_served_in_its_own_mode_from_its_first_step_on() -> Non
     Pod(controller, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
     now = 100.0
     for sessions, mode in ((1, Mode.REMOTE_DRAFT), (16, Mode.OFF), (1, Mode.REMOTE_DRAFT)):
-        now += 2 * LINGER_SECONDS
+        now += 2 * TUNING.linger_seconds
         controller.select(BatchProfile(sessions, True, False, False), now)
         assert controller.mode is mode
 
@@ -281,8 +278,8 @@ def test_sessions_that_have_just_left_count_for_another_while() -> None:
     Pod(controller, drafted=700, plain=2000, guesses=False).run(2, sessions=16)
     controller.select(many, 100.0)
     for now, mode in (
-        (100.0 + 0.9 * LINGER_SECONDS, Mode.OFF),
-        (100.0 + 1.1 * LINGER_SECONDS, Mode.REMOTE_DRAFT),
+        (100.0 + 0.9 * TUNING.linger_seconds, Mode.OFF),
+        (100.0 + 1.1 * TUNING.linger_seconds, Mode.REMOTE_DRAFT),
         (200.0, Mode.REMOTE_DRAFT),
     ):
         assert controller.mode_for(one, now) is mode
@@ -331,4 +328,4 @@ def test_what_is_left_of_a_full_batch_is_of_its_kind(most: int) -> None:
                 batch, speculated=controller.mode is Mode.REMOTE_DRAFT, tokens=tokens, seconds=STEP, plain_rate=2000
             )
             now += STEP
-        now += 2 * LINGER_SECONDS
+        now += 2 * TUNING.linger_seconds

@@ -27,7 +27,8 @@ from tests.verifier_service.fakes import (
 )
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM
-from verifier_service.proposers.draft_model import MAX_PREFILL_ROWS, DraftModelProposer
+from verifier_service.proposers.draft_model import DraftModelProposer
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
@@ -138,7 +139,7 @@ def test_long_texts_are_read_in_pieces() -> None:
     short, long = client(loop, 3, 1, 200), client(loop, 900, 2, 100)
     run(loop, short, long)
     check_over(loop, draft, short, long)
-    assert max(draft.steps) <= MAX_PREFILL_ROWS + 4
+    assert max(draft.steps) <= DEFAULTS.draft_model.max_prefill_rows + 4
     assert sources(long).count(LOCAL_MODEL) > 20
 
 

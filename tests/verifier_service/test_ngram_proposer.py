@@ -30,8 +30,9 @@ from tests.verifier_service.fakes import (
 )
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.result import NGRAM, PLAIN
-from verifier_service.sessions.ngram import FIRST_WINDOW_PAUSE, FRUITLESS_STEPS, MAX_SKIPPED, Confidence, NgramProposer
+from verifier_service.sessions.ngram import Confidence, NgramProposer
 from verifier_service.sessions.session import Session
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 
 SOUND = frozenset({BAD})  # the engine makes numbers of all but this
@@ -281,8 +282,8 @@ def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> 
         open_at.append(client.session.ngrams.window is not None)
     assert any(open_at[:5])
     closed = open_at.index(False, open_at.index(True))
-    assert not any(open_at[closed : closed + FIRST_WINDOW_PAUSE])
-    assert any(open_at[closed + FIRST_WINDOW_PAUSE :])
+    assert not any(open_at[closed : closed + DEFAULTS.ngrams.first_window_pause])
+    assert any(open_at[closed + DEFAULTS.ngrams.first_window_pause :])
     assert sum(open_at) < len(open_at) / 2
     assert client.tokens == client.want
 
@@ -334,8 +335,8 @@ def test_who_finds_nothing_looks_less_often_and_at_once_again_when_it_does() -> 
         looks.append(ngrams.propose(tree, 0.0, None, every=False, sampled=False))
         ngrams.extend([5], [PLAIN])
         tree.commit([5])
-    assert all(looks[:FRUITLESS_STEPS])
-    assert sum(looks[-10 * (MAX_SKIPPED + 1) :]) == 10
+    assert all(looks[: DEFAULTS.ngrams.fruitless_steps])
+    assert sum(looks[-10 * (DEFAULTS.ngrams.max_skipped + 1) :]) == 10
     ngrams.extend([5], [NGRAM])
     tree.commit([5])
     assert ngrams.propose(tree, 0.0, None, every=False, sampled=False)

@@ -6,6 +6,7 @@ Nothing here depends on time: costs are fixed, sessions have no patience, and tu
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise
 from random import Random
@@ -44,9 +45,7 @@ from tests.verifier_service.fakes import (
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.publishing.commits import COMMIT_COALESCE_SECONDS, RELAXED_COALESCE_SECONDS
-from verifier_service.scheduling.prefill import MIN_CHUNK_TOKENS
-from verifier_service.scheduling.run_queue import SPARE_SHARE
+from verifier_service.settings.tuning import DEFAULTS, CommitTuning, Tuning
 from verifier_service.speculation.controller import Mode, SpeculationController
 from verifier_service.step_loop import MOST_CANDIDATES, StepLoop
 
@@ -294,7 +293,7 @@ class TestTokens:
         patient = client(loop, 10, 1, 60, coalesce_commits=True, policy=undrafted)
         drafted = client(loop, 10, 2, 60, coalesce_commits=True)
         run(loop, patient, drafted)
-        assert len(patient.mail.results) <= 2 + (time.monotonic() - begin) / RELAXED_COALESCE_SECONDS
+        assert len(patient.mail.results) <= 2 + (time.monotonic() - begin) / DEFAULTS.commits.relaxed_coalesce_seconds
         assert len(drafted.mail.results) == 60
         check_over(loop, engine, patient, drafted)
 
@@ -304,8 +303,17 @@ class TestTokens:
         begin = time.monotonic()
         alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
         run(loop, alone)
-        assert len(alone.mail.results) <= 2 + (time.monotonic() - begin) / COMMIT_COALESCE_SECONDS
+        assert len(alone.mail.results) <= 2 + (time.monotonic() - begin) / DEFAULTS.commits.coalesce_seconds
         assert len(alone.mail.results[0].tokens) == 1  # nobody waits for the first
+        check_over(loop, engine, alone)
+
+    def test_another_tuning_sends_every_commit(self) -> None:
+        engine = TextEngine(12)
+        at_once = CommitTuning(messages_a_second=math.inf, coalesce_seconds=0.0, relaxed_coalesce_seconds=0.0)
+        loop = step_loop(engine, tuning=Tuning(commits=at_once))
+        alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
+        run(loop, alone)
+        assert len(alone.mail.results) == 60
         check_over(loop, engine, alone)
 
     def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
@@ -373,9 +381,9 @@ class TestPrompts:
             decoding.read()
             turns(loop, 1)
         steps = engine.steps[1:]
-        assert all(rows <= 1 + MIN_CHUNK_TOKENS for rows in steps)
+        assert all(rows <= 1 + DEFAULTS.prefill.min_chunk_tokens for rows in steps)
         assert len(decoding.tokens) == before + len(steps)
-        assert len(steps) == 200 / MIN_CHUNK_TOKENS
+        assert len(steps) == 200 / DEFAULTS.prefill.min_chunk_tokens
         run(loop, decoding, prompt)
         check_over(loop, engine, decoding, prompt)
 
@@ -513,9 +521,9 @@ class TestMemory:
 
     def test_room_to_grow_stays_for_those_who_run(self) -> None:
         """A part of the memory is not given to newcomers."""
-        engine = TextEngine(SPARE_SHARE + 1)
+        engine = TextEngine(DEFAULTS.spare_share + 1)
         loop = step_loop(engine)
-        first = client(loop, (SPARE_SHARE - 2) * BLOCK + 1, 1, 70)  # all blocks but one
+        first = client(loop, (DEFAULTS.spare_share - 2) * BLOCK + 1, 1, 70)  # all blocks but one
         second = client(loop, 10, 2, 5)
         turns(loop, 1)
         assert loop.pool.available == 1

@@ -15,12 +15,12 @@ from tests.verifier_service.fakes import FREE, FixedLatency
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import WindowCosts, select_candidates
 from verifier_service.scheduling.prefill import (
-    MAX_DECODE_SLOWDOWN,
-    MIN_CHUNK_TOKENS,
-    PREFILL_SLICE_SECONDS,
     PrefillSlowdown,
     prefill_chunks,
 )
+from verifier_service.settings.tuning import DEFAULTS
+
+TUNING = DEFAULTS.prefill
 
 
 @st.composite
@@ -159,12 +159,14 @@ class TestPrefillChunks:
         rows, budget = decoding + others, most
         if decoding:
             readers = max(1.0, len(prompts) / decoding)
-            stretched = max((1.0 + MAX_DECODE_SLOWDOWN * readers) * latency.of(rows), PREFILL_SLICE_SECONDS * readers)
-            full = next(n for n in range(most, 10_000, most) if n >= rows + MIN_CHUNK_TOKENS)
-            budget = max(MIN_CHUNK_TOKENS, min(full, latency.rows_within(stretched)) - rows)
+            stretched = max(
+                (1.0 + TUNING.max_decode_slowdown * readers) * latency.of(rows), TUNING.slice_seconds * readers
+            )
+            full = next(n for n in range(most, 10_000, most) if n >= rows + TUNING.min_chunk_tokens)
+            budget = max(TUNING.min_chunk_tokens, min(full, latency.rows_within(stretched)) - rows)
         total = sum(prefill_chunks(prompts, decoding, latency, rows, most))
         assert total == min(sum(prompts), max(budget, len(prompts)))
-        if decoding and total > max(MIN_CHUNK_TOKENS, len(prompts)):
+        if decoding and total > max(TUNING.min_chunk_tokens, len(prompts)):
             assert latency.of(rows + total) <= stretched
 
     @given(remaining, any_cost, budgets)
@@ -213,10 +215,10 @@ class TestPrefillChunks:
         usual = sum(prefill_chunks(prompts, decoding, latency, decoding, most))
         total = sum(prefill_chunks(prompts, decoding, latency, decoding, most, slowdown))
         assert total <= usual
-        if total > max(MIN_CHUNK_TOKENS, len(prompts)):
+        if total > max(TUNING.min_chunk_tokens, len(prompts)):
             readers = max(1.0, len(prompts) / decoding)
             stretched = max(
-                (1.0 + MAX_DECODE_SLOWDOWN * readers) * latency.of(decoding), PREFILL_SLICE_SECONDS * readers
+                (1.0 + TUNING.max_decode_slowdown * readers) * latency.of(decoding), TUNING.slice_seconds * readers
             )
             assert slowdown * latency.of(decoding + total) <= stretched * (1 + 1e-9)
 
@@ -247,7 +249,7 @@ class TestPrefillChunks:
             (share,) = prefill_chunks([left], 4, FixedLatency(1e6), 4, 512)
             left -= share
             steps += 1
-        assert steps == 1000 / MIN_CHUNK_TOKENS
+        assert steps == 1000 / TUNING.min_chunk_tokens
 
 
 class TestWindowCosts:

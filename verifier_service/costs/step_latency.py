@@ -14,6 +14,7 @@ from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.tile_size import cheapest
+from verifier_service.settings.tuning import DEFAULTS, LatencyTuning
 
 log = structlog.get_logger()
 
@@ -23,12 +24,6 @@ REPEATS = 5
 
 WARM_UP_KEYS = 32
 """Number of committed tokens that each row attends to at warm-up."""
-
-SCALE_LEARNS = 0.1
-SHAPE_LEARNS = 0.01
-"""Learning rates of all points together and of the two points next to a measurement. Machines get slower and faster as
-a whole, by the second; what a row more costs in proportion stays the same. If only the measured points moved, a slow
-spell would leave behind a slope that is too steep, and candidates would not be verified though they would pay."""
 
 LONG = 0.2
 """Seconds of a step of prompts beyond which no larger step is tried: it would never be worth it."""
@@ -43,17 +38,18 @@ MANY = 1 << 20
 class StepLatency:
     """A piecewise linear T_v(n), in seconds, that never falls."""
 
-    def __init__(self, rows: tuple[int, ...], seconds: list[float]) -> None:
+    def __init__(self, rows: tuple[int, ...], seconds: list[float], tuning: LatencyTuning = DEFAULTS.latency) -> None:
+        self._tuning = tuning
         self._rows = np.asarray(rows, dtype=np.float64)
         self._seconds = np.asarray(seconds)
         self._tabulate()
 
     @classmethod
-    def measure(cls, engine: Engine, slots: int) -> StepLatency:
+    def measure(cls, engine: Engine, slots: int, tuning: LatencyTuning = DEFAULTS.latency) -> StepLatency:
         """Measure the latency by running the engine over its first `slots` slots, which no session may use yet."""
         rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
         rounds = [[_timed(engine, n) for n in rows] for _ in range(REPEATS)]
-        return cls(rows, np.min(rounds, axis=0).tolist())
+        return cls(rows, np.min(rounds, axis=0).tolist(), tuning)
 
     def of(self, rows: int) -> float:
         """Return T_v(rows); beyond the last measured point, the last segment is extended."""
@@ -85,9 +81,9 @@ class StepLatency:
         span = self._rows[right] - self._rows[left]
         nearness = (rows - self._rows[left]) / span if span else 1.0
         surprise = math.log(seconds / float(np.interp(rows, self._rows, self._seconds)))
-        self._seconds *= math.exp(SCALE_LEARNS * surprise)
-        self._seconds[left] *= math.exp(SHAPE_LEARNS * (1.0 - nearness) * surprise)
-        self._seconds[right] *= math.exp(SHAPE_LEARNS * nearness * surprise)
+        self._seconds *= math.exp(self._tuning.scale_learns * surprise)
+        self._seconds[left] *= math.exp(self._tuning.shape_learns * (1.0 - nearness) * surprise)
+        self._seconds[right] *= math.exp(self._tuning.shape_learns * nearness * surprise)
         self._tabulate()
 
     def become(self, rows: int, seconds: float) -> None:

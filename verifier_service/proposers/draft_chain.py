@@ -19,22 +19,14 @@ from specdec.engine.kv.blocks import BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import LOCAL_MODEL
 from verifier_service.sessions.session import Session
-
-BRANCHES = 3
-"""Most candidates for a place: the one with which the chain goes on, and the next likeliest ones."""
-
-MAX_DEPTH = 16
-"""Most tokens in a chain."""
-
-MIN_LOGPROB = math.log(0.02)
-"""Least path logprob of a candidate that is offered."""
+from verifier_service.settings.tuning import DraftModelTuning
 
 
 class PrefixState:
     """The part of a session's text that a draft model with this `context` and `vocabulary` has read. Proposed tokens
     are read in the slots that they keep if they are accepted; then they need not be read again."""
 
-    def __init__(self, session: Session, table: BlockTable, context: int, vocabulary: int) -> None:
+    def __init__(self, session: Session, table: BlockTable, context: int, vocabulary: int, max_depth: int) -> None:
         self.session = session
         self.table = table
         self.end = min(session.end - 1, context)  # a candidate for the text's last token saves no step
@@ -42,6 +34,7 @@ class PrefixState:
         self.computed = table.shared  # leading tokens of the text whose keys and values are in place
         self.chain: DraftChain | None = None  # at the present length of the text
         self._vocabulary = vocabulary
+        self._max_depth = max_depth  # of a chain
         self._length = 0  # of the text at the last `follow`
 
     @property
@@ -66,7 +59,7 @@ class PrefixState:
             self.chain = None
         self.computed = min(self.computed, tree.base - 1)  # the last token is read anew: its logits propose the next
         try:
-            self.table.reserve(min(self.end, tree.base + MAX_DEPTH))
+            self.table.reserve(min(self.end, tree.base + self._max_depth))
         except PoolFullError:
             return False
         return True
@@ -86,7 +79,7 @@ class PrefixState:
 class DraftChain:
     """A chain of the likeliest tokens, one below the other, and alternatives beside each of them."""
 
-    def __init__(self, prefix: PrefixState, calibration: Calibration) -> None:
+    def __init__(self, prefix: PrefixState, calibration: Calibration, tuning: DraftModelTuning) -> None:
         self.prefix = prefix
         self.tokens: list[int] = []
         self.computed: list[int] = []  # those of the tokens that the draft has read
@@ -95,6 +88,7 @@ class DraftChain:
         self.ended = False  # it does not get longer
         self.broken = False  # the draft's logits are not finite
         self._calibration = calibration
+        self._tuning = tuning
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and logprobs of siblings
         self._rows: list[DraftDistribution] = []  # from which they were drawn (REJECTION)
         prefix.chain = self
@@ -121,7 +115,7 @@ class DraftChain:
         self.tokens.append(tokens[0])
         self.path_logprob += logprobs[0]
         self.expected_accepted += math.exp(self.path_logprob)
-        full = len(self.tokens) == MAX_DEPTH or self._end >= self.prefix.end
+        full = len(self.tokens) == self._tuning.max_depth or self._end >= self.prefix.end
         self.ended = full or tokens[0] in session.request.end_tokens
         return True
 
@@ -130,7 +124,7 @@ class DraftChain:
         session = self.prefix.session
         sampler = session.request.sampler
         if not session.samples_candidates:
-            return sampler.draft_candidates(logits, position, session.penalty_state, self.tokens, BRANCHES)
+            return sampler.draft_candidates(logits, position, session.penalty_state, self.tokens, self._tuning.branches)
         proposal = rejection.propose(logits, SamplingQuery(sampler, position, session.penalty_state, self.tokens))
         if proposal is None:
             return [], []
@@ -140,14 +134,15 @@ class DraftChain:
         return [drawn], [math.log(rejection.acceptance(row))]
 
     def offer(self) -> None:
-        """Add the candidates that reach MIN_LOGPROB to the session's token tree."""
+        """Add the candidates that are probable enough to the session's token tree."""
+        least = math.log(self._tuning.min_probability)
         nodes: list[tuple[int, int, float]] = []  # token, parent, logprob
         parent, path_logprob = 0, 0.0
         for tokens, logprobs in self._places:
             likely = [
                 (token, parent, logprob)
                 for token, logprob in zip(tokens, logprobs, strict=True)
-                if path_logprob + logprob >= MIN_LOGPROB
+                if path_logprob + logprob >= least
             ]
             if not likely:
                 break

@@ -24,15 +24,9 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_chain import DraftChain, PrefixState
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.sessions.session import Session
+from verifier_service.settings.tuning import DEFAULTS, DraftModelTuning
 
 log = structlog.get_logger()
-
-MAX_PREFILL_ROWS = 256
-"""Most committed tokens that are read between two steps, over all sessions, besides two for each session, which any
-step may leave: the next step waits for them."""
-
-FIRST_ACCEPTANCE, FIRST_EXPECTED_ACCEPTED = 0.5, 1.0
-SMOOTHING = 0.05
 
 
 class DraftModelProposer(Proposer):
@@ -41,18 +35,27 @@ class DraftModelProposer(Proposer):
 
     phase = Phase.AFTER_DELAY
 
-    def __init__(self, engine: Engine, context: int, latency: StepLatency | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        context: int,
+        latency: StepLatency | None = None,
+        tuning: DraftModelTuning = DEFAULTS.draft_model,
+    ) -> None:
         """`context`: tokens of a text that the model can read; `latency`: of one pass, measured if not given."""
         blocks = engine.capacity // BLOCK
         self.engine = engine
         self.works = True
+        self._tuning = tuning
         self._context = context
         self._pool = BlockPool(blocks)
         self._latency = latency or StepLatency.measure(engine, blocks * BLOCK)
         self._prefixes: dict[Session, PrefixState] = {}
         self._calibrations = Calibrations()
-        self._next_token_acceptance = FIRST_ACCEPTANCE  # P(the next token of a chain is accepted), moving average
-        self._expected_accepted = FIRST_EXPECTED_ACCEPTED  # tokens of a chain, moving average
+        self._next_token_acceptance = (
+            tuning.first_acceptance
+        )  # P(the next token of a chain is accepted), moving average
+        self._expected_accepted = tuning.first_expected_accepted  # tokens of a chain, moving average
 
     @property
     def held(self) -> int:
@@ -85,7 +88,7 @@ class DraftModelProposer(Proposer):
         except Exception as error:
             self._fail(error)
         for chain in chains:
-            self._expected_accepted += SMOOTHING * (chain.expected_accepted - self._expected_accepted)
+            self._expected_accepted += self._tuning.smoothing * (chain.expected_accepted - self._expected_accepted)
             chain.offer()
             if chain.broken:
                 self._close(chain.prefix, wipe=True)
@@ -101,7 +104,7 @@ class DraftModelProposer(Proposer):
         """Read committed tokens, of the session with the fewest first; return the chains of those that are all read."""
         prefixes = [prefix for session in sessions if (prefix := self._followed(session)) is not None]
         prefixes.sort(key=lambda prefix: prefix.pending)
-        packer, budget = self.engine.packer(), MAX_PREFILL_ROWS + 2 * len(prefixes)
+        packer, budget = self.engine.packer(), self._tuning.max_prefill_rows + 2 * len(prefixes)
         chains: list[DraftChain] = []
         for prefix in prefixes:
             if not budget:
@@ -112,7 +115,7 @@ class DraftModelProposer(Proposer):
             packer.add_path(slots, rows)
             if not prefix.pending:
                 packer.want(rows[-1])
-                chains.append(DraftChain(prefix, self._calibrations.of(prefix.session.request.sampler)))
+                chains.append(DraftChain(prefix, self._calibrations.of(prefix.session.request.sampler), self._tuning))
         if packer.tokens:
             self._read(packer, chains)
         return chains
@@ -157,7 +160,7 @@ class DraftModelProposer(Proposer):
                 log.error("chain_failed", exc_info=error)
                 chain.broken = chain.ended = True
                 continue
-            self._next_token_acceptance += SMOOTHING * (
+            self._next_token_acceptance += self._tuning.smoothing * (
                 math.exp(chain.path_logprob - before) - self._next_token_acceptance
             )
             longer.append(chain)
@@ -171,7 +174,9 @@ class DraftModelProposer(Proposer):
             table, source, target = self._pool.open(session.tree.committed, session.request.tenant)
             if len(source):
                 self.engine.copy(source, target)
-            prefix = self._prefixes[session] = PrefixState(session, table, self._context, self.engine.vocabulary)
+            prefix = self._prefixes[session] = PrefixState(
+                session, table, self._context, self.engine.vocabulary, self._tuning.max_depth
+            )
         if prefix.follow():
             return prefix
         if prefix.over:

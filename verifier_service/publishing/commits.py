@@ -12,19 +12,8 @@ from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.scheduling.planner import Planner
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
+from verifier_service.settings.tuning import CommitTuning
 from verifier_service.speculation.eligibility import Eligibility
-
-MESSAGES_A_SECOND = 400
-"""Commits a second, about, that are sent over all sessions. Each takes 0.1 ms of the interpreter, which the event loop
-shares with the steps, and 1.5 ms of the CPU cores that compute them, at servicer, orchestrator and client. Commits that
-somebody waits for are sent at once; others are joined for COMMIT_COALESCE_SECONDS at least. (With 0.01 s, one stream of
-a model whose step takes 1.5 ms had an eighth fewer tokens.)"""
-
-COMMIT_COALESCE_SECONDS = 0.025
-"""Least seconds between two commits of a session that nobody waits for; hardly any reader notices them."""
-
-RELAXED_COALESCE_SECONDS = 0.25
-"""Least seconds between two such commits of a session whose request has `coalesce_commits`: nobody reads along."""
 
 
 class StepSeconds(NamedTuple):
@@ -38,17 +27,20 @@ class StepSeconds(NamedTuple):
 class CommitPublisher:
     """Sends commits to the response queues of sessions."""
 
-    def __init__(self, queue: RunQueue, planner: Planner, eligibility: Eligibility) -> None:
+    def __init__(self, queue: RunQueue, planner: Planner, eligibility: Eligibility, tuning: CommitTuning) -> None:
         self._queue = queue
         self._planner = planner
         self._eligibility = eligibility
+        self._tuning = tuning
         self._drafted = 0  # running sessions that have a remote draft
 
     def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
         """Add a step's results to what is pending, and send what is due."""
         now = time.monotonic()
         self._drafted = sum(entry.session.policy.remote for entry in self._queue.running)
-        spacing = max(COMMIT_COALESCE_SECONDS, len(self._queue.running) / MESSAGES_A_SECOND)
+        tuning = self._tuning
+        spacing = max(tuning.coalesce_seconds, len(self._queue.running) / tuning.messages_a_second)
+        relaxed = max(tuning.relaxed_coalesce_seconds, spacing)
         messages = []
         for entry, result in results:
             if entry.pending_result is None:
@@ -56,7 +48,7 @@ class CommitPublisher:
             else:
                 entry.pending_result.join(result)
             entry.awaiting_draft = entry.session.policy.remote
-            pause = max(spacing, RELAXED_COALESCE_SECONDS) if entry.session.request.coalesce_commits else spacing
+            pause = relaxed if entry.session.request.coalesce_commits else spacing
             if result.finish or now - entry.last_sent_at >= pause or self._is_awaited(entry):
                 messages.append(self._message(entry, seconds))
         ResponseQueue.send_all(messages)

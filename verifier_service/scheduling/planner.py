@@ -16,9 +16,8 @@ from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
+from verifier_service.settings.tuning import Tuning
 from verifier_service.speculation.eligibility import Eligibility
-
-PRICE_SMOOTHING = 0.2
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,16 @@ class Planner:
         eligibility: Eligibility,
         tree_slots: Sequence[int],
         step_rows: int,
+        tuning: Tuning,
     ) -> None:
         self.price = 0.0
+        self._tuning = tuning
         self._queue = queue
         self._threads = threads
         self._eligibility = eligibility
         self._tree_slots = tree_slots
         self._step_rows = step_rows
-        self._prefill_slowdown = PrefillSlowdown()
+        self._prefill_slowdown = PrefillSlowdown(tuning.prefill)
 
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
         """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
@@ -76,7 +77,7 @@ class Planner:
         offers = [entry.session.candidates() for entry in speculating]
         chosen, price = select_candidates(offers, latency, decoding, len(tree_slots), spent)
         if decoding:
-            self.price += PRICE_SMOOTHING * (min(price, 1.0) - self.price)
+            self.price += self._tuning.price_smoothing * (min(price, 1.0) - self.price)
         free = len(tree_slots) - sum(map(len, chosen))
         sessions = [entry.session for entry in speculating]
         windows = open_windows(sessions, chosen, decoding, free, latency, self._eligibility)
@@ -89,7 +90,8 @@ class Planner:
         entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
         remaining = [entry.session.computable for entry in prompts]
         rows, slowdown = len(packer.tokens), self._prefill_slowdown.factor
-        chunks = prefill_chunks(remaining, decoding, latency, rows, self._step_rows, slowdown)
+        tuning = self._tuning.prefill
+        chunks = prefill_chunks(remaining, decoding, latency, rows, self._step_rows, slowdown, tuning)
         for entry, chunk in zip(prompts, chunks, strict=True):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         rows = len(packer.tokens)

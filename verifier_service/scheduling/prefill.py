@@ -10,47 +10,43 @@ import math
 from collections.abc import Sequence
 
 from verifier_service.costs.step_latency import StepLatency
-
-MAX_DECODE_SLOWDOWN = 0.7
-"""Fraction of its length by which prompts may lengthen a step of decoding sessions; it may take PREFILL_SLICE_SECONDS
-in any case. If more sessions prefill than decode, both limits rise in proportion."""
-
-PREFILL_SLICE_SECONDS = 0.025
-"""Seconds that a step with prompts may always take: hardly any reader notices, and small chunks make prompts slower."""
-
-SLOWDOWN_SMOOTHING = 0.5
-
-MIN_CHUNK_TOKENS = 8
-"""Least number of tokens by which all prompts together advance in a step."""
+from verifier_service.settings.tuning import DEFAULTS, PrefillTuning
 
 
 class PrefillSlowdown:
     """A moving average: how many times as long as T_v(n) steps with prompts take. T_v is measured over short texts, but
     each row of a long prompt attends to all that is before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: PrefillTuning = DEFAULTS.prefill) -> None:
+        self._tuning = tuning
         self.factor = 1.0
 
     def observe(self, expected: float, seconds: float) -> None:
         """Add a step with prompts that took `seconds` and was expected to take `expected` seconds."""
-        self.factor += SLOWDOWN_SMOOTHING * (max(1.0, seconds / expected) - self.factor)
+        self.factor += self._tuning.slowdown_smoothing * (max(1.0, seconds / expected) - self.factor)
 
 
 def prefill_chunks(
-    remaining: Sequence[int], decoding: int, cost: StepLatency, rows: int, most: int, slowdown: float = 1.0
+    remaining: Sequence[int],
+    decoding: int,
+    cost: StepLatency,
+    rows: int,
+    most: int,
+    slowdown: float = 1.0,
+    tuning: PrefillTuning = DEFAULTS.prefill,
 ) -> list[int]:
     """Return how many tokens of each prompt to compute: equal shares; what short prompts leave goes to the long ones.
 
     `rows` of `decoding` sessions are in the step already. Without any, nobody is held up and `most` is the limit for
-    the prompts. With some, `most`, or the next multiple of it that leaves room for MIN_CHUNK_TOKENS, limits all rows
+    the prompts. With some, `most`, or the next multiple of it that leaves room for `min_chunk_tokens`, limits all rows
     together, and so does the time that the step may take.
     """
     budget = most
     if decoding:
         prefills = max(1.0, len(remaining) / decoding)  # for each session that waits
-        seconds = max((1.0 + MAX_DECODE_SLOWDOWN * prefills) * cost.of(rows), PREFILL_SLICE_SECONDS * prefills)
-        full = most * math.ceil((rows + MIN_CHUNK_TOKENS) / most)
-        budget = max(MIN_CHUNK_TOKENS, min(full, cost.rows_within(seconds / slowdown)) - rows)
+        seconds = max((1.0 + tuning.max_decode_slowdown * prefills) * cost.of(rows), tuning.slice_seconds * prefills)
+        full = most * math.ceil((rows + tuning.min_chunk_tokens) / most)
+        budget = max(tuning.min_chunk_tokens, min(full, cost.rows_within(seconds / slowdown)) - rows)
     shares = [0] * len(remaining)
     waiting = len(remaining)
     for index in sorted(range(len(remaining)), key=remaining.__getitem__):

@@ -20,12 +20,9 @@ from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
+from verifier_service.settings.tuning import DEFAULTS
 
 log = structlog.get_logger()
-
-SPARE_SHARE = 16
-"""Divisor of the number of blocks: a session is admitted only if 1/16 of all blocks stays available, or one block for
-each running session if that is less."""
 
 
 class RunQueue:
@@ -39,6 +36,7 @@ class RunQueue:
         stats: VerifierStats,
         max_unread_tokens: int,
         on_preempt: Callable[[RunningSession], None],
+        spare_share: int = DEFAULTS.spare_share,
     ) -> None:
         self.pool = pool
         self.running: list[RunningSession] = []  # sessions that have memory, in order of arrival
@@ -47,6 +45,7 @@ class RunQueue:
         self._stats = stats
         self._max_unread_tokens = max_unread_tokens
         self._on_preempt = on_preempt
+        self._spare_share = spare_share
         self._arrivals = itertools.count()
 
     @property
@@ -112,7 +111,7 @@ class RunQueue:
     def _admit(self, entry: RunningSession) -> bool:
         session = entry.session
         try:
-            source, target = session.allocate(self.pool, min(len(self.running), self.pool.usable // SPARE_SHARE))
+            source, target = session.allocate(self.pool, min(len(self.running), self.pool.usable // self._spare_share))
         except PoolFullError:
             return False
         self._waiting.remove(entry)

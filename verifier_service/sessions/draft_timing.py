@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMOOTHING = 0.2
-REMEMBERED_COMMITS = 16
+from verifier_service.settings.tuning import DEFAULTS, DraftTimingTuning
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,11 @@ class DraftTiming:
     """A session's measurements of its draft: how soon it answers a commit, how fast further messages follow, how often
     its candidates are accepted. In seconds; times are those of `time.monotonic`."""
 
-    def __init__(self) -> None:
-        self._acceptance = 0.7
-        self._delay = 0.003  # from a commit to the first message of candidates that know of it
-        self._gap = 0.001  # from one message of candidates to the next
+    def __init__(self, tuning: DraftTimingTuning = DEFAULTS.draft_timing) -> None:
+        self._tuning = tuning
+        self._acceptance = tuning.first_acceptance
+        self._delay = tuning.first_delay  # from a commit to the first message of candidates that know of it
+        self._gap = tuning.first_gap  # from one message of candidates to the next
         self.round_trip = 0.0  # way of a commit to the draft and of candidates back; 0: unknown
         self._commits: dict[int, float] = {}  # base -> when the text came to have so many tokens
         self._last: dict[int, float] = {}  # base -> when the last message that starts there came
@@ -35,7 +35,7 @@ class DraftTiming:
         """Note that the text has `base` tokens from now on."""
         self._awaited, self._given_up = None, False
         self._commits[base] = now
-        if len(self._commits) > REMEMBERED_COMMITS:
+        if len(self._commits) > self._tuning.remembered_commits:
             oldest = next(iter(self._commits))
             del self._commits[oldest]
             self._last.pop(oldest, None)
@@ -49,17 +49,17 @@ class DraftTiming:
             return
         way = at - begun - held
         if held > 0 and way > 0:
-            self.round_trip += SMOOTHING * (way - self.round_trip) if self.round_trip else way
+            self.round_trip += self._tuning.smoothing * (way - self.round_trip) if self.round_trip else way
         if base in self._last:
-            self._gap += SMOOTHING * (at - self._last[base] - self._gap)
+            self._gap += self._tuning.smoothing * (at - self._last[base] - self._gap)
         else:
-            self._delay += SMOOTHING * (at - begun - self._delay)
+            self._delay += self._tuning.smoothing * (at - begun - self._delay)
         self._last[base] = at
 
     def verified(self, accepted: int, corrected: bool) -> None:
         """Learn from a step that accepted so many candidates; `corrected`: the next token was none of those offered."""
         for right in [True] * accepted + [False] * corrected:
-            self._acceptance += 0.05 * (right - self._acceptance)
+            self._acceptance += self._tuning.acceptance_smoothing * (right - self._acceptance)
 
     def wait_estimate(
         self, base: int, now: float, *, expected: float, leaf: float, price: float, patience: float

@@ -24,42 +24,17 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import LONGEST, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree
 from verifier_service.backend.result import LOOKAHEAD, NGRAM
-
-BRANCHES = 3
-DEPTH = 24
-"""Most continuations of a lookup, and most tokens in each."""
+from verifier_service.settings.tuning import DEFAULTS, NgramTuning
 
 MAX_OWN_NODES = 128
 """Number of nodes, about, that a session's token tree has for the proposers, besides those granted to its draft."""
-
-MIN_PROBABILITY = 0.02
-PRICE_SHARE = 0.5
-"""Least path probability of a proposal that enters the tree, and its least fraction of the break-even probability: it
-may still pay if rows get cheaper."""
-
-FRUITLESS_STEPS, MAX_SKIPPED = 8, 15
-"""Lookups take time of the step. After every FRUITLESS_STEPS steps in a row in which no proposal was accepted, one step
-more is skipped between two lookups, up to MAX_SKIPPED."""
-
-CONFIDENCE_SMOOTHING = 0.1
-LEAST_RATE = 0.01
-
-WINDOWS = (Lookahead(15, 5, 15), Lookahead(10, 5, 10), Lookahead(7, 5, 7), Lookahead(5, 4, 5), Lookahead(4, 3, 4))
-"""Sizes of windows to choose from if a request asks for none, in order of preference: larger ones bring more and cost
-more."""
-
-GAIN_SMOOTHING = 0.05
-INITIAL_GAIN = 0.5
-"""Tokens a step that a new window is assumed to bring, until it is measured."""
-
-FIRST_WINDOW_PAUSE, LONGEST_WINDOW_PAUSE = 64, 4096
-"""Steps until a window that did not pay is tried again, at first and at most; doubled each time."""
 
 
 class Confidence:
     """Estimates of P(a proposal is right), by the number of tokens before it on which the text and its source agree."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: NgramTuning = DEFAULTS.ngrams) -> None:
+        self._tuning = tuning
         self._scores = [math.log(1 - 0.8 / (1 + 0.5 * match)) for match in range(LONGEST + 1)]
 
     def logprobs(self, match: int, most: int, least: float) -> list[float]:
@@ -78,7 +53,8 @@ class Confidence:
     def learn(self, match: int, right: bool) -> None:
         match = min(match, LONGEST)
         rate = math.exp(self._scores[match])
-        self._scores[match] = math.log(max(rate + CONFIDENCE_SMOOTHING * (right - rate), LEAST_RATE))
+        rate += self._tuning.confidence_smoothing * (right - rate)
+        self._scores[match] = math.log(max(rate, self._tuning.least_rate))
 
 
 class LookaheadRows(NamedTuple):
@@ -93,7 +69,10 @@ class NgramProposer:
     """A session's n-gram proposer. `text`: prompt and generated tokens so far; the text will end before position
     `end`."""
 
-    def __init__(self, text: Sequence[int], end: int, sampler: RequestSampler) -> None:
+    def __init__(
+        self, text: Sequence[int], end: int, sampler: RequestSampler, tuning: NgramTuning = DEFAULTS.ngrams
+    ) -> None:
+        self._tuning = tuning
         self._text = np.empty(max(end, len(text)) + 1, dtype=np.int32)
         self._text[: len(text)] = text
         self._length = len(text)
@@ -101,14 +80,14 @@ class NgramProposer:
         # A proposal is deterministic: under a rule with other randomness, the most probable token is the best one.
         likeliest = replace(sampler.sampling, temperature=0.0)
         self._sampler = sampler if sampler.rule is Rule.COUPLED else RequestSampler(likeliest)
-        self.lookup_confidence, self.lookahead_confidence = Confidence(), Confidence()
+        self.lookup_confidence, self.lookahead_confidence = Confidence(tuning), Confidence(tuning)
         self._proposed = 0  # length of the text at the last `propose`
         self._fruitless = self._skipped = 0  # steps in a row
         self._size: Lookahead | None = None
         self.window: Window | None = None
         self.pool: NgramPool | None = None
-        self.gain = INITIAL_GAIN  # tokens a step that the window brings, moving average
-        self._window_pause, self._next_window_pause = 0, FIRST_WINDOW_PAUSE  # steps
+        self.gain = tuning.first_gain  # tokens a step that the window brings, moving average
+        self._window_pause, self._next_window_pause = 0, tuning.first_window_pause  # steps
 
     # --- candidates ---------------------------------------------------------------------------------
 
@@ -131,18 +110,18 @@ class NgramProposer:
         """
         if self._proposed == self._length:
             return False
-        self._proposed = self._length
-        if self._skipped < min(self._fruitless // FRUITLESS_STEPS, MAX_SKIPPED) and not every:
+        tuning, self._proposed = self._tuning, self._length
+        if self._skipped < min(self._fruitless // tuning.fruitless_steps, tuning.max_skipped) and not every:
             self._skipped += 1
             return False
         self._skipped = 0
-        worth = math.log(max(MIN_PROBABILITY, price * PRICE_SHARE))
+        worth = math.log(max(tuning.min_probability, price * tuning.price_share))
         text = self._text[: self._length]
-        for tokens, match in continuations(text, text[-LONGEST:], BRANCHES, DEPTH) if lookups else ():
+        for tokens, match in continuations(text, text[-LONGEST:], tuning.branches, tuning.depth) if lookups else ():
             # A continuation that reaches the end of the text starts over: the text is assumed to repeat itself.
-            self._insert_lookup(tree, np.resize(tokens, DEPTH), match, worth, sampled)
+            self._insert_lookup(tree, np.resize(tokens, tuning.depth), match, worth, sampled)
         if shared is not None and lookups:
-            for tokens, match in continuations(shared, text[-LONGEST:], BRANCHES, DEPTH):
+            for tokens, match in continuations(shared, text[-LONGEST:], tuning.branches, tuning.depth):
                 self._insert_lookup(tree, tokens, match, worth, sampled)
         if self.pool is not None and windows:
             for ngram in self.pool.after(int(text[-1])):
@@ -174,7 +153,7 @@ class NgramProposer:
         if self.window is None:
             self._window_pause -= 1
         elif self.window.full:
-            self.gain += GAIN_SMOOTHING * (sources.count(LOOKAHEAD) - self.gain)
+            self.gain += self._tuning.gain_smoothing * (sources.count(LOOKAHEAD) - self.gain)
 
     # --- the window ---------------------------------------------------------------------------------
 
@@ -182,7 +161,7 @@ class NgramProposer:
     def sizes(self) -> tuple[Lookahead, ...]:
         """The sizes that the next step's window may have if the request asks for none; empty during a pause."""
         if self.window is None or self._size is None:
-            return () if self._window_pause > 0 else WINDOWS
+            return () if self._window_pause > 0 else self._tuning.windows
         return (self._size,)
 
     def open_window(self, tree: TokenTree, size: Lookahead) -> LookaheadRows | None:
@@ -199,10 +178,10 @@ class NgramProposer:
     def close_window(self) -> None:
         """Close the window, if any: without a step its tokens are soon out of date. Its n-grams stay."""
         if self.window is not None:
-            self.window, self.gain = None, INITIAL_GAIN
+            self.window, self.gain = None, self._tuning.first_gain
             self._window_pause, self._next_window_pause = (
                 self._next_window_pause,
-                min(2 * self._next_window_pause, LONGEST_WINDOW_PAUSE),
+                min(2 * self._next_window_pause, self._tuning.longest_window_pause),
             )
 
     def queries(self, lookahead_rows: LookaheadRows, penalty_state: PenaltyState | None) -> Iterator[SamplingQuery]:

@@ -28,6 +28,7 @@ from verifier_service.backend.result import (
 from verifier_service.sessions.draft_timing import DraftTiming, WaitEstimate
 from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
 from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 
 class Session:
@@ -38,7 +39,14 @@ class Session:
     waits.
     """
 
-    def __init__(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        request: SessionRequest,
+        policy: Policy,
+        max_nodes: int,
+        vocabulary: int,
+        tuning: Tuning = DEFAULTS,
+    ) -> None:
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
@@ -55,8 +63,8 @@ class Session:
         self.penalty_state = (
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
-        self.draft_timing = DraftTiming()
-        self.ngrams = NgramProposer(text, self.end, request.sampler)
+        self.draft_timing = DraftTiming(tuning.draft_timing)
+        self.ngrams = NgramProposer(text, self.end, request.sampler, tuning.ngrams)
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0

@@ -14,33 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-WINDOW_SECONDS = 0.5
-"""Seconds of steps in one measurement, which has MIN_STEPS at least."""
-
-EARLY_STOP_SECONDS, HOPELESS_RATIO = 0.1, 0.8
-"""A new mode is given up after so many seconds of steps with candidates if it brings less than this part of the best
-rate. Steps without candidates do not count: at the beginning of a text there is nothing to look up, and drafts have to
-read the prompt."""
-
-MIN_STEPS = 10
-"""Fewer steps say nothing, however long they are."""
-
-WARMUP_SECONDS = 0.1
-"""Seconds after a change of mode that are not measured: drafts have to hear of it, and catch up with the text."""
-
-MIN_IMPROVEMENT = 1.05
-"""A probed mode replaces the best one if its rate is higher by this factor."""
-
-FIRST_PROBE_PAUSE, LONGEST_PROBE_PAUSE = 1.0, 60.0
-"""Seconds of steps between two probes of a mode. Idle time does not count: it would make probes a larger part of the
-work."""
-
-LINGER_SECONDS = 1.0
-"""Sessions that have left count for so long: often others follow. To wake the drafts for the last steps of a few
-sessions, and to stop them again, would cost more than it brings."""
-
-PROBE_BUDGET = 0.05
-"""Share of all tokens that probes of one mode may cost: a probe that lost much is followed by a longer pause."""
+from verifier_service.settings.tuning import DEFAULTS, ControllerTuning
 
 
 class Mode(Enum):
@@ -60,14 +34,15 @@ class Mode(Enum):
 class Probe:
     """The next probe of a mode: when it is, and how long the mode then pauses if it loses again. Seconds of steps."""
 
-    at: float = 0.0
-    pause: float = FIRST_PROBE_PAUSE
+    at: float
+    pause: float
 
 
 @dataclass
 class ModeStats:
     """Statistics of the modes for one kind of batch, and the measurement under way."""
 
+    tuning: ControllerTuning
     best: Mode  # as far as is known
     probes: dict[Mode, Probe]  # of all other modes
     rates: dict[Mode, float] = field(default_factory=dict)  # tokens a second of the modes measured so far
@@ -96,27 +71,27 @@ class ModeStats:
         self.steps += 1
         self.speculated += speculated
         self.speculated_seconds += speculated * seconds
-        long_enough = self.seconds >= WINDOW_SECONDS and self.steps >= MIN_STEPS
+        long_enough = self.seconds >= self.tuning.window_seconds and self.steps >= self.tuning.min_steps
         if long_enough or (self._conclusive and self._hopeless(plain_rate)):
             before = self.mode
             self._end_window(plain_rate)
-            self.warmup = WARMUP_SECONDS if self.mode is not before else 0.0
+            self.warmup = self.tuning.warmup_seconds if self.mode is not before else 0.0
 
     @property
     def _conclusive(self) -> bool:
         """True if enough steps had candidates to say something about the mode."""
-        return self.speculated >= MIN_STEPS and self.speculated_seconds >= EARLY_STOP_SECONDS
+        return self.speculated >= self.tuning.min_steps and self.speculated_seconds >= self.tuning.early_stop_seconds
 
     def _hopeless(self, plain_rate: float) -> bool:
         """True if a mode that was not measured before has no chance, by what it has brought so far."""
         if self.probing is None and self.rates:
             return False
-        return self.tokens < HOPELESS_RATIO * max(self.rates.get(self.best, 0.0), plain_rate) * self.seconds
+        return self.tokens < self.tuning.hopeless_ratio * max(self.rates.get(self.best, 0.0), plain_rate) * self.seconds
 
     def _end_window(self, plain_rate: float) -> None:
         """End the measurement: note the rate of its mode, and decide which mode is next."""
         rate, first, conclusive = self.tokens / self.seconds, not self.rates, self._conclusive
-        seconds = WARMUP_SECONDS + self.seconds
+        seconds = self.tuning.warmup_seconds + self.seconds
         self.tokens, self.seconds, self.steps, self.speculated, self.speculated_seconds = 0, 0.0, 0, 0, 0.0
         before = self.rates.get(self.best, rate) if self.probing is None else rate  # an old probe's rate says nothing
         self.rates[self.mode] = before + 0.5 * (rate - before)
@@ -134,15 +109,16 @@ class ModeStats:
     def _finish_probe(self, probed: Mode, seconds: float) -> None:
         """Take a probed mode as the best one, or plan its next probe. The probe took so many `seconds`."""
         probe = self.probes[probed]
-        if self.rates[probed] > MIN_IMPROVEMENT * self.rates[self.best]:
+        if self.rates[probed] > self.tuning.min_improvement * self.rates[self.best]:
             del self.probes[probed]
-            self.probes[self.best] = Probe(self.clock + FIRST_PROBE_PAUSE)
+            first_pause = self.tuning.first_probe_pause
+            self.probes[self.best] = Probe(self.clock + first_pause, first_pause)
             self.best = probed
         else:
             lost = seconds * (1.0 - self.rates[probed] / self.rates[self.best])
-            pause = max(probe.pause, lost / PROBE_BUDGET)
+            pause = max(probe.pause, lost / self.tuning.probe_budget)
             probe.at = self.clock + pause
-            probe.pause = min(2 * pause, LONGEST_PROBE_PAUSE)
+            probe.pause = min(2 * pause, self.tuning.longest_probe_pause)
 
 
 class BatchProfile(NamedTuple):
@@ -164,7 +140,8 @@ class BatchProfile(NamedTuple):
 class SpeculationController:
     """Selects the mode of every step, and is told what each step brought."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: ControllerTuning = DEFAULTS.controller) -> None:
+        self._tuning = tuning
         self._stats: dict[BatchProfile, ModeStats] = {}
         self._mode = Mode.REMOTE_DRAFT
         self._held = 0  # sessions of the present kind of batch, or of a larger one of late
@@ -178,7 +155,7 @@ class SpeculationController:
     def mode_for(self, batch: BatchProfile, now: float) -> Mode:
         """The mode that such a batch would get. Changes nothing: any thread may ask."""
         kind = _kind(batch)
-        if now - self._seen <= LINGER_SECONDS:
+        if now - self._seen <= self._tuning.linger_seconds:
             kind = self._at_least(kind)
         known = self._stats.get(kind)
         return known.mode if known is not None else self._likely(kind)
@@ -187,7 +164,7 @@ class SpeculationController:
         """Select the mode for the next step of this batch. Steps that contain prefill select a mode as well, and do not
         update the statistics."""
         kind = _kind(batch)
-        if kind.sessions >= self._held or now - self._seen > LINGER_SECONDS:
+        if kind.sessions >= self._held or now - self._seen > self._tuning.linger_seconds:
             self._held, self._seen = kind.sessions, now
         self._mode = self._of(self._at_least(kind)).mode
 
@@ -213,8 +190,9 @@ class SpeculationController:
     def _of(self, kind: BatchProfile) -> ModeStats:
         known = self._stats.get(kind)
         if known is None:
-            best = self._likely(kind)
-            known = self._stats[kind] = ModeStats(best, {mode: Probe() for mode in kind.modes if mode is not best})
+            best, first_pause = self._likely(kind), self._tuning.first_probe_pause
+            probes = {mode: Probe(0.0, first_pause) for mode in kind.modes if mode is not best}
+            known = self._stats[kind] = ModeStats(self._tuning, best, probes)
         return known
 
     def _likely(self, kind: BatchProfile) -> Mode:

@@ -1,0 +1,201 @@
+"""Tuning: the numbers of a verifier that were fitted rather than derived, one frozen value in groups.
+
+They were fitted on two CPU cores with models of 12M to 230M parameters, whose steps take 1.5 to 60 ms, and have not
+been fitted on GPUs. None changes a token; all change speed or latency. Whoever measures on other devices gives
+`StepLoop` another `Tuning`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdec.decoding.lookahead import Lookahead
+
+
+@dataclass(frozen=True)
+class ControllerTuning:
+    """Adaptive speculation: how long modes are measured and how often they are probed. Seconds are seconds of steps:
+    idle time would make probes a larger part of the work."""
+
+    window_seconds: float = 0.5
+    """Seconds in one measurement, which has `min_steps` at least."""
+
+    min_steps: int = 10
+    """Fewer steps say nothing, however long they are."""
+
+    early_stop_seconds: float = 0.1
+    hopeless_ratio: float = 0.8
+    """A new mode is given up after `early_stop_seconds` of steps with candidates if it brings less than this part of
+    the best rate. Steps without candidates do not count: at the beginning of a text there is nothing to look up, and
+    drafts have to read the prompt."""
+
+    warmup_seconds: float = 0.1
+    """Seconds after a change of mode that are not measured: drafts have to hear of it, and catch up with the text."""
+
+    min_improvement: float = 1.05
+    """A probed mode replaces the best one if its rate is higher by this factor."""
+
+    first_probe_pause: float = 1.0
+    longest_probe_pause: float = 60.0
+    """Seconds between two probes of a mode, at first and at most; doubled each time that it loses."""
+
+    linger_seconds: float = 1.0
+    """Sessions that have left count for so many seconds of the clock: often others follow. To wake the drafts for the
+    last steps of a few sessions, and to stop them again, would cost more than it brings."""
+
+    probe_budget: float = 0.05
+    """Share of all tokens that probes of one mode may cost: a probe that lost much is followed by a longer pause."""
+
+
+@dataclass(frozen=True)
+class LatencyTuning:
+    """The latency model T_v(n): learning rates of all points together and of the two points next to a measurement.
+
+    Machines get slower and faster as a whole, by the second; what a row more costs in proportion stays the same. If
+    only the measured points moved, a slow spell would leave behind a slope that is too steep, and candidates would not
+    be verified though they would pay."""
+
+    scale_learns: float = 0.1
+    shape_learns: float = 0.01
+
+
+@dataclass(frozen=True)
+class PrefillTuning:
+    """How far prompts may lengthen a step of sessions that decode."""
+
+    max_decode_slowdown: float = 0.7
+    """Fraction of its length by which prompts may lengthen a step; it may take `slice_seconds` in any case. If more
+    sessions prefill than decode, both limits rise in proportion."""
+
+    slice_seconds: float = 0.025
+    """Seconds that a step with prompts may always take: hardly any reader notices, and small chunks make prompts
+    slower."""
+
+    slowdown_smoothing: float = 0.5
+    """Weight of the latest step with prompts in the moving average of `PrefillSlowdown`."""
+
+    min_chunk_tokens: int = 8
+    """Least number of tokens by which all prompts together advance in a step."""
+
+
+@dataclass(frozen=True)
+class CommitTuning:
+    """When commits are sent that nobody waits for; those that somebody waits for are sent at once."""
+
+    messages_a_second: float = 400.0
+    """Commits a second, about, over all sessions. Each takes 0.1 ms of the interpreter, which the event loop shares
+    with the steps, and 1.5 ms of the CPU cores that compute them, at servicer, orchestrator and client."""
+
+    coalesce_seconds: float = 0.025
+    """Least seconds between two of them of one session; hardly any reader notices. With 0.01 s, one stream of a model
+    whose step takes 1.5 ms had an eighth fewer tokens."""
+
+    relaxed_coalesce_seconds: float = 0.25
+    """The same for a session whose request has `coalesce_commits`: nobody reads along."""
+
+
+@dataclass(frozen=True)
+class DraftTimingTuning:
+    """Measurements of a session's draft, for the step delay: first guesses, and weights of the latest measurement."""
+
+    first_acceptance: float = 0.7
+    acceptance_smoothing: float = 0.05
+    first_delay: float = 0.003
+    """Seconds from a commit to the first message of candidates that know of it."""
+
+    first_gap: float = 0.001
+    """Seconds from one message of candidates to the next."""
+
+    smoothing: float = 0.2
+    remembered_commits: int = 16
+    """Commits of which the time is kept: messages that start further back are too late to say anything."""
+
+
+@dataclass(frozen=True)
+class NgramTuning:
+    """N-gram lookup and lookahead windows of a session."""
+
+    branches: int = 3
+    depth: int = 24
+    """Most continuations of a lookup, and most tokens in each."""
+
+    min_probability: float = 0.02
+    price_share: float = 0.5
+    """Least path probability of a proposal that enters the tree, and its least fraction of the break-even probability:
+    it may still pay if rows get cheaper."""
+
+    fruitless_steps: int = 8
+    max_skipped: int = 15
+    """Lookups take time of the step. After every `fruitless_steps` steps in a row in which no proposal was accepted,
+    one step more is skipped between two lookups, up to `max_skipped`."""
+
+    confidence_smoothing: float = 0.1
+    least_rate: float = 0.01
+    """Weight of the latest verified proposal in the estimate for its length of agreement, and the least estimate."""
+
+    windows: tuple[Lookahead, ...] = (
+        Lookahead(15, 5, 15),
+        Lookahead(10, 5, 10),
+        Lookahead(7, 5, 7),
+        Lookahead(5, 4, 5),
+        Lookahead(4, 3, 4),
+    )
+    """Sizes of windows to choose from if a request asks for none, in order of preference: larger ones bring more and
+    cost more."""
+
+    first_gain: float = 0.5
+    gain_smoothing: float = 0.05
+    """Tokens a step that a new window is assumed to bring until it is measured, and the weight of the latest step."""
+
+    first_window_pause: int = 64
+    longest_window_pause: int = 4096
+    """Steps until a window that did not pay is tried again, at first and at most; doubled each time."""
+
+
+@dataclass(frozen=True)
+class DraftModelTuning:
+    """The local draft model."""
+
+    max_prefill_rows: int = 256
+    """Most committed tokens that are read between two steps, over all sessions, besides two for each session, which any
+    step may leave: the next step waits for them."""
+
+    branches: int = 3
+    """Most candidates for a place: the one with which the chain goes on, and the next likeliest ones."""
+
+    max_depth: int = 16
+    """Most tokens in a chain."""
+
+    min_probability: float = 0.02
+    """Least path probability of a candidate that is offered."""
+
+    first_acceptance: float = 0.5
+    first_expected_accepted: float = 1.0
+    smoothing: float = 0.05
+    """P(the next token of a chain is accepted) and the tokens of a chain that are, until they are measured, and the
+    weight of the latest measurement."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All of a verifier's tuning."""
+
+    controller: ControllerTuning = field(default_factory=ControllerTuning)
+    latency: LatencyTuning = field(default_factory=LatencyTuning)
+    prefill: PrefillTuning = field(default_factory=PrefillTuning)
+    commits: CommitTuning = field(default_factory=CommitTuning)
+    draft_timing: DraftTimingTuning = field(default_factory=DraftTimingTuning)
+    ngrams: NgramTuning = field(default_factory=NgramTuning)
+    draft_model: DraftModelTuning = field(default_factory=DraftModelTuning)
+
+    price_smoothing: float = 0.2
+    """Weight of the latest step in the moving average of the break-even probability."""
+
+    spare_share: int = 16
+    """Divisor of the number of KV blocks: a session is admitted only if 1/16 of all blocks stays available, or one
+    block for each running session if that is less."""
+
+    lifetime_smoothing: float = 0.1
+    """Weight of the session that has ended last in the moving average of lifetimes, from which waits are estimated."""
+
+
+DEFAULTS = Tuning()
