@@ -30,7 +30,7 @@ from draft_service.request import SessionRequest as DraftRequest
 from draft_service.send_queue import Extension
 from draft_service.session import Session as DraftSession
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Drafter
 from specdec.decoding.step_logits import HostLogits

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.mailbox import Mailbox
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.decoding.tree import Paths

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from draft_service.tree_rows import add_nodes
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.candidates import draft_candidates
+from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -31,8 +32,8 @@ TEXT = 32
 
 REPEATS = 10
 
-SAMPLED = RequestSampler(Sampling(temperature=1.0))
-"""The sampler of the measurement: it costs more per row than a greedy one."""
+SAMPLED = SamplingQuery(RequestSampler(Sampling(temperature=1.0)), TEXT)
+"""The query of the measurement: it costs more per row than a greedy one."""
 
 
 def measured(engine: Engine, branches: int) -> int:
@@ -44,7 +45,7 @@ def measured(engine: Engine, branches: int) -> int:
         siblings(packer, rows, np.arange(1, 1 + TEXT + rows))
         start = time.perf_counter()
         for row in engine.forward(packer.pack()):
-            SAMPLED.draft_candidates(row, TEXT, None, (), branches)
+            draft_candidates(row, SAMPLED, branches)
         return time.perf_counter() - start
 
     rounds = [[seconds(rows) for rows in WIDTHS] for _ in range(REPEATS)]  # interleaved: a slow spell hits all alike

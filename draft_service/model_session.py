@@ -9,8 +9,9 @@ from draft_service.kv_slots import SessionSlots
 from draft_service.session import RootMove, Session
 from draft_service.tree_rows import add_nodes
 from specdec.decoding import contrastive, rejection
-from specdec.decoding.choice import SamplingQuery
-from specdec.decoding.processing import MAX_ABS_LOGIT, PenaltyState
+from specdec.decoding.candidates import draft_candidates
+from specdec.decoding.processing import MAX_ABS_LOGIT
+from specdec.decoding.query import PenaltyState, SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -103,7 +104,5 @@ class ModelSession:
             return
         if sampler.rule is Rule.CONTRASTIVE:
             session.add_distribution(node, contrastive.amateur_distribution(logits, sampler.contrast))
-        tokens, logprobs = sampler.draft_candidates(
-            logits, query.position, query.penalty_state, query.path, session.policy.max_branches
-        )
+        tokens, logprobs = draft_candidates(logits, query, session.policy.max_branches)
         session.add_children(node, tokens, logprobs)

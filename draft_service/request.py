@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
 
 MIN_PROBABILITY = 0.002

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import transformers
 
-from specdec.decoding.choice import RequestSampler
-from specdec.decoding.processing import PenaltyState
+from specdec.decoding.choice import scores
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 
 MARGIN = 1e-4
 
@@ -64,8 +64,8 @@ class Oracle:
         text = prompt + want[:at]
         logits = self.logits(text)
         history = PenaltyState(len(logits), prompt, want[:at]) if sampler.sampling.penalises else None
-        _, scores = sampler.scores(logits, len(text), history)
-        second, first = np.sort(scores)[-2:]
+        _, values = scores(logits, SamplingQuery(sampler, len(text), history))
+        second, first = np.sort(values)[-2:]
         margin = float(first - second)
         message = f"{what}: token {at} is {got[at]}, {want[at]} expected; margin {margin:.2e}"
         assert margin < MARGIN, message

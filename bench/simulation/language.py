@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import AGREEMENT_SCALE
+from specdec.decoding.candidates import AGREEMENT_SCALE
 from specdec.decoding.noise import mix
 
 Hashes = NDArray[np.uint64]  # [n], of texts

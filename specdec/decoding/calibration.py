@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
 
 DEPTHS, RANKS = 4, 4

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.processing import Logits
 from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Contrast
-
-if TYPE_CHECKING:
-    from specdec.decoding.choice import SamplingQuery
 
 
 def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistribution:

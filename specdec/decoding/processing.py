@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Sampling
-
-if TYPE_CHECKING:
-    from specdec.decoding.choice import SamplingQuery
 
 Logits = NDArray[np.float32]
 
@@ -21,21 +18,6 @@ LIMIT = float(np.finfo(np.float32).max)
 
 MAX_ABS_LOGIT = 1e30
 """Size from which on a logit means that the model is broken; smaller ones do not overflow float32 when divided by T."""
-
-
-class PenaltyState:
-    """The tokens that a text holds, for the penalties: the prompt as a set, the output as counts."""
-
-    def __init__(self, vocabulary: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.seen = np.zeros(vocabulary, dtype=bool)
-        self.output_counts = np.zeros(vocabulary, dtype=np.int32)
-        self.seen[np.asarray(prompt, dtype=np.int64)] = True
-        self.extend(output)
-
-    def extend(self, output: Sequence[int]) -> None:
-        ids = np.asarray(output, dtype=np.int64)
-        self.seen[ids] = True
-        np.add.at(self.output_counts, ids, 1)
 
 
 def temperatures(samplings: Sequence[Sampling]) -> Logits:

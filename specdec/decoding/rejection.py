@@ -14,7 +14,6 @@ are the same, and COUPLED is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +21,9 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import DOMAIN_ACCEPT, DOMAIN_DRAFT, DOMAIN_RESIDUAL, uniform
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, tempered
 from specdec.decoding.proposal import DraftDistribution, Proposal
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import largest, survivors
-
-if TYPE_CHECKING:
-    from specdec.decoding.choice import SamplingQuery
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]

@@ -12,9 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import SamplingQuery, Tokens, choose
+from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.logprobs import Logprobs, logprobs
 from specdec.decoding.processing import Logits
+from specdec.decoding.query import SamplingQuery
 
 
 class StepLogits(Protocol):

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import SamplingQuery
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.tree import Paths
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2

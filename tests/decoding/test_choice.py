@@ -25,9 +25,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from specdec.decoding.choice import AGREEMENT_SCALE, BLOCK, RequestSampler, SamplingQuery, choose
+from specdec.decoding.candidates import AGREEMENT_SCALE, draft_candidates
+from specdec.decoding.choice import BLOCK, choose, choose_token
+from specdec.decoding.choice import scores as scores_of
 from specdec.decoding.noise import gumbel
-from specdec.decoding.processing import PenaltyState
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 
 FALSE_ALARM = 1e-6
@@ -71,10 +73,10 @@ class Case:
         return SamplingQuery(self.sampler, self.position, self.penalty_state, self.path)
 
     def choose(self) -> int:
-        return self.sampler.choose(self.row, self.position, self.penalty_state, self.path)
+        return choose_token(self.sampler, self.row, self.position, self.penalty_state, self.path)
 
     def draft_candidates(self, width: int) -> tuple[list[int], list[float]]:
-        return self.sampler.draft_candidates(self.row, self.position, self.penalty_state, self.path, width)
+        return draft_candidates(self.row, self.query, width)
 
 
 def reference_adjusted(case: Case) -> list[float]:
@@ -181,7 +183,7 @@ class TestChoose:
     @given(cases())
     def test_scores_are_what_the_choice_maximises(self, case: Case) -> None:
         """Of the survivors; greedily of all tokens, those that are banned at -inf."""
-        ids, scores = case.sampler.scores(case.row, case.position, case.penalty_state, case.path)
+        ids, scores = scores_of(case.row, case.query)
         want = reference_perturbed(case)
         if case.sampling.temperature < 1e-4:
             want = {token: want.get(token, -math.inf) for token in range(len(case.logits))}
@@ -194,7 +196,7 @@ class TestChoose:
         more = [token % len(case.logits) for token in more]
         penalty_state = case.penalty_state
         penalty_state.extend(more)
-        got = case.sampler.choose(case.row, case.position, penalty_state, case.path)
+        got = choose_token(case.sampler, case.row, case.position, penalty_state, case.path)
         assert got == reference_choice(replace(case, output=case.output + more))
 
     @settings(max_examples=100, deadline=None)
@@ -202,7 +204,7 @@ class TestChoose:
     def test_neither_row_nor_penalty_state_is_changed(self, case: Case) -> None:
         row, penalty_state = np.array(case.logits, dtype=np.float32), case.penalty_state
         seen, counts = penalty_state.seen.copy(), penalty_state.output_counts.copy()
-        case.sampler.choose(row, case.position, penalty_state, case.path)
+        choose_token(case.sampler, row, case.position, penalty_state, case.path)
         assert row.tobytes() == case.row.tobytes()
         assert np.array_equal(penalty_state.seen, seen)
         assert np.array_equal(penalty_state.output_counts, counts)
@@ -238,7 +240,7 @@ class TestChoose:
     def test_penalties_without_a_penalty_state_are_refused(self) -> None:
         sampler = RequestSampler(Sampling(presence_penalty=0.5))
         with pytest.raises(ValueError, match="history"):
-            sampler.choose(np.zeros(3, dtype=np.float32), 0, None)
+            choose_token(sampler, np.zeros(3, dtype=np.float32), 0, None)
 
 
 @st.composite
@@ -312,7 +314,9 @@ class TestManyRows:
         self, batch: list[tuple[NDArray[np.float32], SamplingQuery]], data: st.DataObject
     ) -> None:
         """Broken rows among them: they raise nothing, and disturb nobody."""
-        alone = [query.sampler.choose(row, query.position, query.penalty_state, query.path) for row, query in batch]
+        alone = [
+            choose_token(query.sampler, row, query.position, query.penalty_state, query.path) for row, query in batch
+        ]
         assert together(batch) == alone
         some = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1))
         assert together([batch[i] for i in some]) == [alone[i] for i in some]
@@ -404,10 +408,10 @@ class TestDistribution:
         if along == "positions":
             sampler = RequestSampler(replace(sampling, seed=11))
             for position in range(count):
-                found[sampler.choose(row, position, penalty_state)] += 1
+                found[choose_token(sampler, row, position, penalty_state)] += 1
         else:
             for seed in range(count):
-                found[RequestSampler(replace(sampling, seed=seed)).choose(row, 100, penalty_state)] += 1
+                found[choose_token(RequestSampler(replace(sampling, seed=seed)), row, 100, penalty_state)] += 1
         kept = list(survivors)
         assert found.sum() == found[kept].sum()
         expected = special.softmax(list(survivors.values())) * count
@@ -422,7 +426,9 @@ class TestDistribution:
         p = np.array(LOGITS, dtype=np.float32)
         q = (p + np.random.default_rng(0).normal(0, 1.5, len(p))).astype(np.float32)
         distance = float(np.abs(special.softmax(p) - special.softmax(q)).sum()) / 2
-        agreed = sum(sampler.choose(p, i, None) == sampler.choose(q, i, None) for i in range(count)) / count
+        agreed = (
+            sum(choose_token(sampler, p, i, None) == choose_token(sampler, q, i, None) for i in range(count)) / count
+        )
         slack = 6 * 0.5 / math.sqrt(count)
         assert 0.1 < distance < 0.5
         assert (1 - distance) / (1 + distance) - slack < agreed < 1 - distance + slack
@@ -466,10 +472,10 @@ class TestDraftCandidates:
         alone[best] = row[best]
         for position in range(50):
             sampler = RequestSampler(Sampling(temperature=temperature, seed=1))
-            tokens, scores = sampler.draft_candidates(row, position, None, (), 8)
+            tokens, scores = draft_candidates(row, SamplingQuery(sampler, position), 8)
             assert len(tokens) == 8
             assert set(tokens) <= set(best.tolist())
-            assert tokens[0] == sampler.choose(alone, position, None)
+            assert tokens[0] == choose_token(sampler, alone, position, None)
             assert scores == sorted(scores, reverse=True)
             assert max(scores) <= 0
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
+from specdec.decoding.choice import choose
 from specdec.decoding.contrastive import amateur_distribution
 from specdec.decoding.proposal import Proposal
+from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
 
 logits = st.lists(st.floats(-20, 20, width=16), min_size=2, max_size=12)

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from specdec.decoding import rejection
-from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
-from specdec.decoding.processing import PenaltyState
+from specdec.decoding.choice import choose
 from specdec.decoding.proposal import DraftDistribution, Proposal
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.rejection import draw
 from specdec.decoding.rejection import propose as propose_if_sound
 from specdec.decoding.sampling import Rule, Sampling

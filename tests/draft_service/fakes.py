@@ -15,7 +15,7 @@ from draft_service.request import ExpansionPolicy, SessionRequest
 from draft_service.send_queue import Extension
 from draft_service.session import Session
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedPacker

@@ -15,7 +15,7 @@ from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
 from draft_service.request import ExpansionPolicy, SessionRequest
 from draft_service.session import Session
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import Paths, TokenTree
 from specdec.engine.batch import PackedBatch

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import PackedLinear, is_plain

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from string import ascii_lowercase
 from typing import Any
 
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from tests.models import tokenizer
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, END, VOCABULARY

@@ -16,8 +16,8 @@ import pytest
 from orchestrator.failover_events import EXPECTED
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import from_rpc
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.messages import logprobs_message

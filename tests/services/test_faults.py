@@ -13,8 +13,8 @@ from grpc_reflection.v1alpha import reflection
 
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import from_rpc
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.identity import identity_of

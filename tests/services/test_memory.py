@@ -13,8 +13,8 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.noise import sample_seed
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.kv.blocks import BLOCK
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2, verifier_pb2_grpc

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from specdec.client.errors import from_rpc
-from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
+from specdec.decoding.choice import choose
 from specdec.decoding.contrastive import amateur_distribution
 from specdec.decoding.proposal import Proposal
+from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Contrast, Rule, Sampling
 from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.prompts import held_out
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import Engine
 from specdec.engine.model_directory import ModelDirectory

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from bench.mailbox import Mailbox
-from specdec.decoding.choice import RequestSampler, SamplingQuery, Tokens
+from specdec.decoding.choice import Tokens, choose_token
 from specdec.decoding.logprobs import Logprobs
-from specdec.decoding.processing import PenaltyState
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Drafter
 from specdec.decoding.step_logits import StepLogits
@@ -90,7 +90,7 @@ def reference(request: SessionRequest) -> list[int]:
     number = LANGUAGE.number_of(text)
     tokens: list[int] = []
     while True:
-        token = sampler.choose(LANGUAGE.logits(number), len(text) + len(tokens), penalty_state)
+        token = choose_token(sampler, LANGUAGE.logits(number), len(text) + len(tokens), penalty_state)
         tokens.append(token)
         length = len(text) + len(tokens)
         if token in request.end_tokens or length >= min(len(request.prompt) + request.max_tokens, request.context):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import RequestSampler
+from specdec.decoding.choice import choose_token
 from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import TokenTree
@@ -51,7 +52,7 @@ class Model:
         self._sampler = client.session.request.sampler
 
     def __call__(self, text: list[int]) -> int:
-        return self._sampler.choose(LANGUAGE.logits(LANGUAGE.number_of(text)), len(text), None)
+        return choose_token(self._sampler, LANGUAGE.logits(LANGUAGE.number_of(text)), len(text))
 
 
 class LookaheadDecoding:

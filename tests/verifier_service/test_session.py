@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.decoding.step_logits import HostLogits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.decoding.choice import RequestSampler
 from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
 
 

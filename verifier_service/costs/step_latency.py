@@ -9,7 +9,7 @@ from bisect import bisect_right
 import numpy as np
 import structlog
 
-from specdec.decoding.choice import RequestSampler, SamplingQuery
+from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, step_of

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration
-from specdec.decoding.choice import SamplingQuery
+from specdec.decoding.candidates import draft_candidates
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.tree import Paths
 from specdec.engine.kv.blocks import BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
@@ -123,9 +124,10 @@ class DraftChain:
         """Return the candidates for a position and their logprobs, best first; none if the row is broken."""
         session = self.prefix.session
         sampler = session.request.sampler
+        query = SamplingQuery(sampler, position, session.penalty_state, self.tokens)
         if not session.samples_candidates:
-            return sampler.draft_candidates(logits, position, session.penalty_state, self.tokens, self._tuning.branches)
-        proposal = rejection.propose(logits, SamplingQuery(sampler, position, session.penalty_state, self.tokens))
+            return draft_candidates(logits, query, self._tuning.branches)
+        proposal = rejection.propose(logits, query)
         if proposal is None:
             return [], []
         drawn, row = proposal

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.decoding.choice import RequestSampler, SamplingQuery
 from specdec.decoding.lookahead import Lookahead, Window
 from specdec.decoding.ngrams import NgramPool
-from specdec.decoding.processing import PenaltyState
 from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import LONGEST, Tokens, continuations
 from specdec.decoding.tree import Node, Paths, TokenTree

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.processing import PenaltyState
+from specdec.decoding.query import PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.tree import Node, Paths, TokenTree

@@ -7,8 +7,8 @@ from itertools import islice
 
 import numpy as np
 
-from specdec.decoding.choice import SamplingQuery
 from specdec.decoding.proposal import Proposal
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult

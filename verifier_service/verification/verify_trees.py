@@ -11,7 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from specdec.decoding.choice import RequestSampler, SamplingQuery, choose
+from specdec.decoding.choice import choose
+from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
 

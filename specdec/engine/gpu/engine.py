@@ -18,7 +18,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import SamplingQuery
+from specdec.decoding.query import SamplingQuery
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import SamplingQuery
-from specdec.decoding.processing import LIMIT, PenaltyState
+from specdec.decoding.processing import LIMIT
+from specdec.decoding.query import PenaltyState, SamplingQuery
 from specdec.engine.gpu.upload import upload
 
 

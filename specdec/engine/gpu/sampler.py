@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import SamplingQuery, Tokens, choose
+from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.logprobs import Logprobs, logprobs
 from specdec.decoding.processing import Logits
+from specdec.decoding.query import SamplingQuery
 from specdec.engine.gpu.shortlist import UNDECIDED, Narrowing, narrowing
 from specdec.engine.gpu.upload import upload
 

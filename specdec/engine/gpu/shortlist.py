@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.choice import SamplingQuery, Tokens, streams_of
+from specdec.decoding.choice import Tokens, streams_of
 from specdec.decoding.noise import token_words, word_gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.truncation import leading, truncates
 from specdec.engine.gpu import logits_processing, noise

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.decoding.choice import RequestSampler, SamplingQuery
+from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.batch import Packer

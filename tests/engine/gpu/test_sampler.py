@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.decoding.choice import RequestSampler, SamplingQuery
-from specdec.decoding.processing import PenaltyState
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.gpu import shortlist

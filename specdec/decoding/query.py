@@ -1,0 +1,83 @@
+"""What a choice depends on besides logits: a request's sampler, the tokens of its text, and a position's query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.noise import request_state
+from specdec.decoding.proposal import Proposal
+from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
+
+
+class PenaltyState:
+    """The tokens that a text holds, for the penalties: the prompt as a set, the output as counts."""
+
+    def __init__(self, vocabulary: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self.seen = np.zeros(vocabulary, dtype=bool)
+        self.output_counts = np.zeros(vocabulary, dtype=np.int32)
+        self.seen[np.asarray(prompt, dtype=np.int64)] = True
+        self.extend(output)
+
+    def extend(self, output: Sequence[int]) -> None:
+        ids = np.asarray(output, dtype=np.int64)
+        self.seen[ids] = True
+        np.add.at(self.output_counts, ids, 1)
+
+
+@dataclass(frozen=True)
+class RequestSampler:
+    """The sampler of one request: its sampling parameters, acceptance rule and end tokens.
+
+    It chooses none of `end_tokens` at positions before `first_end_position`, an absolute position: so `min_tokens` is
+    kept.
+    """
+
+    sampling: Sampling
+    end_tokens: frozenset[int] = frozenset()
+    first_end_position: int = 0
+    rule: Rule = Rule.COUPLED
+    contrast: Contrast = USUAL_CONTRAST
+
+    @cached_property
+    def state(self) -> int:
+        """The 64-bit state of the request's noise, before a position is mixed in."""
+        return request_state(self.sampling.seed)
+
+    @cached_property
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        bias = self.sampling.logit_bias
+        return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
+
+    @cached_property
+    def banned(self) -> NDArray[np.int64]:
+        return np.array(sorted(self.sampling.banned_tokens), dtype=np.int64)
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        return np.array(sorted(self.end_tokens), dtype=np.int64)
+
+    @cached_property
+    def adjusts(self) -> bool:
+        s = self.sampling
+        return s.penalises or bool(s.logit_bias) or bool(s.banned_tokens)
+
+
+class SamplingQuery(NamedTuple):
+    """A sampling query: all that decides which token a row of logits chooses at absolute `position`.
+
+    `penalty_state` covers the committed text and is needed if the sampling penalises; `path` holds the candidates
+    between the committed text and this position. `proposal` is the draft's proposal for this position, for the rules
+    that use one; CONTRASTIVE cannot choose without it.
+    """
+
+    sampler: RequestSampler
+    position: int
+    penalty_state: PenaltyState | None = None
+    path: Sequence[int] = ()
+    proposal: Proposal | None = None
