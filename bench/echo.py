@@ -21,7 +21,7 @@ from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.messages import logprobs_message
-from specdec.serving.server import ServerSettings, run
+from specdec.serving.process.server import ServerSettings, run
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 

@@ -22,7 +22,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.identity import identity_of
-from specdec.serving.server import ServerSettings, Service, in_a_thread_of_its_own, run
+from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import StepLoop

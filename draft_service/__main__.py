@@ -17,7 +17,7 @@ from specdec.engine.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.identity import identity_of
-from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
+from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
 
 log = structlog.get_logger()
 

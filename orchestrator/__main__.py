@@ -17,7 +17,7 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import supervise
 from specdec.durations import duration
 from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.server import ServerSettings, run, run_program
+from specdec.serving.process.server import ServerSettings, run, run_program
 
 
 def _place(text: str) -> Place:

@@ -14,7 +14,7 @@ from orchestrator.admission import Admission
 from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import PodCapacity
 from specdec.serving.mux.channel import MuxChannel
-from specdec.serving.server import CHANNEL_OPTIONS, PEER_OPTIONS
+from specdec.serving.process.server import CHANNEL_OPTIONS, PEER_OPTIONS
 
 log = structlog.get_logger()
 

@@ -20,8 +20,8 @@ from dataclasses import replace
 
 import structlog
 
-from specdec.serving import logs
-from specdec.serving.server import STOP_SIGNALS, ServerSettings, StartError, announce, bound, stop_asked_for
+from specdec.serving.process import logs
+from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, bound, stop_asked_for
 
 log = structlog.get_logger()
 

@@ -97,7 +97,7 @@ def export(
 
     try:
         directory = ModelDirectory(model)
-        from specdec.serving import logs
+        from specdec.serving.process import logs
 
         logs.configure("export", "warning")  # before libraries that write to stderr are imported
         from specdec.engine.onnx.export import export as run  # takes seconds: a wrong path is reported before

@@ -33,7 +33,7 @@ from specdec.engine.torch_engine import TorchEngine
 from specdec.serving.identity import identity_of
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
-from specdec.serving.server import CHANNEL_OPTIONS, Servicer, registered
+from specdec.serving.process.server import CHANNEL_OPTIONS, Servicer, registered
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer

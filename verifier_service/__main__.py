@@ -15,9 +15,9 @@ from specdec.engine.engine import Engine
 from specdec.engine.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
-from specdec.serving import logs
 from specdec.serving.identity import identity_of
-from specdec.serving.server import ServerSettings, in_a_thread_of_its_own, run
+from specdec.serving.process import logs
+from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import Limits, VerifierServicer
 from verifier_service.step_loop import StepLoop

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from specdec.serving.server import NOT_SERVING, SERVING, report_health
+from specdec.serving.process.server import NOT_SERVING, SERVING, report_health
 
 
 class Service:

@@ -16,9 +16,9 @@ import grpc
 import pytest
 import structlog
 
-from specdec.serving import logs
-from specdec.serving.log_limits import BURST, LINES_A_SECOND, MAX_VALUE_CHARACTERS, LimitRate, cut_values
-from specdec.serving.log_stream import MAX_LINE_BYTES, LossyStream
+from specdec.serving.process import logs
+from specdec.serving.process.log_limits import BURST, LINES_A_SECOND, MAX_VALUE_CHARACTERS, LimitRate, cut_values
+from specdec.serving.process.log_stream import MAX_LINE_BYTES, LossyStream
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from specdec.serving.interceptor import REQUEST_ID
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream
-from specdec.serving.server import CHANNEL_OPTIONS
+from specdec.serving.process.server import CHANNEL_OPTIONS
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 from tests.stack import Pod, running
 

@@ -9,7 +9,8 @@ from specdec.serving.worker import EX_SOFTWARE
 
 SCRIPT = """
 import sys, threading
-from specdec.serving import logs, worker
+from specdec.serving import worker
+from specdec.serving.process import logs
 
 class Doomed(worker.Worker):
     def turn(self):

@@ -21,10 +21,10 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec.serving import logs
 from specdec.serving.interceptor import CallInterceptor
-from specdec.serving.log_stream import guard_stderr
 from specdec.serving.mux.servicer import MuxServicer
+from specdec.serving.process import logs
+from specdec.serving.process.log_stream import guard_stderr
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2_grpc
 

@@ -13,8 +13,8 @@ import grpc
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from specdec.serving.log_limits import LimitRate, cut_values
-from specdec.serving.log_stream import LossyStream, guard_stderr
+from specdec.serving.process.log_limits import LimitRate, cut_values
+from specdec.serving.process.log_stream import LossyStream, guard_stderr
 
 CHATTY = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that transformers loads wherever they are installed, and that warn of things that no model here

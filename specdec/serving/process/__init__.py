@@ -1,0 +1,1 @@
+"""The process of a service: its server, its drain, its logs."""
