@@ -26,7 +26,7 @@ from verifier_service.publishing.commits import CommitPublisher, StepSeconds
 from verifier_service.publishing.stats import VerifierStats
 from verifier_service.request import Policy, SessionRequest
 from verifier_service.running_session import RunningSession
-from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner, StepPlan
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.step_delay import WaitEstimate, delay_until
@@ -79,7 +79,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
         beside = [] if draft_model is None else [draft_model.engine]
-        self._threads = ThreadPolicy(engine, lambda: latency or StepLatency.measure(engine, slots), beside)
+        self._threads = thread_policy(engine, lambda: latency or StepLatency.measure(engine, slots), beside)
         step_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)
         self._controller = controller or SpeculationController()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.parallel_engine import FollowingEngine, LeadingEngine
+from specdec.engine.parallel_engine import FollowingCpuEngine, FollowingEngine, LeadingCpuEngine
 from tests.models import VOCABULARY
 
 CAPACITY = 512
@@ -79,7 +79,7 @@ def compute(engine: Engine) -> dict[str, Logits]:
 def run_all(cases: list[Case], results: Path) -> None:
     """What each computes, or what it is refused for."""
     with Ranks.joined("cpu") as ranks:
-        kind = FollowingEngine if ranks.rank else LeadingEngine
+        kind = FollowingCpuEngine if ranks.rank else LeadingCpuEngine
         for case in cases:
             options: dict[str, Any] = {"capacity": CAPACITY, "padded": case.padded, "threads": (1,)}
             try:

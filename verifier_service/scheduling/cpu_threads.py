@@ -6,13 +6,16 @@ itself: speculation that does not pay must not leave the verifier slower than pl
 All threads of a forward pass synchronise several times in every layer. If another process takes part of a core, each
 synchronisation waits until the system gives the core back, and a step can take thirty times as long as with one thread
 fewer. So the latencies with both numbers of threads are compared all the time.
+
+An engine whose number of threads cannot be changed, such as one on a GPU, has a policy that only measures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from specdec.engine.engine import Engine
+from specdec.engine.engine import CpuThreads, Engine, cpu_threads
 from verifier_service.scheduling.step_latency import StepLatency
 
 MIN_IMPROVEMENT = 0.9
@@ -34,12 +37,63 @@ SETTLED_SECONDS = 1.0
 """Seconds of steps with all threads, without a loss, after which the pause is FIRST_PROBE_PAUSE again."""
 
 
-class ThreadPolicy:
-    """The choice of an engine's number of threads: all of them, or fewer while drafts or other processes work."""
+class ThreadPolicy(Protocol):
+    """The choice of the number of threads that a step is computed with, and the latency of steps with it."""
 
-    def __init__(self, engine: Engine, measure: Callable[[], StepLatency], beside: Sequence[Engine] = ()) -> None:
-        """`measure` returns the latency of steps with the engine's present number of threads. Engines `beside` it
-        always get the same number."""
+    @property
+    def latency(self) -> StepLatency:
+        """The latency of a step with its present number of threads."""
+
+    @property
+    def plain_latency(self) -> StepLatency:
+        """The latency of a step with the number of threads that it has while no draft works."""
+
+    @property
+    def yields(self) -> bool:
+        """True if steps use fewer threads while drafts work, on whatever machine these are."""
+
+    @property
+    def yielding(self) -> bool:
+        """True if the engine has fewer threads now because of drafts, even if these bring nothing."""
+
+    def choose(self, drafting: bool, now: float) -> None:
+        """Set the number of threads for the next step; `drafting`: drafts work beside it."""
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Add a step over `rows` rows, made with the present number of threads."""
+
+
+Measure = Callable[[], StepLatency]
+"""A function that returns the latency of steps with the engine's present number of threads."""
+
+
+def thread_policy(engine: Engine, measure: Measure, beside: Sequence[Engine] = ()) -> ThreadPolicy:
+    """Return the policy for an engine; engines `beside` it always get the same number of threads."""
+    threaded = cpu_threads(engine)
+    if threaded is None:
+        return FixedThreads(measure())
+    return AdaptiveThreads(threaded, measure, [each for each in map(cpu_threads, beside) if each is not None])
+
+
+class FixedThreads:
+    """The policy for an engine whose number of threads cannot be changed."""
+
+    yields = yielding = False
+
+    def __init__(self, latency: StepLatency) -> None:
+        self.latency = self.plain_latency = latency
+
+    def choose(self, drafting: bool, now: float) -> None:
+        """Do nothing."""
+
+    def observe(self, rows: int, seconds: float) -> None:
+        self.latency.observe(rows, seconds)
+
+
+class AdaptiveThreads:
+    """The policy for an engine on CPU threads: all of them, or fewer while drafts or other processes work."""
+
+    def __init__(self, engine: CpuThreads, measure: Measure, beside: Sequence[CpuThreads] = ()) -> None:
         self._engines = [engine, *beside]
         self._latencies: dict[int, StepLatency] = {}
         for threads in reversed(engine.threads):
@@ -58,32 +112,26 @@ class ThreadPolicy:
 
     @property
     def latency(self) -> StepLatency:
-        """The latency of a step with its present number of threads."""
         return self._latencies[self._used]
 
     @property
     def plain_latency(self) -> StepLatency:
-        """The latency of a step with the number of threads that it has while no draft works."""
         return self._latencies[self._plain]
 
     @property
     def yields(self) -> bool:
-        """True if steps use fewer threads while drafts work, on whatever machine these are."""
         return self._fewest < self._all
 
     @property
     def yielding(self) -> bool:
-        """True if the engine has fewer threads now because of drafts, even if these bring nothing."""
         return self._used != self._plain
 
     def choose(self, drafting: bool, now: float) -> None:
-        """Set the number of threads for the next step; `drafting`: drafts work beside it."""
         if drafting:
             self._drafted = now
         self._use(self._fewest if now - self._drafted < LINGER_SECONDS else self._plain)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Add a step over `rows` rows, made with the present number of threads."""
         self.latency.observe(rows, seconds)
         if self._all == self._fewest or self.yielding:
             return

@@ -58,7 +58,6 @@ class GpuEngine:
         device: str = "cuda",
         exact: bool = True,
     ) -> None:
-        self.threads: tuple[int, ...] = (torch.get_num_threads(),)  # the forward pass does not use them
         self.model = load(directory, DTYPES[dtype], device)
         own = ReferenceCheck.of(self.model, directory.vocabulary)
         self.model.set_output_embeddings(GpuHead(self.model.get_output_embeddings()))
@@ -117,9 +116,6 @@ class GpuEngine:
             for pool in (*self._memory.keys, *self._memory.values):
                 pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
 
-    def use_threads(self, count: int) -> None:
-        """Do nothing: there is one thread count only."""
-
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Make this GPU the thread's current device, by which Triton and the recording of graphs go instead of by where
@@ -165,7 +161,7 @@ class GpuEngine:
         if is_quantised(self.model):  # these layers cannot be tiled: exact as they are, or not at all
             return rows_are_independent(self)
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        classes = find(linears, str(self._device), self.threads)
+        classes = find(linears, str(self._device))
         if classes is None:
             return False
         usual, self._rows = self._rows, classes.batch
