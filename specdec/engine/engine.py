@@ -1,7 +1,8 @@
 """The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache.
 
 What only some engines can do is a capability: a protocol of its own beside `Engine`. Which ones an engine has depends
-on what was loaded, so this is found out at run time, in one function for each: `step_of`, `cpu_threads`.
+on what was loaded, so this is found out at run time, in one function for each: `step_of`, `cpu_threads`,
+`hidden_states`.
 """
 
 from __future__ import annotations
@@ -74,3 +75,22 @@ class CpuThreads(Protocol):
 def cpu_threads(engine: Engine) -> CpuThreads | None:
     """Return the engine as what changes the number of its threads; None if it cannot, as on a GPU."""
     return engine if isinstance(engine, CpuThreads) else None
+
+
+@runtime_checkable
+class HiddenStates(Protocol):
+    """Hidden states of an engine, which heads and drafters that go on from the target's states read (Medusa, EAGLE)."""
+
+    hidden_size: int
+
+    def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Run a forward pass like `forward`. Return the logits, which have the same bits, and the hidden states
+        [n, hidden_size] of the same rows: what the output head reads, after the last norm. They are float32, into which
+        the numbers of a narrower dtype are converted without loss."""
+
+
+def hidden_states(engine: Engine) -> HiddenStates:
+    """Return the engine as what gives hidden states; UnsupportedModelError if it gives none."""
+    if isinstance(engine, HiddenStates):
+        return engine
+    raise UnsupportedModelError(f"{type(engine).__name__} gives no hidden states beside logits; --engine torch does")

@@ -26,6 +26,7 @@ from specdec.engine.hf import llama_like, shards
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.engine.hf.linear import Float32Head, PackedLinear, can_pack, lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, is_quantised, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
@@ -81,6 +82,7 @@ class TorchEngine:
         if self._ragged and dtype == "float16":
             raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
         self.model = load(directory, DTYPES[dtype], device, ranks)
+        self.hidden_size: int = self.model.get_output_embeddings().in_features
         if ranks is None:
             self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
         own = ReferenceCheck.of(self.model, directory.vocabulary)
@@ -139,6 +141,13 @@ class TorchEngine:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return np.asarray(self.logits(batch).cpu().numpy())
+
+    def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Like `forward`, with hidden states; UnsupportedModelError if the model is compiled: its head is fused."""
+        if self._compiled:
+            raise UnsupportedModelError("a compiled model gives no hidden states: leave out --compile")
+        logits, hidden = with_hidden_states(self.model, lambda: self.logits(batch))
+        return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Run a forward pass and return its logits [n, vocabulary], which stay on the device."""
