@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import CpuThreads, Engine, cpu_threads
 from specdec.engine.kv.slots import Slots
 
 
@@ -25,7 +25,6 @@ class LongSteps:
         self.vocabulary = inner.vocabulary
         self.numerics = inner.numerics
         self.exact = inner.exact
-        self.threads = inner.threads
 
     def packer(self) -> Packer:
         return self._inner.packer()
@@ -39,5 +38,17 @@ class LongSteps:
     def copy(self, source: Slots, target: Slots) -> None:
         self._inner.copy(source, target)
 
-    def use_threads(self, count: int) -> None:
-        self._inner.use_threads(count)
+
+class LongCpuSteps(LongSteps):
+    """Long steps of an engine whose number of threads can be changed."""
+
+    def __init__(self, inner: Engine, threaded: CpuThreads, seconds: float) -> None:
+        super().__init__(inner, seconds)
+        self.threads = threaded.threads
+        self.use_threads = threaded.use_threads
+
+
+def with_long_steps(engine: Engine, seconds: float) -> Engine:
+    """Return an engine that does what this one does, in long steps."""
+    threaded = cpu_threads(engine)
+    return LongSteps(engine, seconds) if threaded is None else LongCpuSteps(engine, threaded, seconds)

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from bench import synchronous
-from bench.long_steps import LongSteps
+from bench.long_steps import with_long_steps
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
@@ -58,7 +58,7 @@ def draft(args: argparse.Namespace) -> Service:
 
 
 def _paced(engine: Engine, step_ms: float) -> Engine:
-    return LongSteps(engine, step_ms / 1000) if step_ms else engine
+    return with_long_steps(engine, step_ms / 1000) if step_ms else engine
 
 
 def main() -> None:

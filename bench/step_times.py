@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.draft_step import batch
 from specdec.engine.batch import PackedBatch
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.loading import Dtype, load_engine
 from specdec.engine.model_directory import ModelDirectory
 
@@ -55,8 +55,10 @@ class StepTimes:
     def measure(self) -> Times:
         """Return median seconds."""
         found: Times = {}
+        threaded = cpu_threads(self._target)
+        assert threaded is not None  # it is on the CPU
         for threads in self._threads:
-            self._target.use_threads(threads)
+            threaded.use_threads(threads)
             for rows, packed in self._batches.items():
                 found[f"{threads}/{rows}"] = _median(self._target, packed)
         if self._draft is not None:

@@ -60,7 +60,6 @@ class SlowEngine:
         self.vocabulary = self.inner.vocabulary
         self.numerics = self.inner.numerics
         self.exact = self.inner.exact
-        self.threads = self.inner.threads
 
     def packer(self) -> Packer:
         return self.inner.packer()
@@ -71,9 +70,6 @@ class SlowEngine:
 
     def copy(self, source: Slots, target: Slots) -> None:
         self.inner.copy(source, target)
-
-    def use_threads(self, count: int) -> None:
-        self.inner.use_threads(count)
 
 
 def model_of(directory: ModelDirectory) -> Model:

@@ -29,7 +29,7 @@ from verifier_service.proposers.lookup import LookupProposer
 from verifier_service.proposers.proposer import Phase, ProposalStats, Proposer
 from verifier_service.proposers.windows import observe_windows
 from verifier_service.publishing.commits import CommitPublisher, StepSeconds
-from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.step_delay import StepDelay
@@ -81,8 +81,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt, tuning.spare_share)
         slots = blocks * BLOCK
         beside = [] if draft_model is None else [draft_model.engine]
-        self._threads = ThreadPolicy(
-            engine, lambda: latency or StepLatency.measure(engine, slots, tuning.latency), beside
+        self._threads = thread_policy(
+            engine, lambda: latency or StepLatency.measure(engine, slots, tuning.latency), beside, tuning.threads
         )
         step_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
         warm_up(engine.vocabulary)

@@ -84,7 +84,6 @@ class SimulatedEngine:
     """A simulated `Engine` with `capacity` slots; `speak` gives logits of texts, `occupy` lets a pass's time go by."""
 
     numerics = "simulated"
-    threads: tuple[int, ...] = (1,)
     exact = True
 
     def __init__(
@@ -118,6 +117,3 @@ class SimulatedEngine:
 
     def copy(self, source: Slots, target: Slots) -> None:
         self._texts[target] = self._texts[source]
-
-    def use_threads(self, count: int) -> None:
-        """Do nothing: the simulated device has no threads."""

@@ -1,4 +1,9 @@
-"""The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache."""
+"""The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache.
+
+What only some engines can do is a capability: a protocol of its own beside `Engine`. Which ones an engine has depends
+on what was loaded, so this is found out at run time, in one function for each: `step_of`, `cpu_threads`,
+`hidden_states`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,6 @@ class Engine(Protocol):
     vocabulary: int
     numerics: str  # numerics fingerprint: equal ones give equal bits
     exact: bool  # a row's bits do not depend on its batch: checked at start
-    threads: tuple[int, ...]  # thread counts it can compute with, the largest first: the one it starts with
 
     def packer(self) -> Packer:
         """Return an empty packer for the layout that this engine reads."""
@@ -36,13 +40,10 @@ class Engine(Protocol):
     def copy(self, source: Slots, target: Slots) -> None:
         """Copy keys and values from slots to slots, in every layer."""
 
-    def use_threads(self, count: int) -> None:
-        """Compute with `count` threads, one of `threads`, from now on."""
-
 
 @runtime_checkable
-class GpuSampling(Engine, Protocol):
-    """An engine whose logits stay on the GPU, which samples from them there."""
+class GpuSampling(Protocol):
+    """Steps of an engine whose logits stay on the GPU, which samples from them there."""
 
     def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> StepLogits:
         """Run a forward pass and return its wanted rows. `asked` are the sampling queries known in advance, by the
@@ -59,3 +60,37 @@ def step_of(engine: Engine) -> Step:
     if isinstance(engine, GpuSampling):
         return lambda batch, asked: engine.step(batch, asked())
     return lambda batch, _: HostLogits(engine.forward(batch))
+
+
+@runtime_checkable
+class CpuThreads(Protocol):
+    """The CPU threads that an engine computes with, whose number can be changed between two passes."""
+
+    threads: tuple[int, ...]  # thread counts it can compute with, the largest first: the one it starts with
+
+    def use_threads(self, count: int) -> None:
+        """Compute with `count` threads, one of `threads`, from now on."""
+
+
+def cpu_threads(engine: Engine) -> CpuThreads | None:
+    """Return the engine as what changes the number of its threads; None if it cannot, as on a GPU."""
+    return engine if isinstance(engine, CpuThreads) else None
+
+
+@runtime_checkable
+class HiddenStates(Protocol):
+    """Hidden states of an engine, which heads and drafters that go on from the target's states read (Medusa, EAGLE)."""
+
+    hidden_size: int
+
+    def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Run a forward pass like `forward`. Return the logits, which have the same bits, and the hidden states
+        [n, hidden_size] of the same rows: what the output head reads, after the last norm. They are float32, into which
+        the numbers of a narrower dtype are converted without loss."""
+
+
+def hidden_states(engine: Engine) -> HiddenStates:
+    """Return the engine as what gives hidden states; UnsupportedModelError if it gives none."""
+    if isinstance(engine, HiddenStates):
+        return engine
+    raise UnsupportedModelError(f"{type(engine).__name__} gives no hidden states beside logits; --engine torch does")

@@ -43,8 +43,9 @@ def load_engine(
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
 
-    Without a `dtype` an exported model computes in its own, any other in float32. With `ranks`, return this rank's part
-    of a parallel engine: on rank 0 it is used like any other engine, elsewhere it is a `FollowingEngine`.
+    An engine on the CPU computes with each of `threads`, thread counts with the largest first. Without a `dtype` an
+    exported model computes in its own, any other in float32. With `ranks`, return this rank's part of a parallel
+    engine: on rank 0 it is used like any other engine, elsewhere it is a `FollowingEngine`.
     """
     if ranks is not None:
         ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
@@ -58,7 +59,7 @@ def load_engine(
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
     if ranks is not None:
-        return _part(ranks, directory, device, threads=threads, padded=kind == "eager", **options)
+        return _part(ranks, directory, device, threads, padded=kind == "eager", **options)
     check_torch(device)
     if device == "cpu" and dtype == "bfloat16" and not has_bfloat16():
         log.warning("slow_arithmetic", dtype="bfloat16", why="this processor has none of it: float32 is much faster")
@@ -95,13 +96,15 @@ def _torch(
     """Load a torch engine in one process, on a device that torch has."""
     import torch
 
+    from specdec.engine.cpu.engine import CpuEngine
     from specdec.engine.torch_engine import TorchEngine
 
     try:
-        if kind == "torch" and device != "cpu":
+        if device == "cpu":
+            return CpuEngine(directory, threads=threads, compiled=compiled, padded=kind == "eager", **options)
+        if kind == "torch":
             return _gpu(directory, device, **options)
-        padded = kind == "eager"
-        return TorchEngine(directory, device=device, threads=threads, compiled=compiled, padded=padded, **options)
+        return TorchEngine(directory, device=device, **options)
     except torch.OutOfMemoryError as error:  # raised for GPU memory only
         reason = str(error).partition(". ")[0]  # only statistics follow
         raise UnsupportedModelError(
@@ -142,13 +145,16 @@ def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capaci
     return OnnxEngine(directory, capacity=capacity, threads=threads, dtype=dtype, device=device)
 
 
-def _part(ranks: Ranks, directory: ModelDirectory, device: str, **options: Any) -> Engine:
+def _part(ranks: Ranks, directory: ModelDirectory, device: str, threads: Sequence[int], **options: Any) -> Engine:
     """Load this rank's part of a parallel engine."""
-    from specdec.engine.parallel_engine import FollowingEngine, LeadingEngine
+    from specdec.engine import parallel_engine as parts
 
     own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
-    kind = LeadingEngine if ranks.rank == 0 else FollowingEngine
-    return kind(directory, ranks=ranks, device=own, **options)
+    if own == "cpu":
+        kind = parts.LeadingCpuEngine if ranks.rank == 0 else parts.FollowingCpuEngine
+        return kind(directory, ranks=ranks, threads=threads, **options)
+    part = parts.LeadingEngine if ranks.rank == 0 else parts.FollowingEngine
+    return part(directory, ranks=ranks, device=own, **options)
 
 
 def _own_device(device: str, local_rank: int) -> str:

@@ -14,6 +14,7 @@ import structlog
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
+from specdec.engine.cpu.engine import CpuEngine
 from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.hf.reference_check import ReferenceCheck
@@ -49,9 +50,6 @@ class LeadingEngine(PartEngine):
     def copy(self, source: Slots, target: Slots) -> None:
         self._with_all("copy", source, target)
 
-    def use_threads(self, count: int) -> None:
-        self._with_all("use_threads", count)
-
     def tile(self, classes: ShapeRowCounts | None) -> None:
         self._with_all("tile", classes)
 
@@ -77,6 +75,17 @@ class FollowingEngine(PartEngine):
             except Exception as error:
                 self._ranks.fail(error)
         raise AssertionError("commands never end")
+
+
+class LeadingCpuEngine(LeadingEngine, CpuEngine):
+    """Rank 0's part on a CPU: all ranks change the number of their threads together."""
+
+    def use_threads(self, count: int) -> None:
+        self._with_all("use_threads", count)
+
+
+class FollowingCpuEngine(FollowingEngine, CpuEngine):
+    """The part of any rank but 0 on a CPU."""
 
 
 def follow(ranks: Ranks, load: Callable[[], Engine]) -> NoReturn:

@@ -21,11 +21,12 @@ from specdec.engine.cpu.decoder import Decoder
 from specdec.engine.cpu.gemm_tiles import largest_tiles
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
 from specdec.engine.distributed.ranks import Ranks
-from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.engine import UnsupportedModelError, cpu_threads
 from specdec.engine.hf import llama_like, shards
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.engine.hf.linear import Float32Head, PackedLinear, can_pack, lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, is_quantised, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
@@ -58,11 +59,11 @@ class TorchEngine:
     """A model and its KV cache on one device.
 
     `capacity` is in slots; None takes as many as memory has room for. `exact` asks for rows that depend neither on
-    their batch nor on how many of `threads` (thread counts, the largest first) compute them; the attribute of this name
-    says whether the check at start found this to hold. Attention reads ragged batches on a CPU, and padded batches
-    elsewhere or if `padded`. On a CPU layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own
-    code, which torch fuses if `compiled` (`cpu/compiled.py`). With `ranks` the model is cut into parts, and this engine
-    is one of them (`parallel_engine.py`).
+    their batch nor on how many CPU threads compute them; the attribute of this name says whether the check at start
+    found this to hold. Attention reads ragged batches on a CPU, and padded batches elsewhere or if `padded`. On a CPU
+    layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own code, which torch fuses if
+    `compiled` (`cpu/compiled.py`). With `ranks` the model is cut into parts, and this engine is one of them
+    (`parallel_engine.py`). It computes with the threads that torch has; `cpu/engine.py` can change their number.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class TorchEngine:
         dtype: str = "float32",
         device: str = "cpu",
         exact: bool = True,
-        threads: Sequence[int] = (),
         compiled: bool = False,
         padded: bool = False,
         ranks: Ranks | None = None,
@@ -81,9 +81,8 @@ class TorchEngine:
         self._ragged = device == "cpu" and not padded
         if self._ragged and dtype == "float16":
             raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
-        self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
-        torch.set_num_threads(self.threads[0])
         self.model = load(directory, DTYPES[dtype], device, ranks)
+        self.hidden_size: int = self.model.get_output_embeddings().in_features
         if ranks is None:
             self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
         own = ReferenceCheck.of(self.model, directory.vocabulary)
@@ -107,7 +106,7 @@ class TorchEngine:
         values = _pool([(*size, each.value_width) for size, each in zip(sizes, layers, strict=True)], **place)
         keep_freed_memory()  # only now: the pools themselves are allocated faster from the system, in huge pages
         self._pools = EagerPools(keys, values)
-        self._memory = RaggedMemory(keys, values, self.threads[0]) if self._ragged else None
+        self._memory = RaggedMemory(keys, values, torch.get_num_threads()) if self._ragged else None
         self._rows: InvariantRowCounts | None = None  # row counts of batches; None: any
         self._classes: ShapeRowCounts | None = None
         self._compiled = False
@@ -125,7 +124,7 @@ class TorchEngine:
                 f"transformers-{transformers.__version__}",
                 device_kind(device),
                 dtype,
-                f"threads-{'-'.join(map(str, self.threads))}",
+                *([f"threads-{'-'.join(map(str, self._thread_counts()))}"] if device == "cpu" else []),
                 "compiled" if compiled else "packed" if packed else "plain",
                 "joined" if self._joined else "layers",
                 f"vectors-numba-{NUMBA}" if self._ragged else "padded",
@@ -143,6 +142,13 @@ class TorchEngine:
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return np.asarray(self.logits(batch).cpu().numpy())
 
+    def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Like `forward`, with hidden states; UnsupportedModelError if the model is compiled: its head is fused."""
+        if self._compiled:
+            raise UnsupportedModelError("a compiled model gives no hidden states: leave out --compile")
+        logits, hidden = with_hidden_states(self.model, lambda: self.logits(batch))
+        return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
+
     def logits(self, batch: PackedBatch) -> Tensor:
         """Run a forward pass and return its logits [n, vocabulary], which stay on the device."""
         # In inference mode torch's compiler does not freeze the weights, and is then slower than no compiler.
@@ -156,11 +162,6 @@ class TorchEngine:
         slots = 1 if self._ragged else 0  # the dimension of slots
         for pool in (*self._pools.keys, *self._pools.values):
             pool.index_copy_(slots, target_rows, pool.index_select(slots, source_rows))
-
-    def use_threads(self, count: int) -> None:
-        torch.set_num_threads(count)
-        if self._memory is not None:
-            self._memory.threads = count
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
         """Run products at their invariant row counts only; with None at any number of rows, or prepacked ones at the
@@ -221,13 +222,18 @@ class TorchEngine:
             self.exact = rows_are_independent(self)
             return
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        classes = find(linears, str(self._device), self.threads)
+        classes = find(linears, str(self._device), self._thread_counts())
         if classes is None:
             return
         self.tile(classes)
         self.exact = rows_are_independent(self)
         if not self.exact:
             self.tile(None)
+
+    def _thread_counts(self) -> tuple[int, ...]:
+        """Return the numbers of threads that compute: those that the engine may be told to use, or what torch has."""
+        threaded = cpu_threads(self)
+        return (torch.get_num_threads(),) if threaded is None else threaded.threads
 
     def _attention(self, batch: PackedBatch) -> PackedAttention:
         if isinstance(batch, RaggedBatch):

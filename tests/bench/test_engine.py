@@ -16,10 +16,10 @@ from bench.engine_subjects import Subject
 from bench.publish import publish
 from bench.shapes import SHAPES, WORKING, Combination, Sizes, floor_seconds, needed_bytes, sizes, split, write
 from bench.synthetic import candidates, decode
+from specdec.engine.cpu.engine import CpuEngine
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.torch_engine import TorchEngine
 from tests.models import make
 
 TINY = Sizes(held=1000, head=100, read=900, kv_token=10)
@@ -106,7 +106,7 @@ class TestRandomWeights:
     def test_injected_candidates_change_no_token(self, tiny: RandomWeights) -> None:
         """Drawn twice, the weights are the same; the more candidates are right, the fewer steps a text takes."""
         prompts = [[3 + i for i in range(40)], [70 + i for i in range(25)]]
-        first, again = (TorchEngine(tiny, capacity=2048, threads=(1,)) for _ in range(2))
+        first, again = (CpuEngine(tiny, capacity=2048, threads=(1,)) for _ in range(2))
         plain = decode(first, prompts, 60)
         half = decode(again, prompts, 60, acceptance=0.5, width=4, texts=plain.texts, seed=1)
         all_right = decode(again, prompts, 60, acceptance=1.0, width=4, texts=plain.texts)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.engine.distributed.ranks import Ranks
-from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.engine import Engine, UnsupportedModelError, hidden_states
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.parallel_engine import FollowingEngine, LeadingEngine
+from specdec.engine.parallel_engine import FollowingCpuEngine, FollowingEngine, LeadingCpuEngine
 from tests.models import VOCABULARY
 
 CAPACITY = 512
@@ -43,7 +43,7 @@ def branch() -> list[int]:
 
 
 def compute(engine: Engine) -> dict[str, Logits]:
-    """Logits of every token of the text, and of a branch in it, in several ways."""
+    """Logits of every token of the text, and of a branch in it, in several ways; and hidden states beside logits."""
     tokens, side = text(), branch()
     length, fork = len(tokens), len(tokens) - BRANCH
     own, theirs = np.arange(1, 1 + length), np.arange(100, 100 + BRANCH)
@@ -73,13 +73,21 @@ def compute(engine: Engine) -> dict[str, Logits]:
     last = packer.add_row(tokens[-1], length - 1, int(own[-1]))
     packer.add_path(own, [last])
     branched = run(packer, range(rows[0], last + 1))
-    return {"whole": whole, "crowded": crowded, "branched": branched[:BRANCH], "alone": branched[BRANCH:]}
+
+    packer = engine.packer()
+    rows = packer.add_rows(tokens, 0, own)
+    packer.add_path(own, rows)
+    for row in rows:
+        packer.want(row)
+    beside, hidden = (found[:length] for found in hidden_states(engine).forward_hidden(packer.pack()))
+    ways = {"whole": whole, "crowded": crowded, "branched": branched[:BRANCH], "alone": branched[BRANCH:]}
+    return ways | {"hidden": hidden, "beside": beside}
 
 
 def run_all(cases: list[Case], results: Path) -> None:
     """What each computes, or what it is refused for."""
     with Ranks.joined("cpu") as ranks:
-        kind = FollowingEngine if ranks.rank else LeadingEngine
+        kind = FollowingCpuEngine if ranks.rank else LeadingCpuEngine
         for case in cases:
             options: dict[str, Any] = {"capacity": CAPACITY, "padded": case.padded, "threads": (1,)}
             try:

@@ -24,7 +24,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.engine import Engine, UnsupportedModelError, cpu_threads, hidden_states
 from specdec.engine.kv.slots import KVPool, Slots
 from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
@@ -132,7 +132,13 @@ def onnx_engine(onnx_directory: Path) -> OnnxEngine:
 
 def test_an_onnx_session_keeps_the_fewest_threads(onnx_directory: Path) -> None:
     engine = load_engine("onnx", ModelDirectory(onnx_directory), capacity=CAPACITY, threads=(2, 1))
-    assert engine.threads == (1,)
+    assert engine.numerics.endswith("/threads-1")
+    assert cpu_threads(engine) is None
+
+
+def test_an_exported_graph_gives_no_hidden_states(onnx_engine: OnnxEngine) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^OnnxEngine gives no hidden states beside logits"):
+        hidden_states(onnx_engine)
 
 
 @pytest.fixture(params=["torch", "padded", "onnx"])

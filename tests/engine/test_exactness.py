@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from specdec.engine.batch import Packer
+from specdec.engine.cpu.engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.torch_engine import TorchEngine
 from tests.engine import odd_models
 from tests.models import ARCHITECTURES, CONTEXT, VOCABULARY, make
 
@@ -30,12 +30,12 @@ ELSEWHERE: Slots = LENGTH + SCATTERED
 """Two places for a text. Strangers have the end of the memory."""
 
 
-def logits(engine: TorchEngine, packer: Packer) -> Logits:
+def logits(engine: CpuEngine, packer: Packer) -> Logits:
     wanted = len(packer.wanted)
     return engine.forward(packer.pack())[:wanted].copy()
 
 
-def compute(engine: TorchEngine, tokens: list[int], start: int, slots: Slots, *, strangers: int = 0) -> Logits:
+def compute(engine: CpuEngine, tokens: list[int], start: int, slots: Slots, *, strangers: int = 0) -> Logits:
     """The logits of tokens[start:], whose keys and values go to their slots, behind strangers' prompts."""
     packer = engine.packer()
     add_strangers(packer, strangers)
@@ -60,11 +60,11 @@ def add_strangers(packer: Packer, rows: int) -> None:
     scope="module",
     params=[f"{name}-{dtype}" for name in [*ARCHITECTURES, "fickle"] for dtype in ("float32", "bfloat16")],
 )
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuEngine:
     name, dtype = request.param.split("-")
     maker = make if name in ARCHITECTURES else odd_models.make
     directory = maker(name, tmp_path_factory.mktemp(name))
-    loaded = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype=dtype, exact=True, threads=(1,))
+    loaded = CpuEngine(ModelDirectory(directory), capacity=CAPACITY, dtype=dtype, exact=True, threads=(1,))
     if not loaded.exact:
         pytest.skip(f"{loaded.numerics}: the check at start found that rows depend on their batch here")
     return loaded
@@ -76,7 +76,7 @@ def text() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: TorchEngine, text: list[int]) -> Logits:
+def alone(engine: CpuEngine, text: list[int]) -> Logits:
     """Of all rows of the text as one prompt."""
     found = compute(engine, text, 0, np.arange(1, 1 + LENGTH))
     assert len(np.unique(found[-1])) > VOCABULARY // 2  # they say something
@@ -84,12 +84,12 @@ def alone(engine: TorchEngine, text: list[int]) -> Logits:
 
 
 @pytest.mark.parametrize("strangers", [1, 5, 130, 900])
-def test_beside_strangers(engine: TorchEngine, text: list[int], alone: Logits, strangers: int) -> None:
+def test_beside_strangers(engine: CpuEngine, text: list[int], alone: Logits, strangers: int) -> None:
     assert np.array_equal(compute(engine, text, 0, SCATTERED, strangers=strangers), alone)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (64, 7), (37,)], ids=str)
-def test_in_pieces(engine: TorchEngine, text: list[int], alone: Logits, sizes: tuple[int, ...]) -> None:
+def test_in_pieces(engine: CpuEngine, text: list[int], alone: Logits, sizes: tuple[int, ...]) -> None:
     """Of changing sizes, each in other company."""
     done, number = 0, 0
     while done < LENGTH:
@@ -99,7 +99,7 @@ def test_in_pieces(engine: TorchEngine, text: list[int], alone: Logits, sizes: t
         done, number = end, number + 1
 
 
-def test_token_by_token(engine: TorchEngine, text: list[int], alone: Logits) -> None:
+def test_token_by_token(engine: CpuEngine, text: list[int], alone: Logits) -> None:
     start = LENGTH - 20
     compute(engine, text[:start], 0, SCATTERED)
     for end in range(start + 1, LENGTH + 1):
@@ -108,7 +108,7 @@ def test_token_by_token(engine: TorchEngine, text: list[int], alone: Logits) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 6])
-def test_as_candidates(engine: TorchEngine, text: list[int], alone: Logits, depth: int) -> None:
+def test_as_candidates(engine: CpuEngine, text: list[int], alone: Logits, depth: int) -> None:
     """A stretch of the text as a path of a tree, with a wrong sibling at each level; then the accepted rows are
     copied to their places and the text goes on."""
     tip = LENGTH - depth - 2
@@ -137,7 +137,7 @@ def test_as_candidates(engine: TorchEngine, text: list[int], alone: Logits, dept
 
 
 @pytest.mark.parametrize("copied", [0, 1, 40])
-def test_after_a_shared_prefix(engine: TorchEngine, text: list[int], alone: Logits, copied: int) -> None:
+def test_after_a_shared_prefix(engine: CpuEngine, text: list[int], alone: Logits, copied: int) -> None:
     """64 tokens read where another session has put them, some more copied, the rest computed in pieces."""
     found = 64 + copied
     compute(engine, [*text[:found], 5, 6, 7], 0, SCATTERED, strangers=9)
@@ -152,18 +152,18 @@ def test_after_a_shared_prefix(engine: TorchEngine, text: list[int], alone: Logi
 def test_exactness_is_made(tmp_path: Path, text: list[int], dtype: str) -> None:
     """Without it nothing here would hold of a model whose kernels are fickle."""
     directory = ModelDirectory(odd_models.make("fickle", tmp_path))
-    fast = TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=False, threads=(1,))
+    fast = CpuEngine(directory, capacity=CAPACITY, dtype=dtype, exact=False, threads=(1,))
     whole = compute(fast, text, 0, SCATTERED)
     assert not np.array_equal(compute(fast, text[:5], 0, SCATTERED), whole[:5])
     assert not np.array_equal(compute(fast, text, LENGTH - 1, SCATTERED), whole[-1:])
-    assert TorchEngine(directory, capacity=CAPACITY, dtype=dtype, exact=True, threads=(1,)).exact
+    assert CpuEngine(directory, capacity=CAPACITY, dtype=dtype, exact=True, threads=(1,)).exact
 
 
 def test_dtypes_differ(tmp_path: Path, text: list[int]) -> None:
     """Or equal bits would mean nothing."""
     directory = ModelDirectory(make("llama", tmp_path))
     one, other = (
-        compute(TorchEngine(directory, capacity=CAPACITY, dtype=dtype, threads=(1,)), text, 0, SCATTERED)
+        compute(CpuEngine(directory, capacity=CAPACITY, dtype=dtype, threads=(1,)), text, 0, SCATTERED)
         for dtype in ("float32", "bfloat16")
     )
     assert not np.array_equal(one, other)

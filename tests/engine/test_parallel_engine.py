@@ -75,6 +75,19 @@ def test_the_logits_are_the_models(name: str, directories: dict[str, Path], resu
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_rank_0_has_the_hidden_states(
+    name: str, directories: dict[str, Path], results: dict[str, dict[str, Any]]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directories[name], dtype=torch.float32)
+    with torch.inference_mode():
+        base = model.eval().base_model(input_ids=torch.tensor([text()]), use_cache=False)
+    want, found = base.last_hidden_state[0].numpy(), results[name]
+    assert found["hidden"].shape == want.shape
+    assert np.abs(found["hidden"] - want).max() < TOLERANCE * np.abs(want).max()
+    assert np.array_equal(found["beside"], found["whole"])
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
 def test_exact_in_parts(name: str, results: dict[str, dict[str, Any]]) -> None:
     found = results[name]
     assert "parallel-2" in str(found["numerics"]).split("/")

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.kv.slots import Slots
 from specdec.engine.row_counts import InvariantRowCounts
 from tests.replay.clock import Clock
-from tests.verifier_service.fakes import LANGUAGE, VOCABULARY, TextEngine
+from tests.verifier_service.fakes import LANGUAGE, VOCABULARY, ThreadedTextEngine
 
 FEWER_THREADS = 1.3
 """A pass takes so many times as long with fewer threads than all."""
@@ -25,9 +25,11 @@ class TimedEngine:
     """An engine whose passes take `base` + `row` n seconds over n rows, whatever they take."""
 
     def __init__(self, engine: Engine, clock: Clock, base: float, row: float) -> None:
-        self.inner = engine
+        threaded = cpu_threads(engine)
+        assert threaded is not None, "recordings are of engines on the CPU"
+        self.inner, self._threaded = engine, threaded
         self.capacity, self.vocabulary = engine.capacity, engine.vocabulary
-        self.numerics, self.exact, self.threads = engine.numerics, engine.exact, engine.threads
+        self.numerics, self.exact, self.threads = engine.numerics, engine.exact, threaded.threads
         self.passes = self.rows = 0
         self._clock, self._base, self._row = clock, base, row
         self._slowness = 1.0
@@ -46,11 +48,11 @@ class TimedEngine:
         self.inner.copy(source, target)
 
     def use_threads(self, count: int) -> None:
-        self.inner.use_threads(count)
+        self._threaded.use_threads(count)
         self._slowness = 1.0 if count == self.threads[0] else FEWER_THREADS
 
 
-class HabitEngine(TextEngine):
+class HabitEngine(ThreadedTextEngine):
     """Speaks a language of habits; with `noise`, like a draft that has learnt it not quite."""
 
     bad = -1

@@ -104,7 +104,6 @@ class TextEngine:
     """Memory for `blocks` blocks, the first of them nobody's, and `tree_slots` slots more."""
 
     exact = True
-    threads: tuple[int, ...] = (1,)
     numerics = "text"
     vocabulary = VOCABULARY
     bad = BAD
@@ -118,7 +117,6 @@ class TextEngine:
         self.failure: Exception | None = None  # of the next pass
         self.poison: int | None = None  # a token over which no pass succeeds
         self.dead = False  # no pass succeeds
-        self.used = self.threads[0]
         self._rows = rows
 
     def packer(self) -> RaggedPacker:
@@ -159,6 +157,16 @@ class TextEngine:
     def copy(self, source: Slots, target: Slots) -> None:
         self.memory[target] = self.memory[source]
         self.broken[target] = self.broken[source]
+
+
+class ThreadedTextEngine(TextEngine):
+    """A text engine on the CPU: `used` threads compute."""
+
+    threads: tuple[int, ...] = (2, 1)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.used = self.threads[0]
 
     def use_threads(self, count: int) -> None:
         assert count in self.threads

@@ -7,10 +7,14 @@ import pytest
 
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.engine.kv.blocks import BLOCK
-from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
+from tests.verifier_service.fakes import Client, Decided, TextEngine, ThreadedTextEngine, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.scheduling.cpu_threads import FIRST_PROBE_PAUSE, LINGER_SECONDS, LONGEST_PROBE_PAUSE, ThreadPolicy
+from verifier_service.scheduling.cpu_threads import (
+    AdaptiveThreads,
+    thread_policy,
+)
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 
 REMOTE = frozenset({Drafter.REMOTE})
@@ -18,30 +22,53 @@ REMOTE = frozenset({Drafter.REMOTE})
 BLOCKS = 40
 
 
-class Threaded(TextEngine):
-    threads: tuple[int, ...] = (2, 1)
-
-
 def test_steps_are_measured_with_each_number() -> None:
-    engine = Threaded(BLOCKS)
-    cores = ThreadPolicy(engine, lambda: StepLatency.measure(engine, BLOCKS * BLOCK))
+    engine = ThreadedTextEngine(BLOCKS)
+    cores = AdaptiveThreads(engine, lambda: StepLatency.measure(engine, BLOCKS * BLOCK))
     assert engine.used == 2
     assert cores.latency is cores.plain_latency
     cores.choose(drafting=True, now=0.0)
     assert engine.used == 1
     assert cores.latency is not cores.plain_latency
-    cores.choose(drafting=False, now=0.9 * LINGER_SECONDS)
+    cores.choose(drafting=False, now=0.9 * DEFAULTS.threads.linger_seconds)
     assert engine.used == 1  # they may not have heard of it yet
-    cores.choose(drafting=False, now=LINGER_SECONDS)
+    cores.choose(drafting=False, now=DEFAULTS.threads.linger_seconds)
     assert engine.used == 2
     assert cores.latency is cores.plain_latency
+
+
+def test_an_engine_whose_threads_cannot_be_changed_is_only_measured() -> None:
+    """And so is one beside it that could: they take turns on one device."""
+    beside = ThreadedTextEngine(BLOCKS)
+    measured: list[StepLatency] = []
+
+    def measure() -> StepLatency:
+        measured.append(StepLatency((1, 2), [0.003, 0.004]))
+        return measured[-1]
+
+    cores = thread_policy(TextEngine(BLOCKS), measure, [beside])
+    for drafting in (True, False):
+        cores.choose(drafting, now=1.0)
+        cores.observe(1, 0.006)
+        assert not cores.yielding
+    assert not cores.yields
+    assert [cores.latency] == [cores.plain_latency] == measured
+    assert cores.latency.of(1) > 0.003
+    assert beside.used == 2
+
+
+def test_engines_beside_get_the_same_number() -> None:
+    engine, beside = ThreadedTextEngine(BLOCKS), ThreadedTextEngine(BLOCKS)
+    latency = StepLatency((1, 2), [0.003, 0.004])
+    thread_policy(engine, lambda: latency, [beside, TextEngine(BLOCKS)]).choose(drafting=True, now=0.0)
+    assert engine.used == beside.used == 1
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("always", [True, False])
 def test_room_is_left_where_candidates_of_drafts_are_taken(mode: Mode, speculate: bool, always: bool) -> None:
-    engine = Threaded(BLOCKS)
+    engine = ThreadedTextEngine(BLOCKS)
     loop = step_loop(engine, controller=Decided(mode))
     Client(loop, [3, 4, 5], policy=Policy(REMOTE if speculate else NO_DRAFTERS, 8, 0.0, forced=always))
     for _ in range(2):  # over the prompt, and over its first token
@@ -53,9 +80,9 @@ class Machine:
     """Whose steps take `seconds` by the number of threads: what they took when nobody was in the way, at first."""
 
     def __init__(self, of_two: float = 0.003, of_one: float = 0.005) -> None:
-        self.engine = Threaded(BLOCKS)
+        self.engine = ThreadedTextEngine(BLOCKS)
         self.seconds = {2: of_two, 1: of_one}
-        self.cores = ThreadPolicy(self.engine, lambda: StepLatency((1, 2), [self.seconds[self.engine.used]] * 2))
+        self.cores = AdaptiveThreads(self.engine, lambda: StepLatency((1, 2), [self.seconds[self.engine.used]] * 2))
         self.clock = 0.0
 
     def steps(self, seconds: float) -> dict[int, float]:
@@ -78,7 +105,7 @@ def test_a_stranger_takes_one_thread_s_core_not_all_of_the_time() -> None:
     spent = machine.steps(60.0)
     assert spent[2] < 0.1 * 60  # a few steps to see it, a few in every trial
     machine.seconds = {2: 0.003, 1: 0.005}
-    machine.steps(LONGEST_PROBE_PAUSE + FIRST_PROBE_PAUSE)
+    machine.steps(DEFAULTS.threads.longest_probe_pause + DEFAULTS.threads.first_probe_pause)
     assert machine.steps(5.0)[1] == 0
 
 

@@ -39,6 +39,7 @@ from tests.verifier_service.fakes import (
     DeviceTextEngine,
     FixedLatency,
     TextEngine,
+    ThreadedTextEngine,
     run,
     step_loop,
 )
@@ -161,8 +162,7 @@ class TestTokens:
 
     def test_drafts_that_share_the_cores_wait_until_prompts_are_read(self) -> None:
         """While more texts go on than prompts are read, they do not."""
-        engine = TextEngine(40)
-        engine.threads = (2, 1)
+        engine = ThreadedTextEngine(40)
         loop = step_loop(engine, step_rows=16, controller=Decided(Mode.REMOTE_DRAFT))
         first = client(loop, 40, 1, 50)
         assert not loop.drafting_outlook(first.session, 1)[0]

@@ -59,6 +59,31 @@ class LatencyTuning:
 
 
 @dataclass(frozen=True)
+class ThreadTuning:
+    """The CPU threads of an engine beside drafts and other processes."""
+
+    min_improvement: float = 0.9
+    """Fraction of the present step latency that another number of threads must stay below to be taken."""
+
+    window_seconds: float = 0.5
+    min_steps: int = 5
+    """Seconds of steps, and number of steps, that one comparison sums up at least. A draft that only reads committed
+    tokens now and then makes a single step long, but not the sum."""
+
+    first_probe_pause: float = 1.0
+    longest_probe_pause: float = 60.0
+    """Seconds of steps until all threads are tried again, at first and at most; doubled with each attempt."""
+
+    linger_seconds: float = 0.05
+    """Seconds of the clock for which drafts keep their core when their candidates are no longer used: the message has
+    to reach them, and they may be in the middle of a step over all that they had not read. Taking the core at once cost
+    a step of thirty times the usual length."""
+
+    settled_seconds: float = 1.0
+    """Seconds of steps with all threads, without a loss, after which the pause is `first_probe_pause` again."""
+
+
+@dataclass(frozen=True)
 class PrefillTuning:
     """How far prompts may lengthen a step of sessions that decode."""
 
@@ -181,6 +206,7 @@ class Tuning:
 
     controller: ControllerTuning = field(default_factory=ControllerTuning)
     latency: LatencyTuning = field(default_factory=LatencyTuning)
+    threads: ThreadTuning = field(default_factory=ThreadTuning)
     prefill: PrefillTuning = field(default_factory=PrefillTuning)
     commits: CommitTuning = field(default_factory=CommitTuning)
     draft_timing: DraftTimingTuning = field(default_factory=DraftTimingTuning)

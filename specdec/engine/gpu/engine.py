@@ -22,7 +22,7 @@ from specdec.decoding.query import SamplingQuery
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
-from specdec.engine.gpu.graphs import MOST_ROWS, Graphs
+from specdec.engine.gpu.graphs import MOST_ROWS, Graphs, Pass
 from specdec.engine.gpu.head import GpuHead
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.sampler import GpuLogits
@@ -31,6 +31,7 @@ from specdec.engine.gpu.upload import upload
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.batch_invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.engine.hf.linear import lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, is_quantised, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
@@ -58,9 +59,9 @@ class GpuEngine:
         device: str = "cuda",
         exact: bool = True,
     ) -> None:
-        self.threads: tuple[int, ...] = (torch.get_num_threads(),)  # the forward pass does not use them
         self.model = load(directory, DTYPES[dtype], device)
         own = ReferenceCheck.of(self.model, directory.vocabulary)
+        self.hidden_size: int = self.model.get_output_embeddings().in_features
         self.model.set_output_embeddings(GpuHead(self.model.get_output_embeddings()))
         self._joined = llama_like.fits(self.model)
         if self._joined:
@@ -102,11 +103,18 @@ class GpuEngine:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         with self._computing():
-            return np.asarray(self._logits(batch).cpu().numpy())
+            (logits,) = self._execute(self._pass, batch)
+            return np.asarray(logits.cpu().numpy())
+
+    def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        with self._computing():
+            logits, hidden = self._execute(self._pass_with_hidden, batch)
+            return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> GpuLogits:
         with self._computing():
-            rows = GpuLogits(self._logits(batch), asked)
+            (logits,) = self._execute(self._pass, batch)
+            rows = GpuLogits(logits, asked)
             if not asked and self._device.type == "cuda":
                 torch.cuda.synchronize()  # a fetch would have waited: the call must not return before the step is over
         return rows
@@ -117,9 +125,6 @@ class GpuEngine:
             for pool in (*self._memory.keys, *self._memory.values):
                 pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
 
-    def use_threads(self, count: int) -> None:
-        """Do nothing: there is one thread count only."""
-
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Make this GPU the thread's current device, by which Triton and the recording of graphs go instead of by where
@@ -127,26 +132,33 @@ class GpuEngine:
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
-    def _logits(self, batch: PackedBatch) -> Tensor:
-        """Run a forward pass and return the logits [n, vocabulary] of the wanted rows, on the GPU."""
+    def _execute(self, run: Pass, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Run a forward pass and return its results for the wanted rows, on the GPU."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
         if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
             self._assemble()
         wanted, rows = len(batch.wanted), len(batch.tokens)
         if self._graphs is None or not wanted <= rows <= MOST_ROWS:
-            return self._pass(SplitKvTensors.of(batch, self._device))
+            return run(SplitKvTensors.of(batch, self._device))
         # A graph always has as many wanted rows as rows: more of them cost little, as the head's weights are read once.
         every = np.concatenate([batch.wanted, np.repeat(batch.wanted[:1], rows - wanted)])
-        return self._graphs.forward(replace(batch, wanted=every))[:wanted]
+        return tuple(each[:wanted] for each in self._graphs.forward(run, replace(batch, wanted=every)))
 
     def _assemble(self) -> None:
         """Make the decoder and the graphs anew, for the layers and the memory as they are now."""
         self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
         graphed = self._decoder is not None and self._device.type == "cuda"
-        self._graphs = Graphs(self._pass, self._device) if graphed else None
+        self._graphs = Graphs(self._device) if graphed else None
 
-    def _pass(self, batch: SplitKvTensors) -> Tensor:
+    def _pass(self, batch: SplitKvTensors) -> tuple[Tensor]:
+        return (self._logits(batch),)
+
+    def _pass_with_hidden(self, batch: SplitKvTensors) -> tuple[Tensor, Tensor]:
+        return with_hidden_states(self.model, lambda: self._logits(batch))
+
+    def _logits(self, batch: SplitKvTensors) -> Tensor:
+        """Return the logits [n, vocabulary] of the wanted rows."""
         attention = SplitKvAttention(self._memory, batch)
         if self._decoder is not None:
             return self._decoder(batch.tokens, batch.positions, batch.wanted, attention)
@@ -165,7 +177,7 @@ class GpuEngine:
         if is_quantised(self.model):  # these layers cannot be tiled: exact as they are, or not at all
             return rows_are_independent(self)
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        classes = find(linears, str(self._device), self.threads)
+        classes = find(linears, str(self._device))
         if classes is None:
             return False
         usual, self._rows = self._rows, classes.batch

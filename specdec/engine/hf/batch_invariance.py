@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.gpu.head import GpuHead
 from specdec.engine.hf.linear import PackedLinear
 from specdec.engine.kv.slots import PADDING_SLOT
@@ -55,13 +55,14 @@ def _shape(layer: Linear) -> Shape:
 
 
 @torch.inference_mode()
-def find(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> ShapeRowCounts | None:
-    """Return the invariant row counts of each shape of layer, which hold with each of the thread counts `threads`;
-    None if no number of rows can be made up of tiles in all shapes.
+def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> ShapeRowCounts | None:
+    """Return the invariant row counts of each shape of layer, which hold with each of the thread counts `threads`, or
+    with what torch has now; None if no number of rows can be made up of tiles in all shapes.
 
     Runs one layer of each shape with a bias and one without, as far as there are such. Leaves torch with threads[0]
     threads.
     """
+    threads = threads or (torch.get_num_threads(),)
     shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
     for layer in layers:
         shapes[_shape(layer)][layer.bias is None] = layer
@@ -117,13 +118,23 @@ def rows_are_independent(engine: Engine) -> bool:
     and beside many other rows; attention and all layers are included. Uses the first slots of the KV cache.
     """
     found = set()
-    for threads in reversed(engine.threads):
-        engine.use_threads(threads)
+    for _ in _thread_counts(engine):
         logits = _logits_in_any_batch(engine)
         if logits is None:
             return False
         found.add(logits.tobytes())
     return len(found) == 1
+
+
+def _thread_counts(engine: Engine) -> Iterator[None]:
+    """Have an engine compute with each of its thread counts in turn, the largest last; any other as it does."""
+    threaded = cpu_threads(engine)
+    if threaded is None:
+        yield
+        return
+    for count in reversed(threaded.threads):
+        threaded.use_threads(count)
+        yield
 
 
 def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:

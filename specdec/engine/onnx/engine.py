@@ -72,7 +72,6 @@ class OnnxEngine:
         self._session = _session(directory.path / GRAPH, threads, chosen, half=half)
         check_started(self._place, self._session.get_providers())
         _check_sizes(directory, self._session, shapes)
-        self.threads: tuple[int, ...] = (threads,)
         self.exact = False  # all lanes of a batch are padded to one shape
         self.vocabulary = directory.vocabulary
         provider = self._session.get_providers()[0]
@@ -128,9 +127,6 @@ class OnnxEngine:
             binding.bind_ortvalue_input("pool", pool)
             binding.bind_ortvalue_output("new_pool", pool)
             self._copies.run_with_iobinding(binding)
-
-    def use_threads(self, count: int) -> None:
-        """Do nothing: a session of onnxruntime keeps the threads that it was made with."""
 
 
 def _session(

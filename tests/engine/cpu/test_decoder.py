@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.engine.cpu import decoder, packed_gemm
 from specdec.engine.cpu.arithmetic import array_of, exp, narrowed
 from specdec.engine.cpu.decoder import FIRST_POSITIONS
+from specdec.engine.cpu.engine import CpuEngine
 from specdec.engine.cpu.layers import compiled
 from specdec.engine.cpu.loops import add_and_normalise, gate, rotate
 from specdec.engine.cpu.openmp import Cuts, evenly
@@ -25,7 +26,6 @@ from specdec.engine.hf.linear import Joined, Part, can_pack, join
 from specdec.engine.hf.llama_like import join_products
 from specdec.engine.hf.pretrained import DTYPES as BY_NAME
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.torch_engine import TorchEngine
 from tests.models import make
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -47,14 +47,14 @@ def random(*sizes: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_models_of_the_kind_run_on_it(tmp_path: Path, name: str) -> None:
     """What it computes, the engine's tests compare with the model's own forward."""
-    engine = TorchEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024)
+    engine = CpuEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024)
     assert "/joined/" in engine.numerics
     assert any(isinstance(module, Part) for module in engine.model.modules())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gemma2"])
 def test_others_do_not(tmp_path: Path, name: str) -> None:
-    assert "/layers/" in TorchEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024).numerics
+    assert "/layers/" in CpuEngine(ModelDirectory(make(name, tmp_path / name)), capacity=1024).numerics
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_others_do_not(tmp_path: Path, name: str) -> None:
 )
 def test_variants_are_computed_as_transformers_does(tmp_path: Path, overrides: dict[str, Any]) -> None:
     directory = ModelDirectory(make("llama", tmp_path / "m", **overrides))
-    engine = TorchEngine(directory, capacity=1024)
+    engine = CpuEngine(directory, capacity=1024)
     text = list(range(1, 41))
     packer = engine.packer()
     rows = packer.add_rows(text, 0, np.arange(1, 41))
@@ -92,7 +92,7 @@ def test_compiled_or_interpreted_the_bits_are_the_same(
     directory = ModelDirectory(make(name, tmp_path / name))
     text = np.random.default_rng(0).integers(1, directory.vocabulary, 60).tolist()
 
-    def logits(engine: TorchEngine) -> NDArray[np.float32]:
+    def logits(engine: CpuEngine) -> NDArray[np.float32]:
         found = []
         for threads in (2, 1):
             engine.use_threads(threads)
@@ -114,11 +114,11 @@ def test_compiled_or_interpreted_the_bits_are_the_same(
         return compiled(width)
 
     monkeypatch.setattr(decoder, "compiled", noted)
-    found = logits(TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1)))
+    found = logits(CpuEngine(directory, capacity=256, dtype=dtype, threads=(2, 1)))
     assert asked
     asked.clear()
     monkeypatch.setattr(packed_gemm, "AVAILABLE", False)
-    np.testing.assert_array_equal(found, logits(TorchEngine(directory, capacity=256, dtype=dtype, threads=(2, 1))))
+    np.testing.assert_array_equal(found, logits(CpuEngine(directory, capacity=256, dtype=dtype, threads=(2, 1))))
     assert not asked
 
 
@@ -133,7 +133,7 @@ def test_a_layer_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(llama_like, "join_products", spoil)
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
-        TorchEngine(directory, capacity=1024)
+        CpuEngine(directory, capacity=1024)
 
 
 def test_positions_beyond_those_first_computed(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_positions_beyond_those_first_computed(tmp_path: Path) -> None:
     last = 2 * FIRST_POSITIONS + 100
 
     def logits(*firsts: int) -> NDArray[np.float32]:
-        engine = TorchEngine(directory, capacity=8192)
+        engine = CpuEngine(directory, capacity=8192)
         for start, position in [*((4000, first) for first in firsts), (1, last)]:
             packer = engine.packer()
             rows = packer.add_rows([5], position, [start + position])

@@ -16,7 +16,7 @@ from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.batch import Packer
-from specdec.engine.engine import GpuSampling
+from specdec.engine.engine import GpuSampling, hidden_states
 from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.model_directory import ModelDirectory
@@ -34,6 +34,11 @@ class Subject:
         self.engine = GpuEngine(ModelDirectory(path), **usual | options)
         own: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self._own = own.eval()
+
+    @torch.inference_mode()
+    def own_hidden(self, text: list[int]) -> np.ndarray[Any, Any]:
+        states = self._own.base_model(input_ids=torch.tensor([text]), use_cache=False).last_hidden_state
+        return np.asarray(states[0, -1].numpy())
 
     @torch.inference_mode()
     def own_logits(self, text: list[int]) -> np.ndarray[Any, Any]:
@@ -66,6 +71,21 @@ def test_logits_are_the_model_s_own(subject: Subject) -> None:
     logits = subject.engine.forward(packer.pack())
     for row, spelt in zip(logits, texts, strict=False):
         want = subject.own_logits(spelt)
+        assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_hidden_states_are_the_model_s_own_beside_the_same_logits(subject: Subject) -> None:
+    engine = hidden_states(subject.engine)
+    text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
+    packer, texts = branched(subject.engine, text, [7, 9])
+    logits = subject.engine.forward(packer.pack())
+    packer, _ = branched(subject.engine, text, [7, 9])
+    beside, hidden = engine.forward_hidden(packer.pack())
+    assert np.array_equal(beside, logits)
+    assert hidden.shape == (len(logits), engine.hidden_size)
+    assert hidden.dtype == np.float32
+    for row, spelt in zip(hidden, texts, strict=False):
+        want = subject.own_hidden(spelt)
         assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
 
 

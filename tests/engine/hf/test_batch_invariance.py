@@ -20,7 +20,7 @@ from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
 from specdec.engine.torch_engine import TorchEngine
 from tests.engine import odd_models
 from tests.models import make
-from tests.verifier_service.fakes import BAD, TextEngine
+from tests.verifier_service.fakes import BAD, TextEngine, ThreadedTextEngine
 
 
 class Fickle(torch.nn.Linear):
@@ -186,10 +186,11 @@ class TestTiles:
         assert [id(module) for module in model.modules()] == before
 
 
-class Disturbed(TextEngine):
+class Disturbed(ThreadedTextEngine):
     """An engine whose logits are moved a little by what they should not depend on."""
 
     vocabulary = BAD  # without it
+    threads: tuple[int, ...] = (1,)
 
     def __init__(self, disturbance: Callable[[PackedBatch], NDArray[Any]]) -> None:
         super().__init__(10)
@@ -228,6 +229,14 @@ class TestCheck:
         engine.threads = threads
         assert rows_are_independent(engine) is (len(set(threads)) == 1)
         assert engine.used == threads[0]
+
+    def test_an_engine_without_threads_is_checked_once(self) -> None:
+        engines = TextEngine(10), ThreadedTextEngine(10)
+        for engine in engines:
+            engine.bad = engine.vocabulary
+            assert rows_are_independent(engine)
+        once, twice = (len(engine.steps) for engine in engines)
+        assert twice == 2 * once
 
 
 def test_an_engine_whose_rows_depend_on_the_batch_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Hidden states of wanted rows: those of the model's own forward pass, beside the very same logits, and kept nowhere.
+
+For every architecture of `tests.models`, with ragged and with padded batches; GPUs and engines in parts have theirs in
+`gpu/test_engine.py` and `test_parallel_engine.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import UnsupportedModelError, hidden_states
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.torch_engine import TorchEngine
+from tests.models import ARCHITECTURES, VOCABULARY, make
+from tests.verifier_service.fakes import TextEngine
+
+HIDDEN = 64
+"""Of all architectures."""
+
+TOLERANCE = 1e-4
+"""Of the largest number. Float32 rounding comes to about 1e-6 of it, a state of another layer to more than 1e-2."""
+
+LENGTH, COMPUTED = 40, 30
+TEXT = [int(token) for token in np.random.default_rng(2).integers(3, VOCABULARY, LENGTH)]
+BRANCH = (TEXT[-1] + 1) % VOCABULARY
+WANTED = (COMPUTED, LENGTH - 1, COMPUTED + 5)
+
+
+class Oracle:
+    """A model's own forward pass: its states after the last norm, and its head."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def states(self, text: list[int]) -> NDArray[np.float32]:
+        output = self.model.base_model(input_ids=torch.tensor([text]), use_cache=False)
+        return np.asarray(output.last_hidden_state[0].numpy())
+
+    @torch.inference_mode()
+    def logits(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        logits = self.model.get_output_embeddings()(torch.from_numpy(states))
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        return np.asarray((logits if cap is None else cap * torch.tanh(logits / cap)).numpy())
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+@pytest.fixture(scope="module")
+def oracle(directory: Path) -> Oracle:
+    return Oracle(directory)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["ragged", "padded"])
+def engine(request: pytest.FixtureRequest, directory: Path) -> TorchEngine:
+    return TorchEngine(ModelDirectory(directory), capacity=256, exact=False, padded=request.param)
+
+
+def step(engine: TorchEngine) -> PackedBatch:
+    """The end of a text whose beginning is computed, and a branch beside its last token."""
+    slots = np.arange(1, LENGTH + 2)
+    packer = engine.packer()
+    rows = packer.add_rows(TEXT[:COMPUTED], 0, slots[:COMPUTED])
+    packer.add_path(slots[:COMPUTED], rows)
+    engine.forward(packer.pack())
+    packer = engine.packer()
+    rows = packer.add_rows(TEXT[COMPUTED:], COMPUTED, slots[COMPUTED:LENGTH])
+    packer.add_path(slots[:LENGTH], rows)
+    side = packer.add_row(BRANCH, LENGTH - 1, LENGTH + 1)
+    packer.add_path(np.append(slots[: LENGTH - 1], LENGTH + 1), [side])
+    for position in WANTED:
+        packer.want(rows[position - COMPUTED])
+    packer.want(side)
+    return packer.pack()
+
+
+def close(got: NDArray[np.float32], want: NDArray[np.float32]) -> bool:
+    return bool(np.abs(got - want).max() < TOLERANCE * np.abs(want).max())
+
+
+def test_they_are_the_model_s_own(engine: TorchEngine, oracle: Oracle) -> None:
+    _, hidden = hidden_states(engine).forward_hidden(step(engine))
+    assert engine.hidden_size == HIDDEN
+    assert hidden.shape == (len(WANTED) + 1, HIDDEN)
+    assert hidden.dtype == np.float32
+    assert close(hidden[:-1], oracle.states(TEXT)[list(WANTED)])
+    assert close(hidden[-1], oracle.states([*TEXT[:-1], BRANCH])[-1])
+
+
+def test_they_are_what_the_head_reads(engine: TorchEngine, oracle: Oracle) -> None:
+    logits, hidden = engine.forward_hidden(step(engine))
+    assert close(logits, oracle.logits(hidden))
+
+
+def test_logits_have_the_same_bits(engine: TorchEngine) -> None:
+    before = engine.forward(step(engine))
+    logits, _ = engine.forward_hidden(step(engine))
+    assert np.array_equal(logits, before)
+    assert np.array_equal(logits, engine.forward(step(engine)))
+
+
+def test_the_next_step_leaves_them_alone(engine: TorchEngine) -> None:
+    """They are not in memory that steps share."""
+    _, hidden = engine.forward_hidden(step(engine))
+    kept = hidden.copy()
+    packer = engine.packer()
+    packer.add_path(np.arange(1, 9), packer.add_rows([9] * 8, 0, np.arange(1, 9)))
+    packer.want(0)
+    engine.forward(packer.pack())
+    assert np.array_equal(hidden, kept)
+
+
+def test_who_does_not_ask_has_nothing_done(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    head: Any = engine.model.get_output_embeddings()
+    engine.forward_hidden(step(engine))
+    hooks: list[int] = []
+    forward = type(head).forward
+
+    def noted(module: torch.nn.Module, hidden: torch.Tensor) -> Any:
+        hooks.append(len(module._forward_pre_hooks))
+        return forward(module, hidden)
+
+    monkeypatch.setattr(type(head), "forward", noted)
+    engine.forward(step(engine))
+    assert set(hooks) == {0}
+
+
+def test_a_pass_that_fails_leaves_no_hook(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    head: Any = engine.model.get_output_embeddings()
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    batch = step(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(head), "forward", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.forward_hidden(batch)
+    assert not head._forward_pre_hooks
+
+
+def test_where_tiles_make_rows_exact_too(tmp_path: Path) -> None:
+    """A narrower dtype's numbers become float32 as they are."""
+    directory = ModelDirectory(make("qwen3", tmp_path))
+    engine = TorchEngine(directory, capacity=1024, dtype="bfloat16")
+    logits, hidden = engine.forward_hidden(step(engine))
+    assert np.array_equal(logits, engine.forward(step(engine)))
+    assert len(hidden) == len(logits)  # padding aside
+    assert torch.equal(torch.from_numpy(hidden).bfloat16().float(), torch.from_numpy(hidden))
+    want = Oracle(directory.path).states(TEXT)[list(WANTED)]
+    assert np.abs(hidden[: len(WANTED)] - want).max() < 0.1 * np.abs(want).max()
+
+
+def test_an_engine_without_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^TextEngine gives no hidden states"):
+        hidden_states(TextEngine(4))
