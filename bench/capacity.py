@@ -25,9 +25,9 @@ from typing import Any
 import grpc
 
 from bench.echo import before
-from bench.processes import children_of, started
 from bench.processor import Watch
 from specdec.v2 import generation_pb2
+from testing.processes import children_of, started
 
 GENERATE = "/specdec.v2.GenerationService/Generate"
 CONNECTIONS = 16

@@ -3,9 +3,9 @@
     python -m bench.delay
     python -m bench.delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on devices of its own, simulated
 
-Both links of the orchestrator, to the verifier and to the draft, are delayed (`bench.delay_proxy`, one process for both
-systems): a round trip on each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The
-client's link is not delayed. The target step is this run's median without delay.
+Both links of the orchestrator, to the verifier and to the draft, are delayed (`testing.delay_process`). A round trip on
+each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The client's link is not
+delayed. The target step is this run's median without delay.
 
 This system has its verifier's own proposals as well, unless `--speculation` asks for those of its draft alone
 (`always`; `draft`: where they pay). The synchronous system (`bench.synchronous`), which has none, runs at its best: its
@@ -25,10 +25,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from bench.delay_proxy import DelayProcess
 from bench.prompts import held_out
 from specdec.client import AsyncClient, GenerateOptions, Speculation
 from specdec.local import PROGRAMS, Stack
+from testing.delay_process import DelayProcess
 
 KV_TOKENS = 32768
 PINGS = 40

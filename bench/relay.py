@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 
 from bench.echo import Echo, before
-from bench.processes import started
 from specdec.serving.server import registered
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
+from testing.processes import started
 
 
 async def _direct(address: str, rounds: int) -> list[float]:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.mailbox import Mailbox
 from specdec.decoding.choice import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine
+from testing.mailbox import Mailbox
 from verifier_service.request import Policy, SessionRequest
 from verifier_service.running_session import RunningSession
 from verifier_service.scheduling.step_latency import StepLatency

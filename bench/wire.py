@@ -18,11 +18,11 @@ from typing import Literal
 
 import grpc
 
-from bench.delay_proxy import DelayProcess
 from bench.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
+from testing.delay_process import DelayProcess
 
 Rule = Literal["coupled", "rejection", "contrastive"]
 SETTINGS: list[tuple[Rule, float]] = [

@@ -12,7 +12,6 @@ import grpc
 import structlog
 
 from bench import synchronous
-from bench.simulation import clock
 from bench.simulation.channel import Channel
 from bench.simulation.devices import Hardware, SharedDevice, SimulatedEngine
 from bench.simulation.language import Language
@@ -29,6 +28,7 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.v2 import model_pb2
+from testing import clock
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import MOST_CANDIDATES

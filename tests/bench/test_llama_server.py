@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from bench.llama_server import LlamaServer, server_options
-from bench.processes import alive
 from bench.speed import arms, parsed, subjects
 from bench.subject import ROOT, Load, SubjectError
+from testing.processes import alive
 
 LOAD = Load([[5, 6, 7, 8], [9, 8, 7]], 12, 0.8)
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.simulation import clock
 from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.session import ExpansionPolicy, Extension, Session, SessionRequest
 from specdec.decoding.calibration import Calibration
@@ -22,6 +21,7 @@ from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.slots import PoolFullError, Slots
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
+from testing import clock
 
 VOCABULARY = 16
 ROWS = 16

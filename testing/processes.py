@@ -1,4 +1,4 @@
-"""Helpers that start processes and find them in /proc."""
+"""Processes: services that run while a context lasts, and what /proc says of them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.delay_proxy import RESET, DelayProcess, DelayProxy
+from testing.delay_process import DelayProcess
+from testing.delay_proxy import RESET, DelayProxy
 from tests.stack import until
 
 DELAY = 0.03
