@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
 

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.client import AsyncClient, GenerateOptions, Speculation
 from specdec.local import PROGRAMS, Stack
 from testing.delay_process import DelayProcess

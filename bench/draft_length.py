@@ -27,9 +27,9 @@ from rich.progress import track
 
 from bench.conditions import machine, versions
 from bench.generate import Transformers, assisted
-from bench.prompts import held_out
 from bench.publish import folder, publish
 from bench.subject import stranger
+from demo.prompts import held_out
 from specdec.client import Client, SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError, Stack

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, Stack
 

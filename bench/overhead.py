@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
 

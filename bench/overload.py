@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.client.errors import from_rpc
 from specdec.local import DEMO, Stack
 from specdec.v2 import generation_pb2

@@ -48,7 +48,7 @@ from bench.publish import CUT_OFF, Report, folder, publish
 from bench.speed_report import DISTURBED, PLAIN, model_label, plot, table
 from bench.step_times import StepTimes, Times, of_answer
 from bench.subject import Answer, Load, Ours, Peer, Subject, SubjectError
-from bench.texts import KINDS, MIXED, prompts
+from demo.prompts import KINDS, MIXED, of_kind
 from specdec.client import SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError
@@ -218,7 +218,7 @@ class Comparison:
     def _load(self, cell: Cell, seed: int) -> Load:
         args = self._args
         tokenizer = args.target / "tokenizer.json"
-        asked = prompts(cell.kind, cell.streams, args.prompt_tokens, tokenizer, args.seed + seed)
+        asked = of_kind(cell.kind, cell.streams, args.prompt_tokens, tokenizer, args.seed + seed)
         return Load(asked, args.tokens, cell.temperature)
 
     def _teach(self, subject: Subject, arm: Arm, cell: Cell) -> None:

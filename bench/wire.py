@@ -18,7 +18,7 @@ from typing import Literal
 
 import grpc
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc

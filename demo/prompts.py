@@ -1,8 +1,9 @@
-"""Prompts of several kinds, from text that the demo pair has not seen: the held-out source files.
+"""Prompts from text that the demo pair has not seen: the held-out source files.
 
-Code prompts are the middle of a file; prose prompts are docstrings. Editing prompts show a piece of code and then its
-beginning again with one name changed, as an assistant writes that is asked for a small correction. Chat prompts have
-questions about what functions do, with answers, and a new question. Mixed takes these kinds in turn.
+`held_out` takes them from any place of a file, `of_kind` makes them of several kinds. Code prompts are the middle of a
+file; prose prompts are docstrings. Editing prompts show a piece of code and then its beginning again with one name
+changed, as an assistant writes that is asked for a small correction. Chat prompts have questions about what functions
+do, with answers, and a new question. Mixed takes these kinds in turn.
 """
 
 from __future__ import annotations
@@ -21,12 +22,27 @@ from tokenizers import Tokenizer
 from demo import corpus
 
 MIXED = "mixed"
+"""The kind of prompts that takes all others in turn."""
 SHOWN = 0.6
 """Fraction of an editing prompt that the original code takes."""
+TOKENIZER = Path(__file__).parent / "target" / "tokenizer.json"
 
 
-def prompts(kind: str, count: int, tokens: int, tokenizer: Path, seed: int = 0) -> list[list[int]]:
-    """Return `count` prompts of `tokens` token ids each."""
+def held_out(count: int, tokens: int = 96, seed: int = 0) -> list[list[int]]:
+    """Return `count` prompts of `tokens` token ids each, from random places of held-out files."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    generator = random.Random(seed)
+    texts = [ids for text in corpus.files(held_out=True) if len(ids := tokenizer.encode(text).ids) > 2 * tokens]
+    prompts = []
+    for _ in range(count):
+        ids = generator.choice(texts)
+        start = generator.randrange(len(ids) - tokens)
+        prompts.append(ids[start : start + tokens])
+    return prompts
+
+
+def of_kind(kind: str, count: int, tokens: int, tokenizer: Path, seed: int = 0) -> list[list[int]]:
+    """Return `count` prompts of one of KINDS, or of all in turn if it is MIXED, of `tokens` token ids each."""
     encode = Tokenizer.from_file(str(tokenizer)).encode
     kinds = cycle(KINDS) if kind == MIXED else cycle([kind])
     generator = random.Random(f"{kind} {seed}")
