@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("specdec", "torch", "transformers", "onnxruntime", "grpcio")
+PACKAGES = ("specdec-serve", "torch", "transformers", "onnxruntime", "grpcio")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _ROOT = Path(__file__).parent.parent
 
