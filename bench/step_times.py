@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.draft_step import batch
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
 from specdec.engine.loading import Dtype, load_engine
@@ -50,7 +49,7 @@ class StepTimes:
         self._draft = None
         if draft is not None:
             self._draft = load_engine("onnx", ModelDirectory(draft), capacity=text + 2, threads=(1,))
-            self._node = batch(self._draft, 1, 1, text)
+            self._node = _rows(self._draft, 1, text)
 
     def measure(self) -> Times:
         """Return median seconds."""
