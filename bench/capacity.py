@@ -6,7 +6,8 @@ A session-step is one commit, relayed to the draft and, joined with others of th
 client, and the draft's candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.echo`, one
 process); the client (this process) reads only the number of steps in each message. All of them share the machine's
 cores: the orchestrator's processor time is measured, and steps are divided by it. Each session has a client connection
-of its own, up to 16.
+of its own, up to 16. What the relay adds to a round is told by a lone session's rounds through the orchestrator and
+over one stream to the draft.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ import grpc
 
 from bench.echo import before
 from bench.processor import Watch
-from specdec.v2 import generation_pb2
+from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, model_pb2
 from testing.processes import children_of, started
 
 GENERATE = "/specdec.v2.GenerationService/Generate"
+REQUEST = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]), max_tokens=1000)
 CONNECTIONS = 16
 SETTLE_SECONDS = 1.5
 """Seconds until all sessions are open and running."""
+DIRECT_ROUNDS = 400
 
 
 class Client:
@@ -46,14 +49,13 @@ class Client:
     async def run(self) -> None:
         """Run sessions until cancelled."""
         apart = (("grpc.use_local_subchannel_pool", 1),)
-        request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]), max_tokens=1000)
         async with contextlib.AsyncExitStack() as exits, asyncio.TaskGroup() as group:
             channels = [
                 await exits.enter_async_context(grpc.aio.insecure_channel(self._address, options=apart))
                 for _ in range(min(self._sessions, CONNECTIONS))
             ]
             for number in range(self._sessions):
-                group.create_task(self._read(channels[number % len(channels)], request.SerializeToString()))
+                group.create_task(self._read(channels[number % len(channels)], REQUEST.SerializeToString()))
 
     async def _read(self, channel: grpc.aio.Channel, request: bytes) -> None:
         while True:
@@ -75,6 +77,35 @@ class Rate:
     @property
     def per_core(self) -> float:
         return self.steps / self.orchestrator
+
+
+async def direct_round(address: str) -> float:
+    """Return the median seconds of a round, a commit and its candidates, over one stream without an orchestrator."""
+    seconds = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        call: Any = draft_pb2_grpc.DraftServiceStub(channel).Draft()  # type: ignore[call-arg]
+        await call.write(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen()))
+        await call.read()
+        for base in range(DIRECT_ROUNDS):
+            begin = time.perf_counter()
+            committed = model_pb2.Committed(base=base, tokens=[5, 5])
+            await call.write(draft_pb2.DraftRequest(committed=committed))
+            await call.read()
+            seconds.append(time.perf_counter() - begin)
+        call.cancel()
+    return statistics.median(seconds)
+
+
+async def relayed_round(address: str) -> float:
+    """Return the mean seconds of a round of a lone session through the orchestrator."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        request = REQUEST.SerializeToString()
+        call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]
+        await call.read()  # all streams are open
+        begin, steps = time.perf_counter(), 0
+        while (message := await call.read()) is not grpc.aio.EOF:
+            steps += generation_pb2.GenerateResponse.FromString(message).steps
+        return (time.perf_counter() - begin) / steps
 
 
 async def measure(address: str, orchestrator: Iterable[int], echo: int, sessions: int, seconds: float) -> Rate:
@@ -109,12 +140,14 @@ async def main() -> None:
             program = before(peers, "--workers", str(workers), "--drain-seconds", "1")
             pid, address = await exits.enter_async_context(started(*program))
             pods.append((workers, [pid, *children_of(pid)], address))
+        direct, relayed = await direct_round(peers), await relayed_round(pods[0][2])
         for _ in range(args.rounds):
             for workers, processes, address in pods:
                 for sessions in args.sessions:
                     rate = await measure(address, processes, echo, sessions, args.seconds)
                     rates[workers, sessions].append(rate)
     report(rates)
+    print(f"\nA lone session's round: {1e3 * relayed:.2f} ms through the orchestrator, {1e3 * direct:.2f} ms without.")
 
 
 def report(rates: dict[tuple[int, int], list[Rate]]) -> None:

@@ -9,7 +9,6 @@ with the next commit.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from functools import cache
 from typing import Any
@@ -55,14 +54,10 @@ class EchoDraft(draft_pb2_grpc.DraftServiceServicer):
 
 
 class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """Answers candidates with a commit of two tokens until the text is full, and notes how long they took since the
-    last one."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    """Answers candidates with a commit of two tokens until the text is full."""
 
     async def Verify(self, request_iterator: AsyncIterator[verifier_pb2.VerifyRequest], context: Any) -> None:  # type: ignore[override]
-        base, end, said, sent = 0, 0, 0, 0.0
+        base, end, said = 0, 0, 0
         async for request in request_iterator:
             match request.WhichOneof("message"):
                 case "open":
@@ -72,7 +67,7 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     await context.write(verifier_pb2.VerifyResponse(opened=opened))
                     await asyncio.sleep(0.2)  # until the draft is open too: not a round
                 case "extend":
-                    self.seconds.append(time.perf_counter() - sent)
+                    pass
                 case _:
                     continue
             finish = model_pb2.FINISH_REASON_LENGTH if base + 2 == end else model_pb2.FINISH_REASON_UNSPECIFIED
@@ -88,7 +83,6 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 drafting_wanted=True,
             )
             base += 2
-            sent = time.perf_counter()
             await context.write(verifier_pb2.VerifyResponse(commit=commit))
 
     async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
@@ -103,12 +97,9 @@ class Echo:
     max_request_bytes = MAX_MESSAGE_BYTES
     works = True
 
-    def __init__(self) -> None:
-        self.verifier = EchoVerifier()
-
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(EchoDraft(), server)
-        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self.verifier, server)
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(EchoVerifier(), server)
 
     async def close(self) -> None:
         pass
