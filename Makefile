@@ -62,8 +62,8 @@ build/llama/.done: Makefile bench/to_gguf.py | setup
 	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
 	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
 	cmake --build build/llama/build --target llama-server --parallel $(shell nproc)
-	$(BIN)/python -m bench.to_gguf demo/target build/llama/target.gguf
-	$(BIN)/python -m bench.to_gguf demo/draft build/llama/draft.gguf
+	$(BIN)/python -m bench to-gguf demo/target build/llama/target.gguf
+	$(BIN)/python -m bench to-gguf demo/draft build/llama/draft.gguf
 	touch $@
 
 check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.

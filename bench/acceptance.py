@@ -1,6 +1,6 @@
 """Measure acceptance and tokens per step, by rule, tree and temperature, and the bounds on acceptance.
 
-    python -m bench.acceptance
+    python -m bench acceptance
 
 Draft and verifier sessions of the real services take turns in this process: the draft expands its tree as far as it is
 worth, and a step verifies the best of it, so that nothing depends on time. The demo pair continues held-out prompts.
@@ -12,7 +12,6 @@ candidate per position can exceed 1 - TV(p, q); sampling with shared noise reach
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.arguments import parser_of
 from demo.prompts import held_out
 from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.session import ExpansionPolicy, Extension
@@ -167,13 +167,13 @@ def _probabilities(logits: NDArray[np.float32], temperature: float) -> NDArray[n
     return np.asarray(z / z.sum(axis=1, keepdims=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("acceptance", __doc__)
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--draft", type=Path, default=DEMO / "draft")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     pair = Pair(args.target, args.draft)
     prompts = held_out(args.prompts)
     print("| T | rule | tree | acceptance | tokens a step | bounds (1-TV)/(1+TV), 1-TV |\n|---|---|---|---|---|---|")
@@ -198,7 +198,3 @@ def main() -> None:
                     f"{total.tokens_a_step:.2f} | {bounds} |",
                     flush=True,
                 )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure bad drafts: slow ones, a random one, one that cannot be paired. None may be slower than no draft.
 
-    python -m bench.bad_drafts --temperature 0.8 --prompts 20
+    python -m bench bad-drafts --temperature 0.8 --prompts 20
 
 There is a stack for every draft, and one without draft and speculation, on all cores and in fast numerics: plain
 decoding at its best. One stream; all stacks take turns prompt by prompt, and a ratio is the median over prompts of the
@@ -10,16 +10,16 @@ reported separately. A slow draft sleeps for the rest of each step's minimum tim
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
@@ -76,14 +76,14 @@ def stacks(dtype: str) -> Iterator[dict[str, Client]]:
         yield found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("bad-drafts", __doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--guess", action="store_true", help="with what the verifier guesses by itself")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
 
     with stacks(args.dtype) as clients:
         rates: dict[str, list[float]] = {name: [] for name in clients}
@@ -117,7 +117,3 @@ def main() -> None:
             f"{name:20} {statistics.median(mine):8.0f}  {statistics.median(ratios):15.2f}  {late:12.2f}"
             f"  {share:14.2f}  {different[name]:17}"
         )
-
-
-if __name__ == "__main__":
-    main()

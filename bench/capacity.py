@@ -1,6 +1,6 @@
 """Measure how many session-steps an orchestrator relays per second, and per second of its processor time.
 
-    python -m bench.capacity
+    python -m bench capacity
 
 A session-step is one commit, relayed to the draft and, joined with others of the same fiftieth of a second, to the
 client, and the draft's candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.echo`, one
@@ -19,12 +19,13 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from bench.arguments import parser_of
 from bench.echo import before
 from bench.processor import Watch
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, model_pb2
@@ -125,13 +126,7 @@ async def measure(address: str, orchestrator: Iterable[int], echo: int, sessions
     return Rate(steps / passed, used[0], used[1], used[2] / passed, used[3])
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+async def measure_all(args: argparse.Namespace) -> None:
     rates: dict[tuple[int, int], list[Rate]] = defaultdict(list)
     async with contextlib.AsyncExitStack() as exits:
         echo, peers = await exits.enter_async_context(started("bench.echo"))
@@ -164,5 +159,10 @@ def report(rates: dict[tuple[int, int], list[Rate]]) -> None:
         print(f"| {workers} | {sessions} | {median['steps']:.0f} | {cores} | {spread} |")
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("capacity", __doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    asyncio.run(measure_all(parser.parse_args(given)))

@@ -1,6 +1,6 @@
 """Measure the cost of a long prompt to other streams: their time between tokens, with and without it.
 
-    python -m bench.chunking --dtype bfloat16 --rounds 8
+    python -m bench chunking --dtype bfloat16 --rounds 8
 
 Eight streams run; in turns, nothing happens, or a prompt of 1,500 tokens arrives and a short one right behind
 it. Printed are the median and p99 of the time between two pieces of a stream, and the time to the first token of
@@ -10,18 +10,19 @@ text is poor, the cost is right.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
@@ -91,12 +92,12 @@ async def measure(address: str, rounds: int, speculation: str) -> tuple[Seen, Se
     return idle, disturbed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("chunking", __doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--drafted", action="store_true", help="with the demo draft")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
         target = lengthened(DEMO / "target", Path(folder))
         draft = str(DEMO / "draft") if args.drafted else "none"
@@ -112,7 +113,3 @@ def main() -> None:
     print(f"p99 over idle p99: {ratio:.2f}")
     for name, firsts in (("long", disturbed.first_of_long), ("short, behind it", disturbed.first_of_short)):
         print(f"first token of the {name} prompt: median {1e3 * float(np.median(firsts)):.0f} ms")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Measure the cost of a draft: tokens a second, tokens a device-second with the draft's device counted, and capacity.
 
-    specdec bench cost --out build/cost
-    specdec bench cost --preset demo --acceptance 0.6 --latency-ms 2,4 --draft-price 0.25
+    python -m bench cost --out build/cost
+    python -m bench cost --preset demo --acceptance 0.6 --latency-ms 2,4 --draft-price 0.25
 
 SIMULATED, all of it: devices are what models run on, and there are none here to measure. The services run their real
 code (`bench/simulation`); modelled are the time of a forward pass (`devices.PRESETS`), the language of target and
@@ -31,6 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from bench.arguments import numbers, parser_of, whole_numbers
 from bench.conditions import versions
 from bench.cost_report import plot, table
 from bench.publish import folder, publish
@@ -125,18 +126,8 @@ def _tracked(items: Sequence[Any], what: str) -> Iterable[Any]:
     return track(items, what, console=bar, transient=True, disable=not bar.is_terminal)
 
 
-def whole_numbers(text: str) -> list[int]:
-    return sorted({int(number) for number in text.split(",")})
-
-
-def numbers(text: str) -> list[float]:
-    return sorted({float(number) for number in text.split(",")})
-
-
-def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="specdec bench cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("cost", __doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="70b", help="devices (default: %(default)s)")
     parser.add_argument(
         "--acceptance",
@@ -153,7 +144,9 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="what a second of one of them counts, where the target's counts 1 (default: %(default)g)",
     )
     parser.add_argument(
-        "--latency-ms", type=numbers, help="a stream's time per token; default: 0.5 and 1.1 of a step with one row"
+        "--latency-ms",
+        type=numbers,
+        help="a stream's time per token; default: 0.5 and 1.1 of a step with one row",
     )
     parser.add_argument(
         "--most", type=int, default=256, help="streams that capacity is sought up to (default: %(default)s)"
@@ -181,8 +174,8 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parsed()
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
     try:
         found = measure(args)
     except KeyboardInterrupt:
@@ -191,7 +184,3 @@ def main() -> None:
     hardware = asdict(PRESETS[args.preset])
     report = {"simulated": True} | asked | {"hardware": hardware} | found | {"versions": versions()}
     publish(report, args.out, "cost", table, plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Measure the cost of distance between the services: this system, which drafts ahead, beside the synchronous one.
 
-    python -m bench.delay
-    python -m bench.delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on devices of its own, simulated
+    python -m bench delay
+    python -m bench delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on devices of its own, simulated
 
 Both links of the orchestrator, to the verifier and to the draft, are delayed (`testing.delay_process`). A round trip on
 each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The client's link is not
@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from bench.arguments import numbers, parser_of, whole_numbers
 from demo.prompts import held_out
 from specdec.client import AsyncClient, GenerateOptions, Speculation
 from specdec.local import PROGRAMS, Stack
@@ -247,8 +248,8 @@ def report(
     print(f"\ntokens of both systems under all delays: {'equal' if equal else 'NOT EQUAL'}")
 
 
-def main() -> None:
-    args = arguments()
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
     memory = ("--kv-tokens", str(KV_TOKENS))
     with contextlib.ExitStack() as exits:
         proxy = exits.enter_context(DelayProcess.start())
@@ -269,8 +270,8 @@ def main() -> None:
         asyncio.run(measure(args, proxy, addresses))
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("delay", __doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--streams", type=int, default=1)
@@ -278,22 +279,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="each with a prompt of its own for every stream")
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=128, help="for each stream")
-    parser.add_argument("--round-trips", type=_floats, default=[0.0, 0.1, 0.3, 0.5, 1.0], help="target steps: 0,0.3")
+    parser.add_argument("--round-trips", type=numbers, default=[0.0, 0.1, 0.3, 0.5, 1.0], help="target steps: 0,0.3")
     parser.add_argument("--target-step-ms", type=float, default=0.0, help="a target step takes so long at least: slept")
     parser.add_argument("--draft-step-ms", type=float, default=0.0, help="likewise a draft step")
-    parser.add_argument("--nodes", type=_ints, default=[4, 8, 16, 24, 32], help="the Ks that are tried")
-    parser.add_argument("--branches", type=_ints, default=[1, 3], help="1 is a chain")
+    parser.add_argument("--nodes", type=whole_numbers, default=[4, 8, 16, 24, 32], help="the Ks that are tried")
+    parser.add_argument("--branches", type=whole_numbers, default=[1, 3], help="1 is a chain")
     parser.add_argument("--search-texts", type=int, default=2)
-    return parser.parse_args()
-
-
-def _floats(text: str) -> list[float]:
-    return [float(each) for each in text.split(",")]
-
-
-def _ints(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
-
-
-if __name__ == "__main__":
-    main()
+    return parser.parse_args(given)

