@@ -54,7 +54,7 @@ bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine
 
 # The sources are those that llama-cpp-python comes with. Wants cmake and a C++ compiler; takes some ten minutes.
 LLAMA := llama-cpp-python==0.3.36
-build/llama/.done: Makefile bench/to_gguf.py | setup
+build/llama/.done: Makefile bench/tools/to_gguf.py | setup
 	mkdir -p build/llama/source
 	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama $(LLAMA)
 	tar -xzf build/llama/llama_cpp_python-*.tar.gz --strip-components=1 -C build/llama/source

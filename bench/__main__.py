@@ -8,52 +8,62 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Benchmark:
-    module: str  # has a function `main`, which takes the arguments after the name
-    what: str  # it measures
-
-
-BENCHMARKS = {
-    "speed": Benchmark("bench.speed", "tokens a second and latencies, beside transformers, vLLM and llama.cpp"),
-    "standings": Benchmark("bench.standings", "several speed reports in one table"),
-    "draft-length": Benchmark("bench.draft_length", "run time by the number of tokens drafted, beside transformers"),
-    "lookahead": Benchmark("bench.lookahead", "n-gram lookup and lookahead windows of several sizes"),
-    "bad-drafts": Benchmark("bench.bad_drafts", "drafts that are slow, random, or cannot be paired"),
-    "acceptance": Benchmark("bench.acceptance", "acceptance and tokens a step by rule, tree and temperature"),
-    "quality": Benchmark("bench.quality", "how varied naive, speculative and contrastive texts are"),
-    "engine": Benchmark("bench.engine", "step time over the roofline of memory, beside transformers: random weights"),
-    "delay": Benchmark("bench.delay", "the cost of distance between services, beside synchronous drafting"),
-    "wire": Benchmark("bench.wire", "bytes a token between the services"),
-    "capacity": Benchmark("bench.capacity", "session-steps a second of an orchestrator"),
-    "chunking": Benchmark("bench.chunking", "what a long prompt costs the other streams"),
-    "overload": Benchmark("bench.overload", "who is served and who is refused under ten times the load"),
-    "overhead": Benchmark("bench.overhead", "the verifier's step by part, profiled"),
-    "simulate": Benchmark("bench.simulate", "other devices, delays and numbers of sessions: simulated"),
-    "cost": Benchmark("bench.cost", "what drafts bring per device, and capacity at a latency: simulated"),
-    "widen": Benchmark("bench.widen", "makes a model that costs more and says the same"),
-    "to-gguf": Benchmark("bench.to_gguf", "converts a Llama model for llama.cpp"),
+ROOMS = {
+    "speed": {
+        "speed": "tokens a second and latencies, beside transformers, vLLM and llama.cpp",
+        "leaderboard": "several reports of speed in one table",
+        "draft-length": "run time by the number of tokens drafted, beside transformers",
+        "lookahead": "n-gram lookup and lookahead windows of several sizes",
+        "bad-drafts": "drafts that are slow, random, or cannot be paired",
+    },
+    "quality": {
+        "acceptance": "acceptance and tokens a step by rule, tree and temperature",
+        "quality": "how varied naive, speculative and contrastive texts are",
+    },
+    "engine": {
+        "engine": "step time over the roofline of the device's memory, beside transformers: random weights",
+    },
+    "serving": {
+        "chunking": "what a long prompt costs the other streams",
+        "overload": "who is served and who is refused under ten times the load",
+        "overhead": "where the time of a verifier's step goes, by profile",
+    },
+    "network": {
+        "delay": "what distance between the services costs, beside synchronous drafting",
+        "wire": "bytes a token between the services",
+        "capacity": "session-steps a second that an orchestrator relays",
+    },
+    "simulation": {
+        "simulate": "other devices, delays and numbers of sessions: simulated",
+        "cost": "what drafts bring per device, and capacity at a latency: simulated",
+    },
+    "tools": {
+        "widen": "makes a model that says the same and costs more",
+        "to-gguf": "converts a Llama model for llama.cpp",
+    },
 }
-"""Their modules are imported when they are run: most bring torch."""
+"""What each benchmark measures, by room and name. The module NAME in the room has a function `main`, which takes the
+arguments after the name; it is imported when it is run, since most bring torch."""
+
+MODULES = {name: f"bench.{room}.{name.replace('-', '_')}" for room, names in ROOMS.items() for name in names}
 
 
 def listed() -> str:
-    """Return the list of benchmarks, a line for each."""
-    return "\n".join(f"  {name:16} {benchmark.what}" for name, benchmark in BENCHMARKS.items())
+    """Return the list of all benchmarks, by room."""
+    rooms = ("".join(f"  {name:14} {what}\n" for name, what in names.items()) for names in ROOMS.values())
+    return "\n".join(rooms)
 
 
 def main(given: list[str]) -> None:
     if not given or given[0] in ("-h", "--help"):
-        print(f"usage: python -m bench NAME [--help] [options]\n\n{listed()}")
+        print(f"usage: python -m bench NAME [--help] [options]\n\n{listed()}", end="")
         return
     name, *options = given
-    if name not in BENCHMARKS:
-        print(f"bench: unknown benchmark {name!r}; there are:\n{listed()}", file=sys.stderr)
+    if name not in MODULES:
+        print(f"bench: unknown benchmark {name!r}; there are:\n\n{listed()}", end="", file=sys.stderr)
         sys.exit(2)
-    importlib.import_module(BENCHMARKS[name].module).main(options)
+    importlib.import_module(MODULES[name]).main(options)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from typing import cast
 import grpc
 import structlog
 
-from bench import synchronous
 from bench.simulation.channel import Channel
 from bench.simulation.devices import Hardware, SharedDevice, SimulatedEngine
 from bench.simulation.language import Language
 from bench.simulation.workers import LockstepLoop, SimulatedDraftLoop, SimulatedStepLoop, sleep
+from bench.systems import synchronous
 from draft_service.expansion_width import widest
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
@@ -47,8 +47,8 @@ class Scenario:
 
     `delay`: seconds from any service to another, one way. `warm_up` and `measured`: durations, in steps of the target
     with every session's root in it. `nodes`: candidates that a draft may have alive or, if `synchronous`, answers with
-    (`bench.synchronous`). `branches`: children of one node; 0: the services' default. `lockstep`: a synchronous step
-    waits for the answers of all drafts."""
+    (`bench.systems.synchronous`). `branches`: children of one node; 0: the services' default. `lockstep`: a synchronous
+    step waits for the answers of all drafts."""
 
     hardware: Hardware
     language: Language = field(default_factory=Language)

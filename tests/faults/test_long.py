@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.widen import widen
+from bench.tools.widen import widen
 from specdec.client import Unavailable
 from specdec.v2.draft_pb2 import DraftRequest
 from specdec.v2.verifier_pb2 import VerifyRequest
