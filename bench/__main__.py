@@ -39,7 +39,7 @@ ROOMS = {
         "cost": "what drafts bring per device, and capacity at a latency: simulated",
     },
     "tools": {
-        "widen": "makes a model that says the same and costs more",
+        "pad-model": "makes a model that says the same and costs more",
         "to-gguf": "converts a Llama model for llama.cpp",
     },
 }

@@ -1,4 +1,4 @@
-"""The report of the speed benchmark: tables and a plot. Each of them marks a widened model as such."""
+"""The report of the speed benchmark: tables and a plot. Each of them marks a padded model as such."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.tools.widen import LABEL
+from testing.padded_model import LABEL
 
 PLAIN = "specdec plain"
 OURS = "specdec"
@@ -21,13 +21,13 @@ Column = tuple[str, int]  # kind, streams
 
 
 def model_label(directory: Path) -> str:
-    """Return the model's name, with a note if it is a widened one."""
+    """Return the model's name, with a note if it is a padded one."""
     label = json.loads((directory / "config.json").read_text(encoding="utf-8")).get(LABEL)
     name = directory.resolve().name
     if label is None:
         return name
     sizes = f"from {label['source_parameters'] / 1e6:.0f}M to {label['parameters'] / 1e6:.0f}M parameters"
-    return f"{name} ({label['source']} WIDENED {sizes}: says what its source says, costs what its size costs)"
+    return f"{name} ({label['source']} PADDED {sizes}: says what its source says, costs what its size costs)"
 
 
 def arms(report: Report) -> list[str]:

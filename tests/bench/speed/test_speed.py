@@ -81,7 +81,7 @@ def test_several_reports_stand_in_one_table(tmp_path: Path, capsys: pytest.Captu
     crowd = (measurement(PLAIN, 90.0, streams=16), measurement("llama.cpp", 180.0, streams=16))
     for name, more in (("one", crowd), ("two", ())):
         (tmp_path / name).mkdir()
-        written = report(*TWO_ROUNDS, measurement("llama.cpp", 300.0), *more) | {"model": f"{name} (WIDENED)"}
+        written = report(*TWO_ROUNDS, measurement("llama.cpp", 300.0), *more) | {"model": f"{name} (PADDED)"}
         (tmp_path / name / "speed.json").write_text(json.dumps(written))
     leaderboard.main([str(tmp_path / "one"), str(tmp_path / "two")])
     said = capsys.readouterr().out

@@ -1,11 +1,9 @@
-"""Widen a model: a copy with the same outputs and a higher cost, to stand in for a larger one in speed measurements.
+"""A padded model: a copy with the same outputs and a higher cost, to stand in for a larger one in measurements.
 
-    python -m bench widen --source demo/target --out build/widened-60m --parameters 60M
-
-Units are added to every MLP whose input weights are small random numbers and whose output weights are
-zero. Their outputs are multiplied by zero, so the logits stay the same, up to the order of a sum's
-terms; but each forward pass reads and multiplies all of it. A small model is bound by everything
-but memory; a widened one is bound by memory, as real targets are.
+Units are added to every MLP whose input weights are small random numbers and whose output weights are zero. Their
+outputs are multiplied by zero, so the logits stay the same, up to the order of a sum's terms; but each forward pass
+reads and multiplies all of it. A small model is bound by everything but memory; a padded one is bound by memory, as
+real targets are.
 
 The copy is labelled, in its README.md and in its config.json: it is no better than its source.
 """
@@ -15,33 +13,24 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.arguments import parser_of
-
-LABEL = "widened"
-"""Key of config.json that marks a widened model, with its source and sizes."""
+LABEL = "padded"
+"""Key of config.json that marks a padded model, with its source and sizes."""
 MULTIPLE = 64  # of the intermediate size, as real ones are: kernels work in blocks
 SPREAD = 0.01  # of the added input weights
 _INPUTS, _OUTPUT = ("gate_proj", "up_proj"), "down_proj"
 
 
-class WidenError(Exception):
-    """The model cannot be widened so; the message is one line for a person."""
+class PaddingError(Exception):
+    """The model cannot be padded so; the message is one line for a person."""
 
 
-def parameter_count(text: str) -> int:
-    """Return the number of parameters in "60M", "1.5B" or a plain number."""
-    factor = {"M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
-    return round(float(text[:-1] if factor > 1 else text) * factor)
-
-
-def widen(source: Path, out: Path, parameters: int) -> dict[str, Any]:
+def pad_model(source: Path, out: Path, parameters: int) -> dict[str, Any]:
     """Write to `out` a copy of about `parameters` parameters, and return its label."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tensors: dict[str, torch.Tensor] = {}
@@ -49,13 +38,13 @@ def widen(source: Path, out: Path, parameters: int) -> dict[str, Any]:
         tensors |= load_file(file)
     outputs = [name for name in tensors if name.endswith(f"mlp.{_OUTPUT}.weight")]
     if not outputs or LABEL in config:
-        raise WidenError(f"{source.name}: " + ("already widened" if outputs else "no Llama-style MLPs"))
+        raise PaddingError(f"{source.name}: " + ("already padded" if outputs else "no Llama-style MLPs"))
     hidden, before = tensors[outputs[0]].shape
     count = sum(tensor.numel() for tensor in tensors.values())
     added = MULTIPLE * round((parameters - count) / (3 * hidden * len(outputs)) / MULTIPLE)
     after = MULTIPLE * math.ceil((before + added) / MULTIPLE)
     if after <= before:
-        raise WidenError(f"{source.name} has {count} parameters already")
+        raise PaddingError(f"{source.name} has {count} parameters already")
 
     generator = torch.Generator().manual_seed(0)
     for output in outputs:
@@ -92,25 +81,12 @@ def _padded(weight: torch.Tensor, units: int, generator: torch.Generator, *, zer
 
 
 def _card(label: dict[str, Any]) -> str:
-    return f"""# WIDENED: a stand-in for measurements of speed, not a larger model
+    return f"""# PADDED: a stand-in for measurements of speed, not a larger model
 
-This is `{label["source"]}` ({label["source_parameters"] / 1e6:.1f}M parameters) with its MLPs widened from \
+This is `{label["source"]}` ({label["source_parameters"] / 1e6:.1f}M parameters) with its MLPs padded from \
 {label["source_intermediate_size"]} to {label["intermediate_size"]} units, {label["parameters"] / 1e6:.1f}M parameters \
 in all. The output weights of the added units are zero: it says exactly what its source says, costs what a \
 model of its size costs, and knows nothing more.
 
-Made by `python -m bench widen`. Figures measured on it must say that it is widened.
+Made by `python -m bench pad-model`. Figures measured on it must say that it is padded.
 """
-
-
-def main(given: Sequence[str]) -> None:
-    parser = parser_of("widen", __doc__)
-    parser.add_argument("--source", type=Path, required=True, help="a Llama-style model's directory")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parameters", type=parameter_count, required=True, help="60M, 1.5B, ...")
-    args = parser.parse_args(given)
-    try:
-        label = widen(args.source, args.out, args.parameters)
-    except WidenError as error:
-        raise SystemExit(str(error)) from error
-    print(f"{args.out}: widened from {label['source_parameters'] / 1e6:.1f}M to {label['parameters'] / 1e6:.1f}M")
