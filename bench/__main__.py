@@ -14,8 +14,6 @@ ROOMS = {
         "speed": "tokens a second and latencies, beside transformers, vLLM and llama.cpp",
         "leaderboard": "several reports of speed in one table",
         "draft-length": "run time by the number of tokens drafted, beside transformers",
-        "lookahead": "n-gram lookup and lookahead windows of several sizes",
-        "bad-drafts": "drafts that are slow, random, or cannot be paired",
     },
     "quality": {
         "acceptance": "acceptance and tokens a step by rule, tree and temperature",

@@ -28,8 +28,8 @@ from rich.progress import track
 from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.report import folder, publish
-from bench.systems.generate import Transformers, assisted
-from bench.systems.system import stranger
+from bench.systems.specdec import isolated_tenant
+from bench.systems.transformers_generate import Transformers, assisted
 from demo.prompts import held_out
 from specdec.client import Client, SpecdecError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
@@ -39,33 +39,38 @@ SYSTEMS = ("specdec", "transformers")
 PLAIN = 0
 """Number of tokens drafted in plain decoding."""
 
-Arm = Callable[[list[int]], list[int]]
+Generate = Callable[[list[int]], list[int]]
 
 
-def arms(args: argparse.Namespace, exits: contextlib.ExitStack) -> dict[tuple[str, int], Arm]:
+def configurations(args: argparse.Namespace, exits: contextlib.ExitStack) -> dict[tuple[str, int], Generate]:
     """Return the configurations by system and number of tokens drafted."""
 
     def served(draft: str, *options: str) -> Client:
         stack = Stack.start(args.target, draft, dtype=args.dtype, verifier_options=options)
         return exits.enter_context(Client(exits.enter_context(stack).address))
 
-    def ours(client: Client, **how: Any) -> Arm:
-        how |= {"max_tokens": args.tokens, "temperature": args.temperature, "seed": args.seed, "ignore_end_token": True}
-        return lambda prompt: client.complete(tokens=prompt, tenant=stranger(), **how).completions[0].tokens
+    def text_of(client: Client, **options: Any) -> Generate:
+        options |= {
+            "max_tokens": args.tokens,
+            "temperature": args.temperature,
+            "seed": args.seed,
+            "ignore_end_token": True,
+        }
+        return lambda prompt: client.complete(tokens=prompt, tenant=isolated_tenant(), **options).completions[0].tokens
 
     alone, drafted = served("none", "--no-exact"), served(str(args.draft))
     theirs = partial(
         Transformers(args.target, args.draft, args.dtype), tokens=args.tokens, temperature=args.temperature
     )
 
-    found: dict[tuple[str, int], Arm] = {
-        ("specdec", PLAIN): ours(alone, speculation="off"),
+    found: dict[tuple[str, int], Generate] = {
+        ("specdec", PLAIN): text_of(alone, speculation="off"),
         ("transformers", PLAIN): theirs,
     }
     for count in range(1, args.most + 1):
         chain = {"max_candidates": count, "max_depth": count, "max_branches": 1}
-        found["specdec", count] = ours(drafted, speculation="always", **chain)
-        found["transformers", count] = partial(theirs, how=assisted(count))
+        found["specdec", count] = text_of(drafted, speculation="always", **chain)
+        found["transformers", count] = partial(theirs, mode=assisted(count))
     return found
 
 
@@ -74,15 +79,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[tuple[str, int], list[float]] = {}
     different = dict.fromkeys(SYSTEMS, 0)
     with contextlib.ExitStack() as exits:
-        asked = arms(args, exits)
+        asked = configurations(args, exits)
         prompts, bar = held_out(args.prompts + 1), Console(stderr=True)
         for number, prompt in enumerate(track(prompts, "prompts", console=bar, disable=not bar.is_terminal)):
             texts = {}
-            for arm, generate in asked.items():
+            for configuration, generate in asked.items():
                 begin = time.perf_counter()
-                texts[arm] = generate(prompt)
+                texts[configuration] = generate(prompt)
                 if number:  # the first prompt warms up
-                    seconds.setdefault(arm, []).append(time.perf_counter() - begin)
+                    seconds.setdefault(configuration, []).append(time.perf_counter() - begin)
             for system, count in asked:
                 different[system] += texts[system, count] != texts[system, PLAIN]
     return {

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.report import Report, markdown_table
+from bench.speed.leaderboard import leads
+from bench.speed.measurements import DISTURBED, Column, columns, configurations, found, ratios, streams_label
+from bench.systems.specdec import NAME, PLAIN
 from testing.padded_model import LABEL
-
-PLAIN = "specdec plain"
-OURS = "specdec"
-DISTURBED = 0.2  # cores taken by other processes, from which on a measurement counts as disturbed
-
-Report = dict[str, Any]
-Column = tuple[str, int]  # kind, streams
 
 
 def model_label(directory: Path) -> str:
@@ -28,25 +25,6 @@ def model_label(directory: Path) -> str:
         return name
     sizes = f"from {label['source_parameters'] / 1e6:.0f}M to {label['parameters'] / 1e6:.0f}M parameters"
     return f"{name} ({label['source']} PADDED {sizes}: says what its source says, costs what its size costs)"
-
-
-def arms(report: Report) -> list[str]:
-    return list(dict.fromkeys(each["arm"] for each in report["measurements"]))
-
-
-def columns(report: Report) -> list[Column]:
-    return list(dict.fromkeys((each["kind"], each["streams"]) for each in report["measurements"]))
-
-
-def found(report: Report, **what: Any) -> list[Report]:
-    """Return the measurements with these properties."""
-    return [each for each in report["measurements"] if all(each[name] == value for name, value in what.items())]
-
-
-def ratios(of: list[Report], over: list[Report]) -> list[float]:
-    """Return the ratios of rates within a round and kind."""
-    base = {(each["round"], each["kind"]): each["tokens_per_second"] for each in over}
-    return [e["tokens_per_second"] / base[k] for e in of if (k := (e["round"], e["kind"])) in base]
 
 
 def table(report: Report) -> str:
@@ -61,10 +39,14 @@ def table(report: Report) -> str:
     for temperature in report["temperatures"]:
         lines += ["", f"**T = {temperature:g}.** Tokens a second (over {PLAIN}, within a round):", ""]
         lines += _rates(report, temperature)
-        lines += ["", "The best of ours over the best of each peer (median of the ratio within a round):", ""]
-        lines += _standings(report, temperature)
+        lines += [
+            "",
+            "The best of specdec over the best of each other system, the median ratio within a round:",
+            "",
+        ]
+        lines += leads(report, temperature)
         for streams in dict.fromkeys(streams for _, streams in columns(report)):
-            lines += ["", f"T = {temperature:g}, {_streams(streams)}, all kinds:", ""]
+            lines += ["", f"T = {temperature:g}, {streams_label(streams)}, all kinds:", ""]
             lines += _details(report, temperature, streams)
     lines += ["", "A step of the target alone, ms, by rows:", "", *_step_times(report["step_times"])]
     lines += ["", *_facts(report)]
@@ -72,44 +54,18 @@ def table(report: Report) -> str:
 
 
 def _rates(report: Report, temperature: float) -> list[str]:
-    def cell(arm: str, column: Column) -> str:
+    def cell(name: str, column: Column) -> str:
         place = {"temperature": temperature, "kind": column[0], "streams": column[1]}
-        mine = found(report, arm=arm, **place)
+        mine = found(report, configuration=name, **place)
         if not mine:
             return "-"
-        over = ratios(mine, found(report, arm=PLAIN, **place))
+        over = ratios(mine, found(report, configuration=PLAIN, **place))
         rate = statistics.median(each["tokens_per_second"] for each in mine)
         return f"{rate:.0f} ({statistics.median(over):.2f})" if over else f"{rate:.0f}"
 
-    heads = [f"{kind}, {_streams(streams)}" for kind, streams in columns(report)]
-    return grid("", heads, ((arm, [cell(arm, each) for each in columns(report)]) for arm in arms(report)))
-
-
-def standing(report: Report, temperature: float, streams: int, peer: str = "") -> str:
-    """Return the median ratio, within a round, of our best configuration over the best of a peer, or of all peers, and
-    the names of the two."""
-
-    def best(ours: bool) -> tuple[str, list[Report]]:
-        """Return the configuration with the best median rate over kinds."""
-        names = [arm for arm in arms(report) if arm.startswith(OURS) is ours and (ours or arm.startswith(peer))]
-        candidates = {arm: found(report, arm=arm, temperature=temperature, streams=streams) for arm in names}
-        measured = {arm: each for arm, each in candidates.items() if each}
-        return max(
-            measured.items(),
-            key=lambda item: statistics.median(each["tokens_per_second"] for each in item[1]),
-            default=("", []),
-        )
-
-    (mine, own), (name, theirs) = best(True), best(False)
-    shared = ratios(own, theirs)
-    return f"{statistics.median(shared):.2f} ({mine.removeprefix(OURS + ' ')} over {name})" if shared else "-"
-
-
-def _standings(report: Report, temperature: float) -> list[str]:
-    peers = list(dict.fromkeys(arm.split()[0] for arm in arms(report) if not arm.startswith(OURS)))
-    counts = list(dict.fromkeys(streams for _, streams in columns(report)))
-    rows = ((peer, [standing(report, temperature, count, peer) for count in counts]) for peer in peers)
-    return grid("", map(_streams, counts), rows)
+    heads = [f"{kind}, {streams_label(streams)}" for kind, streams in columns(report)]
+    rows = ((name, [cell(name, each) for each in columns(report)]) for name in configurations(report))
+    return markdown_table("", heads, rows)
 
 
 DETAILS: dict[str, Callable[[list[Report]], str]] = {
@@ -130,11 +86,11 @@ DETAILS: dict[str, Callable[[list[Report]], str]] = {
 
 def _details(report: Report, temperature: float, streams: int) -> list[str]:
     rows = (
-        (arm, [tell(mine) for tell in DETAILS.values()])
-        for arm in arms(report)
-        if (mine := found(report, arm=arm, temperature=temperature, streams=streams))
+        (name, [tell(mine) for tell in DETAILS.values()])
+        for name in configurations(report)
+        if (mine := found(report, configuration=name, temperature=temperature, streams=streams))
     )
-    return grid("", DETAILS, rows)
+    return markdown_table("", DETAILS, rows)
 
 
 def _step_times(rounds: list[dict[str, float]]) -> list[str]:
@@ -146,7 +102,7 @@ def _step_times(rounds: list[dict[str, float]]) -> list[str]:
         if rows:
             target.setdefault(f"threads: {threads}", {})[rows] = f"{milliseconds:.1f}"
     heads = list(next(iter(target.values())))
-    lines = grid("", heads, ((threads, list(cells.values())) for threads, cells in target.items()))
+    lines = markdown_table("", heads, ((threads, list(cells.values())) for threads, cells in target.items()))
     if "draft" in median:
         lines.append(f"\nA step of the draft, one row: {median['draft']:.2f} ms.")
     return lines
@@ -168,10 +124,10 @@ def _facts(report: Report) -> list[str]:
 
 def differences(report: Report) -> str:
     """Return a sentence on how many loads got different texts from exact configurations: none may."""
-    exact = [arm for arm in arms(report) if arm.startswith(OURS) and arm != PLAIN]
+    exact = [name for name in configurations(report) if name.startswith(NAME) and name != PLAIN]
     answers: dict[tuple[Any, ...], set[int]] = {}
     for each in report["measurements"]:
-        if each["arm"] in exact:
+        if each["configuration"] in exact:
             key = (each["kind"], each["streams"], each["temperature"], each["round"])
             answers.setdefault(key, set()).add(each["text"])
     different = sum(len(texts) > 1 for texts in answers.values())
@@ -188,7 +144,7 @@ def plot(report: Report, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    places, names = columns(report), arms(report)
+    places, names = columns(report), configurations(report)
     figure, panels = pyplot.subplots(
         1,
         len(places),
@@ -202,16 +158,16 @@ def plot(report: Report, file: Path) -> None:
             for row, name in enumerate(names):
                 rates = [
                     each["tokens_per_second"]
-                    for each in found(report, arm=name, kind=kind, streams=streams, temperature=temperature)
+                    for each in found(report, configuration=name, kind=kind, streams=streams, temperature=temperature)
                 ]
                 if not rates:
                     continue
                 middle = statistics.median(rates)
                 spread = [[middle - min(rates)], [max(rates) - middle]]
-                place, colour = row + number * height, "C0" if name.startswith(OURS) else "C7"
+                place, colour = row + number * height, "C0" if name.startswith(NAME) else "C7"
                 style = {"color": colour, "alpha": 1.0 - 0.45 * number}
                 axes.barh(place, middle, height, xerr=spread, error_kw={"linewidth": 0.8}, **style)
-        axes.set_title(f"{kind}, {_streams(streams)}", fontsize=8)
+        axes.set_title(f"{kind}, {streams_label(streams)}", fontsize=8)
         axes.set_yticks([row + 0.4 - height / 2 for row in range(len(names))], names)
         axes.tick_params(labelsize=8)
         axes.grid(visible=True, axis="x", alpha=0.2)
@@ -221,17 +177,6 @@ def plot(report: Report, file: Path) -> None:
     figure.suptitle(f"{report['model']}\n{report['dtype']}, {temperatures}", fontsize=8)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
-
-
-def grid(corner: str, heads: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    heads = list(heads)
-    lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
-
-
-def _streams(count: int) -> str:
-    return f"{count} stream{'s' * (count > 1)}"
 
 
 def _milliseconds(seconds: list[float], percentile: float) -> str:

@@ -1,8 +1,8 @@
 """llama.cpp's server as a system under test: the user's `llama-server`, started on loopback and used over HTTP.
 
-Its client is in this process, as ours is, and the client's work counts; tokens are streamed, so that first tokens and
-pauses are seen. Each mode of speculation has a server of its own, since a server's mode is fixed when it starts. The
-options are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
+Its client is in this process, as specdec's is, and the client's work counts; tokens are streamed, so that first tokens
+and pauses are seen. Each mode of speculation has a server of its own, since a server's mode is fixed when it starts.
+The options are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.systems.protocol import Record
-from bench.systems.system import ANSWER_SECONDS, LOAD_SECONDS, STOP_SECONDS, Answer, Load, SubjectError, complete
+from bench.systems.system import (
+    ANSWER_SECONDS,
+    LOAD_SECONDS,
+    STOP_SECONDS,
+    Answer,
+    Configuration,
+    Launch,
+    Load,
+    NotServingError,
+    Setup,
+)
 
 HOST = "127.0.0.1"
 DRAFTED, LOOKED_UP = 5, 10
-"""Most tokens proposed per step by a draft and by n-gram lookup: as many as for the other peers."""
+"""Most tokens proposed per step by a draft and by n-gram lookup: as many as for other systems."""
 AGREEING = 2
 """Tokens that must match for n-gram lookup: as few as for vLLM."""
 NGRAMS = ["--spec-ngram-map-k-size-n", str(AGREEING), "--spec-ngram-map-k-size-m", str(LOOKED_UP)]
@@ -60,11 +71,30 @@ def server_options(speculation: str, streams: int, context: int) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class LlamaFiles:
+    """The user's files: the program, and models in its format."""
+
+    server: Path
+    target: Path
+    draft: Path | None
+
+
+def launches(setup: Setup, files: LlamaFiles) -> list[Launch]:
+    found = []
+    for name, speculation in {"llama.cpp": "none", "llama.cpp n-gram": "ngram", "llama.cpp drafted": "draft"}.items():
+        draft = files.draft if speculation == "draft" else None
+        if speculation != "draft" or draft is not None:
+            options = server_options(speculation, setup.streams, setup.context)
+            start = partial(LlamaServer.start, files.server, files.target, draft, options)
+            found.append(Launch(name, start, (Configuration(name),)))
+    return found
+
+
 @dataclass
 class LlamaServer:
     """A running llama.cpp server."""
 
-    name: str
     about: Mapping[str, Any]
     process: subprocess.Popen[bytes]
     port: int
@@ -72,8 +102,7 @@ class LlamaServer:
     @classmethod
     @contextlib.contextmanager
     def start(cls, binary: Path, target: Path, draft: Path | None, given: list[str]) -> Iterator[LlamaServer]:
-        """Start the server, wait until its models are loaded, and end it on leaving. SubjectError if it does not come
-        up."""
+        """Start the server, wait until its models are loaded, and end it on leaving; or raise NotServingError."""
         with socket.create_server((HOST, 0)) as reserved:
             port = int(reserved.getsockname()[1])
         models = ["--model", str(target), *(() if draft is None else ("--model-draft", str(draft)))]
@@ -89,7 +118,7 @@ class LlamaServer:
             try:
                 build = _await_health(process, port, log)
                 flags = {"target": target.name, "draft": draft and draft.name, "options": given}
-                yield cls("llama.cpp", {"versions": {"llama.cpp": build}, "flags": flags}, process, port)
+                yield cls({"versions": {"llama.cpp": build}, "flags": flags}, process, port)
             finally:
                 process.terminate()
                 try:
@@ -98,7 +127,7 @@ class LlamaServer:
                     process.kill()
                     process.wait()
 
-    def run(self, load: Load, how: str = "") -> Answer:
+    def run(self, load: Load, mode: str = "") -> Answer:
         with contextlib.ExitStack() as exits:
             connections = [
                 exits.enter_context(contextlib.closing(_connection(self.port, ANSWER_SECONDS))) for _ in load.prompts
@@ -109,19 +138,19 @@ class LlamaServer:
                 for connection in connections:
                     connection.connect()  # before the clock starts
                 record = Record(len(load.prompts))
-                guessed = sum(pool.map(lambda n: _query(connections[n], load, n, record), range(len(load.prompts))))
+                accepted = sum(pool.map(lambda n: _query(connections[n], load, n, record), range(len(load.prompts))))
                 seconds = time.perf_counter() - record.begin
             except (OSError, http.client.HTTPException) as error:
-                raise SubjectError(f"its server broke off: {type(error).__name__}: {error}") from error
-        answer = Answer(seconds, record.arrivals)
-        return complete(self.name, load, Answer(seconds, record.arrivals, steps=answer.tokens - guessed))
+                raise NotServingError(f"its server broke off: {type(error).__name__}: {error}") from error
+        answer = Answer(seconds, record.arrivals).checked("llama.cpp", load)
+        return replace(answer, steps=answer.tokens - accepted)
 
     def sessions(self) -> Mapping[str, int]:
         return {"": self.process.pid}
 
 
 def _end_with_parent() -> None:
-    """Make the child end with the benchmark, however that ends. (Other peers notice the end of their stdin.)"""
+    """Make the child end with the benchmark, however that ends. (Programs under test notice the end of their stdin.)"""
     _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -141,12 +170,12 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> str
     deadline = time.perf_counter() + LOAD_SECONDS
     while time.perf_counter() < deadline:
         if process.poll() is not None:
-            raise SubjectError(f"llama-server ended: {_last_words(log)}")
+            raise NotServingError(f"llama-server ended: {_last_words(log)}")
         with contextlib.suppress(OSError, http.client.HTTPException):
             if _get(port, "/health")[0] == http.client.OK:
                 return str(json.loads(_get(port, "/props")[1]).get("build_info", "unknown"))
         time.sleep(_POLL_SECONDS)
-    raise SubjectError(f"llama-server was not ready within {LOAD_SECONDS:.0f} s: {_last_words(log)}")
+    raise NotServingError(f"llama-server was not ready within {LOAD_SECONDS:.0f} s: {_last_words(log)}")
 
 
 def _last_words(log: Path) -> str:
@@ -172,19 +201,19 @@ def _query(connection: http.client.HTTPConnection, load: Load, number: int, reco
     socket_, known = connection.sock, 0
     with connection.getresponse() as answer:  # leaving it closes the socket, even if it broke off
         if answer.status != http.client.OK:
-            raise SubjectError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
+            raise NotServingError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
         for line in answer:
             # The server sends the next token only once the last is acknowledged, and the kernel delays an
             # acknowledgement by some 40 ms unless this option is set anew each time.
             socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
             kind, _, text = line.partition(b": ")
             if kind == b"error":
-                raise SubjectError(text.decode(errors="replace").strip()[:300])
+                raise NotServingError(text.decode(errors="replace").strip()[:300])
             if kind != b"data":
                 continue
             said = json.loads(text)
             if "error" in said:
-                raise SubjectError(str(said["error"])[:300])
+                raise NotServingError(str(said["error"])[:300])
             # The server holds back tokens of an incomplete character, and may add a token or two at the end.
             so_far = min(said["tokens_predicted"], load.max_tokens)
             if so_far > known:
@@ -192,4 +221,4 @@ def _query(connection: http.client.HTTPConnection, load: Load, number: int, reco
                 known = so_far
             if said["stop"]:
                 return int(said["timings"].get("draft_n_accepted", 0))
-    raise SubjectError("its answer broke off")
+    raise NotServingError("its answer broke off")

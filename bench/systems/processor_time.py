@@ -17,23 +17,23 @@ class Watch:
 
     Sessions are those of setsid(2): a process and all that it starts. Those of the system under test have names."""
 
-    def __init__(self, subject: Mapping[str, int], others: Iterable[int]) -> None:
-        self._subject, self._others = dict(subject), set(others)
+    def __init__(self, system: Mapping[str, int], others: Iterable[int]) -> None:
+        self._system, self._others = dict(system), set(others)
         self._begin = self._now()
 
     def cores(self) -> tuple[dict[str, float], float, float]:
         """Return cores used on average so far: (each named session, the other sessions, all other processes)."""
-        subject, before = self._now(), self._begin
-        seconds = subject[0] - before[0]
-        own, others, all_ = (now - then for now, then in zip(subject[2:], before[2:], strict=True))
-        mine = {name: now - before[1][name] for name, now in subject[1].items()}
-        strangers = max(0.0, all_ - own - others - sum(mine.values()))
+        now, before = self._now(), self._begin
+        seconds = now[0] - before[0]
+        client, others, all_ = (after - then for after, then in zip(now[2:], before[2:], strict=True))
+        mine = {name: taken - before[1][name] for name, taken in now[1].items()}
+        strangers = max(0.0, all_ - client - others - sum(mine.values()))
         return {name: taken / seconds for name, taken in mine.items()}, others / seconds, strangers / seconds
 
     def _now(self) -> tuple[float, dict[str, float], float, float, float]:
         return (
             time.perf_counter(),
-            {name: _processor_seconds({session}) for name, session in self._subject.items()},
+            {name: _processor_seconds({session}) for name, session in self._system.items()},
             sum(os.times()[:2]),  # of this process, the client
             _processor_seconds(self._others),
             _busy_seconds(),

@@ -1,8 +1,8 @@
-"""The protocol between benchmark and peer: one line of JSON in, one out, for as long as stdin is open.
+"""The protocol of programs under test: one line of JSON in, one out, for as long as stdin is open.
 
-Once its model is loaded, a peer first writes hello, {"versions": {...}, "flags": {...}}, or why it
-cannot serve, {"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t, "how": "..."}
-with {"seconds": s, "arrivals": [[[s, n]...]...], "steps": n}, or with {"error": "..."}. Arrivals are, for each prompt,
+Once its model is loaded, a program first writes hello, {"versions": {...}, "flags": {...}}, or why it cannot serve,
+{"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t, "mode": "..."} with
+{"seconds": s, "arrivals": [[[s, n]...]...], "steps": n}, or with {"error": "..."}. Arrivals are, for each prompt,
 seconds since it was sent and how many tokens came then. Steps are those of the target, summed over all prompts, or null
 if they are not counted.
 """
@@ -26,7 +26,7 @@ class Request:
     prompts: list[list[int]]
     max_tokens: int
     temperature: float
-    how: str  # the mode, if the peer has several
+    mode: str  # if the program has several
 
 
 @dataclass

@@ -1,23 +1,34 @@
-"""transformers' own continuous batching as a peer: what `generate_batch` and `transformers serve` run on.
+"""transformers' own continuous batching as a system under test: what `generate_batch` and `transformers serve` run on.
 
     python -m bench.systems.transformers_batching --model DIR --dtype bfloat16
 
-The manager runs from call to call, as a server's does: `generate_batch` would start and stop its thread
-in every call, which costs a tenth of a second. Idle, it looks for requests ten times a second.
+is the program that answers loads. Its manager runs from call to call, as a server's does: `generate_batch` would start
+and stop its thread in every call, which costs a tenth of a second. Idle, it looks for requests ten times a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.systems.program import Program
 from bench.systems.protocol import Generate, Record, Request, serve
+from bench.systems.system import Configuration, Launch, Setup
 
 # The fastest settings of those tried on CPU: "sdpa" over "paged|eager", pages of 256 tokens over 32, no compilation.
 ATTENTION, PAGE_TOKENS = "sdpa", 256
+
+
+def launches(setup: Setup) -> list[Launch]:
+    options = ["--model", str(setup.target.resolve()), "--dtype", setup.dtype]
+    options += ["--streams", str(setup.streams), "--context", str(setup.context)]
+    start = partial(Program.start, "batching", sys.executable, "bench.systems.transformers_batching", options)
+    return [Launch("transformers batching", start, (Configuration("transformers batching"),))]
 
 
 def start(args: argparse.Namespace, exits: ExitStack) -> tuple[dict[str, Any], Generate]:

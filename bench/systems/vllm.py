@@ -1,10 +1,11 @@
-"""vLLM's CPU build as a peer: plain, with n-gram speculation, or with a draft model.
+"""vLLM's CPU build as a system under test: plain, with n-gram speculation, or with a draft model.
 
     python -m bench.systems.vllm --model DIR --dtype bfloat16 --speculation none
 
-The engine runs in this process. As a server vLLM gives its scheduler a core and a process that polls;
-on a machine of few cores that costs more than it brings, and an idle one would disturb its neighbours.
-OpenMP is set as vLLM sets it for its own workers: Intel's runtime, a thread bound to every core.
+is the program that answers loads, under the interpreter of an environment that has vLLM (`make bench-peers`). The
+engine runs in this process. As a server vLLM gives its scheduler a core and a process that polls; on a machine of few
+cores that costs more than it brings, and an idle one would disturb its neighbours. OpenMP is set as vLLM sets it for
+its own workers: Intel's runtime, a thread bound to every core.
 """
 
 from __future__ import annotations
@@ -12,12 +13,33 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.systems.program import Program
 from bench.systems.protocol import Generate, Record, Request, serve
+from bench.systems.system import Configuration, Launch, Setup
 
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+SPECULATION = {"vLLM": "none", "vLLM n-gram": "ngram", "vLLM drafted": "draft"}
+"""Kinds of speculation that are measured, by the name of the configuration: each has an engine of its own."""
+
+
+def launches(setup: Setup, python: str) -> list[Launch]:
+    """Return vLLM's systems; `python` is the interpreter that has vLLM."""
+    common = ["--model", str(setup.target.resolve()), "--dtype", setup.dtype, "--streams", str(setup.streams)]
+    common += ["--context", str(setup.context)]
+    found = []
+    for name, speculation in SPECULATION.items():
+        options = [*common, "--speculation", speculation]
+        if speculation == "draft":
+            if setup.draft is None:
+                continue
+            options += ["--draft", str(setup.draft.resolve())]
+        start = partial(Program.start, "vLLM", python, "bench.systems.vllm", options)
+        found.append(Launch(name, start, (Configuration(name),)))
+    return found
 
 
 def prepare_process() -> None:

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a subject, beside a stand-in that speaks its endpoints on a real socket."""
+"""llama.cpp's server as a system under test, beside a stand-in that speaks its endpoints on a real socket."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from bench.speed.speed import arms, parsed, subjects
-from bench.systems.llama_cpp import LlamaServer, server_options
-from bench.systems.system import ROOT, Load, SubjectError
+from bench.speed.config import parsed
+from bench.systems.llama_cpp import LlamaServer, launches, server_options
+from bench.systems.program import ROOT
+from bench.systems.system import Load, NotServingError
 from testing.processes import alive
 
 LOAD = Load([[5, 6, 7, 8], [9, 8, 7]], 12, 0.8)
@@ -104,7 +105,7 @@ def test_its_process_ends_with_a_killed_benchmark(binary: Path, tmp_path: Path) 
 
 def test_a_server_that_does_not_come_up_is_one_line(binary: Path, tmp_path: Path) -> None:
     with (
-        pytest.raises(SubjectError, match=r"^llama-server ended: error: failed to load the model$"),
+        pytest.raises(NotServingError, match=r"^llama-server ended: error: failed to load the model$"),
         LlamaServer.start(binary, gguf(tmp_path, "broken"), None, server_options("none", 1, 64)),
     ):
         pass
@@ -112,7 +113,7 @@ def test_a_server_that_does_not_come_up_is_one_line(binary: Path, tmp_path: Path
 
 def test_a_server_that_cannot_guess_so_says_so(binary: Path, tmp_path: Path) -> None:
     with (
-        pytest.raises(SubjectError, match=r"^llama-server ended: .* unknown speculative type telepathy$"),
+        pytest.raises(NotServingError, match=r"^llama-server ended: .* unknown speculative type telepathy$"),
         LlamaServer.start(binary, gguf(tmp_path, "fine"), None, ["--spec-type", "telepathy"]),
     ):
         pass
@@ -121,7 +122,7 @@ def test_a_server_that_cannot_guess_so_says_so(binary: Path, tmp_path: Path) -> 
 def test_a_stream_that_breaks_off_is_one_line(binary: Path, tmp_path: Path) -> None:
     with (
         LlamaServer.start(binary, gguf(tmp_path, "torn"), None, server_options("none", 2, 64)) as server,
-        pytest.raises(SubjectError, match=r"^its answer broke off$"),
+        pytest.raises(NotServingError, match=r"^its answer broke off$"),
     ):
         server.run(LOAD)
 
@@ -129,7 +130,7 @@ def test_a_stream_that_breaks_off_is_one_line(binary: Path, tmp_path: Path) -> N
 def test_a_refused_prompt_is_one_line(binary: Path, tmp_path: Path) -> None:
     with (
         LlamaServer.start(binary, gguf(tmp_path, "fine"), None, server_options("none", 1, 64)) as server,
-        pytest.raises(SubjectError, match=r"^HTTP 400: .*Prompt contains invalid tokens"),
+        pytest.raises(NotServingError, match=r"^HTTP 400: .*Prompt contains invalid tokens"),
     ):
         server.run(Load([[999_999]], 4, 0.0))
 
@@ -141,14 +142,18 @@ def test_a_server_has_room_for_every_stream() -> None:
     assert given[given.index("--threads") + 1] == str(os.cpu_count())
 
 
-def test_every_way_of_it_is_an_arm(binary: Path, tmp_path: Path) -> None:
+def test_every_mode_of_it_is_a_configuration(binary: Path, tmp_path: Path) -> None:
     model = str(gguf(tmp_path, "fine"))
-    given = ["--llama-server", str(binary), "--llama-gguf", model]
-    plain, ngram = "llama none", "llama ngram"
-    assert [name for name in subjects(parsed(given)) if name.startswith("llama")] == [plain, ngram]
-    drafted = subjects(parsed([*given, "--llama-draft-gguf", model]))
-    assert [name for name in drafted if name.startswith("llama")] == [plain, ngram, "llama draft"]
-    assert list(arms([plain, ngram, "llama draft"])) == ["llama.cpp", "llama.cpp n-gram", "llama.cpp drafted"]
+    plain, ngram = "llama.cpp", "llama.cpp n-gram"
+
+    def names(*more: str) -> list[str]:
+        config = parsed(["--llama-server", str(binary), "--llama-gguf", model, *more])
+        assert config.llama is not None
+        found = launches(config.setup, config.llama)
+        return [configuration.name for launch in found for configuration in launch.configurations]
+
+    assert names() == [plain, ngram]
+    assert names("--llama-draft-gguf", model) == [plain, ngram, "llama.cpp drafted"]
 
 
 @pytest.mark.parametrize(
