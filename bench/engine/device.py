@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +26,12 @@ class Device:
     def synchronise(self) -> None:
         if self.kind == "cuda":
             torch.cuda.synchronize(self.name)
+
+    def free(self) -> None:
+        """Free memory that is no longer referenced."""
+        gc.collect()
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
         return free_bytes(self.name)

@@ -33,8 +33,9 @@ from bench.conditions import machine, versions
 from bench.engine import synthetic
 from bench.engine.device import Device
 from bench.engine.report import plot, table
-from bench.engine.shapes import SHAPES, Combination, Sizes, floor_seconds, sizes, split, write
-from bench.engine.systems import KINDS, PEERS, ContinuousBatching, Ours, Subject, free, median_step, transformers_model
+from bench.engine.shapes import SHAPES, Combination, Sizes, roofline_seconds, sizes, split, write
+from bench.engine.systems import SpecdecEngine, SteppedSystem, median_step
+from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, transformers_model
 from bench.report import CUT_OFF, Report, folder, publish
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.pretrained import DTYPES
@@ -83,7 +84,7 @@ class EngineBench:
         report |= {"exact": args.exact, "rows": self.rows, "synthetic": self.synthetic, "left_out": self.left_out}
         try:
             if fitting:
-                report["numerics"] = self._ours(fitting, bandwidth)
+                report["numerics"] = self._specdec(fitting, bandwidth)
                 self._peers(fitting, bandwidth)
         except KeyboardInterrupt:
             if not self.rows:
@@ -91,8 +92,8 @@ class EngineBench:
             report[CUT_OFF] = True
         return report
 
-    def _ours(self, fitting: list[Combination], bandwidth: float) -> str:
-        """Measure our engine; return its numerics fingerprint."""
+    def _specdec(self, fitting: list[Combination], bandwidth: float) -> str:
+        """Measure specdec's engine; return its numerics fingerprint."""
         args = self.args
         self._report("loading")
         capacity = 1 + max(what.slots for what in fitting)
@@ -106,7 +107,7 @@ class EngineBench:
             device=args.device,
             exact=args.exact,
         )
-        self._measure(Ours(engine, self.device), fitting, bandwidth)
+        self._measure(SpecdecEngine(engine, self.device), fitting, bandwidth)
         if args.synthetic_acceptance:
             for sessions in sorted({1, args.synthetic_sessions}):
                 self._report(f"synthetic acceptance, {sessions} sessions")
@@ -121,7 +122,7 @@ class EngineBench:
                 )
         numerics = engine.numerics
         del engine
-        free(self.device)
+        self.device.free()
         return numerics
 
     def _peers(self, fitting: list[Combination], bandwidth: float) -> None:
@@ -133,26 +134,26 @@ class EngineBench:
                 if name == ContinuousBatching.name:
                     chosen = [what for what in fitting if what.tokens == 1]
                 self._measure(KINDS[name](model, self.device), chosen, bandwidth)
-                free(self.device)
+                self.device.free()
 
-    def _measure(self, subject: Subject, chosen: list[Combination], bandwidth: float) -> None:
+    def _measure(self, system: SteppedSystem, chosen: list[Combination], bandwidth: float) -> None:
         for what in chosen:
             self._report(
-                f"{subject.name}: {what.sessions} sessions, {what.context} tokens of context, n = {what.tokens}"
+                f"{system.name}: {what.sessions} sessions, {what.context} tokens of context, n = {what.tokens}"
             )
             try:
-                found = median_step(subject, what, self.args.seconds, self.args.repeats)
-            except Exception as error:  # any error in a peer's code: the others are still measured
+                found = median_step(system, what, self.args.seconds, self.args.repeats)
+            except Exception as error:  # any error in another system's code: the others are still measured
                 reason = (str(error).strip().splitlines() or [""])[0][:160]
                 self.left_out.append(
-                    f"{subject.name}, {what.sessions} sessions, {what.context} tokens of context, "
+                    f"{system.name}, {what.sessions} sessions, {what.context} tokens of context, "
                     f"{what.tokens} tokens: left out, {type(error).__name__}: {reason}"
                 )
-                free(self.device)
+                self.device.free()
                 continue
-            floor = 1e3 * floor_seconds(self.sizes, what, bandwidth)
-            about = {"subject": subject.name, **vars(what), "floor_ms": floor}
-            self.rows.append(about | found | {"over_floor": found["ms"] / floor})
+            roofline = 1e3 * roofline_seconds(self.sizes, what, bandwidth)
+            about = {"system": system.name, **vars(what), "roofline_ms": roofline}
+            self.rows.append(about | found | {"over_roofline": found["ms"] / roofline})
 
     def _report(self, what: str) -> None:
         if self._console.is_terminal:

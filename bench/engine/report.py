@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 
-def _by_subject(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _by_system(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["subject"], []).append(row)
+        found.setdefault(row["system"], []).append(row)
     return found
 
 
@@ -19,7 +19,7 @@ def _place(row: dict[str, Any]) -> tuple[int, int, int]:
 
 def _cell(row: dict[str, Any], on_gpu: bool) -> str:
     host = f"; {row['host_ms']:.3g}" if on_gpu else ""
-    return f"{row['ms']:.3g} ({row['over_floor']:.2g}){host}"
+    return f"{row['ms']:.3g} ({row['over_roofline']:.2g}){host}"
 
 
 def table(report: dict[str, Any]) -> str:
@@ -34,19 +34,19 @@ def table(report: dict[str, Any]) -> str:
         f"a large copy moves {report['bandwidth'] / 1e9:.3g} GB/s, read and written.",
         "",
     ]
-    subjects = _by_subject(report["rows"])
-    if subjects:
+    systems = _by_system(report["rows"])
+    if systems:
         lines += [
-            "ms a step (times the floor)" + ("; then ms until the host had control again." if on_gpu else "."),
+            "ms a step (times the roofline)" + ("; then ms until the host had control again." if on_gpu else "."),
             "",
-            "| sessions | context | n | floor, ms | " + " | ".join(subjects) + " |",
-            "|---" * (4 + len(subjects)) + "|",
+            "| sessions | context | n | roofline, ms | " + " | ".join(systems) + " |",
+            "|---" * (4 + len(systems)) + "|",
         ]
-        found = {(name, _place(row)): row for name, rows in subjects.items() for row in rows}
-        floors = {_place(row): row["floor_ms"] for row in report["rows"]}
-        for place in sorted(floors):
-            cells = [_cell(row, on_gpu) if (row := found.get((name, place))) else "-" for name in subjects]
-            lines.append("| " + " | ".join([*map(str, place), f"{floors[place]:.3g}", *cells]) + " |")
+        found = {(name, _place(row)): row for name, rows in systems.items() for row in rows}
+        rooflines = {_place(row): row["roofline_ms"] for row in report["rows"]}
+        for place in sorted(rooflines):
+            cells = [_cell(row, on_gpu) if (row := found.get((name, place))) else "-" for name in systems]
+            lines.append("| " + " | ".join([*map(str, place), f"{rooflines[place]:.3g}", *cells]) + " |")
     if report["synthetic"]:
         lines += [
             "",
@@ -79,13 +79,13 @@ def plot(report: dict[str, Any], file: Path) -> None:
     figure, grid = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False)
     for axes, (sessions, context) in zip(grid[0], panels, strict=True):
         here = [row for row in report["rows"] if (row["sessions"], row["context"]) == (sessions, context)]
-        for name, rows in _by_subject(here).items():
+        for name, rows in _by_system(here).items():
             axes.plot([row["tokens"] for row in rows], [row["ms"] for row in rows], marker="o", label=name)
-        floors = sorted({row["tokens"]: row["floor_ms"] for row in here}.items())
-        axes.plot([n for n, _ in floors], [ms for _, ms in floors], "k--", label="floor")
+        rooflines = sorted({row["tokens"]: row["roofline_ms"] for row in here}.items())
+        axes.plot([n for n, _ in rooflines], [ms for _, ms in rooflines], "k--", label="roofline")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks([n for n, _ in floors], [str(n) for n, _ in floors])
+        axes.set_xticks([n for n, _ in rooflines], [str(n) for n, _ in rooflines])
         axes.set_title(f"sessions: {sessions}, context: {context}", fontsize=9)
         axes.set_xlabel("new tokens of a session")
     grid[0][0].set_ylabel("ms a step")

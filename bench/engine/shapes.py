@@ -105,7 +105,7 @@ class Combination:
         return self.sessions * (self.context + self.tokens)
 
 
-def floor_seconds(sizes: Sizes, what: Combination, bandwidth: float) -> float:
+def roofline_seconds(sizes: Sizes, what: Combination, bandwidth: float) -> float:
     """Return the roofline of a step in seconds; `bandwidth` is in bytes a second."""
     return (sizes.read + sizes.kv_token * what.context * what.sessions) / bandwidth
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from bench.engine.engine import EngineBench, parsed
 from bench.engine.report import plot, table
-from bench.engine.shapes import SHAPES, WORKING, Combination, Sizes, floor_seconds, needed_bytes, sizes, split, write
+from bench.engine.shapes import SHAPES, WORKING, Combination, Sizes, needed_bytes, roofline_seconds, sizes, split, write
 from bench.engine.synthetic import candidates, decode
-from bench.engine.systems import Subject
+from bench.engine.systems import SteppedSystem
 from bench.report import publish
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.loading import load_engine
@@ -30,10 +30,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> RandomWeights:
     return RandomWeights(write(SHAPES["tiny"], tmp_path_factory.mktemp("shapes") / "tiny"))
 
 
-class TestFloor:
+class TestRoofline:
     def test_weights_and_every_texts_memory_are_read_once(self) -> None:
-        assert floor_seconds(TINY, Combination(tokens=1, context=50, sessions=2), 1000.0) == pytest.approx(1.9)
-        assert floor_seconds(TINY, Combination(tokens=64, context=50, sessions=2), 1000.0) == pytest.approx(1.9)
+        assert roofline_seconds(TINY, Combination(tokens=1, context=50, sessions=2), 1000.0) == pytest.approx(1.9)
+        assert roofline_seconds(TINY, Combination(tokens=64, context=50, sessions=2), 1000.0) == pytest.approx(1.9)
 
     def test_sizes_of_a_shape(self, tiny: RandomWeights, tmp_path: Path) -> None:
         products = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)  # attention's, keys' and values', the MLP's
@@ -129,7 +129,7 @@ class TestReport:
         assert len(found["rows"]) == 3 * 4
         for row in found["rows"]:
             assert 0 < row["host_ms"] <= row["ms"]
-            assert row["over_floor"] == pytest.approx(row["ms"] / row["floor_ms"])
+            assert row["over_roofline"] == pytest.approx(row["ms"] / row["roofline_ms"])
         assert {row["width"] for row in found["synthetic"]} == {0, 2, 4, 8}
         publish(report, tmp_path, "engine", table, plot)
         assert "SYNTHETIC" in (tmp_path / "engine.md").read_text()
@@ -139,15 +139,15 @@ class TestReport:
         """Nothing, if there is nothing."""
 
         class CutOff(EngineBench):
-            def _measure(self, subject: Subject, chosen: list[Combination], bandwidth: float) -> None:
+            def _measure(self, system: SteppedSystem, chosen: list[Combination], bandwidth: float) -> None:
                 if len(self.rows) >= rows:
                     raise KeyboardInterrupt
-                super()._measure(subject, chosen, bandwidth)
+                super()._measure(system, chosen, bandwidth)
 
         args = parsed(["--quick", "--peers", "eager-dynamic", "--threads", "1", "--repeats", "3"])
         rows = 4
         found = CutOff(args, tiny).run()
-        assert [row["subject"] for row in found["rows"]] == ["specdec"] * 4
+        assert [row["system"] for row in found["rows"]] == ["specdec"] * 4
         report = {"asked": vars(args), "machine": {"processor": "some"}} | found
         with pytest.raises(SystemExit):
             publish(report, tmp_path, "engine", table, plot)
@@ -157,9 +157,9 @@ class TestReport:
             CutOff(args, tiny).run()
 
     def test_what_is_missing_shows(self) -> None:
-        row = {"subject": "specdec", "tokens": 1, "context": 8, "sessions": 2, "floor_ms": 2.0, "ms": 5.0}
-        other = row | {"subject": "eager-static", "tokens": 4}
-        rows: list[dict[str, Any]] = [r | {"host_ms": 1.0, "over_floor": 2.5} for r in (row, other)]
+        row = {"system": "specdec", "tokens": 1, "context": 8, "sessions": 2, "roofline_ms": 2.0, "ms": 5.0}
+        other = row | {"system": "eager-static", "tokens": 4}
+        rows: list[dict[str, Any]] = [r | {"host_ms": 1.0, "over_roofline": 2.5} for r in (row, other)]
         written = table(
             {
                 "name": "tiny",
