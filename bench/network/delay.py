@@ -22,17 +22,17 @@ import contextlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.arguments import numbers, parser_of, whole_numbers
+from bench.network.distance import Distance, echoing
 from demo.prompts import held_out
 from specdec.client import AsyncClient, GenerateOptions, Speculation
 from specdec.local import PROGRAMS, Stack
 from testing.delay_process import DelayProcess
 
 KV_TOKENS = 32768
-PINGS = 40
 SEARCH_TOKENS = 64
 
 
@@ -105,46 +105,6 @@ class System:
         counted = sum(count for pieces in arrivals for _, count in pieces[1:])
         first = statistics.median(pieces[0][0] - begin for pieces in arrivals)
         return Run(said, counted / seconds, first, steps[len(prompts) :], speculation)
-
-
-class Distance:
-    """The distance between the services: sets the delay, and measures it."""
-
-    def __init__(self, proxy: DelayProcess, echo: str, step: float) -> None:
-        self._proxy = proxy
-        self._echo = echo
-        self._step = step
-
-    def set(self, steps: float) -> None:
-        """Set the round trip of a link, in target steps."""
-        self._proxy.delay(steps * self._step / 2)
-
-    async def measured(self) -> float:
-        """Return the median seconds of a round trip, the proxy's own work included."""
-        host, port = self._echo.split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        seconds = []
-        for _ in range(PINGS):
-            begin = time.perf_counter()
-            writer.write(b"x")
-            await reader.readexactly(1)
-            seconds.append(time.perf_counter() - begin)
-        writer.close()
-        return statistics.median(seconds)
-
-
-@contextlib.asynccontextmanager
-async def echoing() -> AsyncIterator[str]:
-    """Yield the address of a server that echoes everything."""
-
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(64):
-            writer.write(data)
-        writer.close()
-
-    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        yield f"{host}:{port}"
 
 
 async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict[str, str]) -> None:

@@ -35,9 +35,9 @@ from bench.arguments import numbers, parser_of, whole_numbers
 from bench.conditions import versions
 from bench.report import folder, publish
 from bench.simulation.cost_report import plot, table
-from bench.simulation.deployment import Scenario
 from bench.simulation.devices import PRESETS
 from bench.simulation.language import EASY, HARD, Language
+from bench.simulation.scenario import Scenario
 from bench.simulation.simulate import measured
 
 LATENCIES = (0.5, 1.1)

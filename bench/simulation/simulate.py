@@ -23,10 +23,11 @@ from itertools import product
 
 from bench.arguments import numbers, parser_of, whole_numbers
 from bench.simulation.bound import bound
-from bench.simulation.deployment import Outcome, Scenario, simulate
+from bench.simulation.deployment import simulate
 from bench.simulation.devices import PRESETS
 from bench.simulation.ideal import ideal
 from bench.simulation.language import Language
+from bench.simulation.scenario import Outcome, Scenario
 from verifier_service.step_loop import MOST_CANDIDATES
 
 CHAINS = tuple((nodes, 1) for nodes in (1, 2, 4, 8, 16))

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation.deployment import Scenario, simulate
+from bench.simulation.deployment import simulate
 from bench.simulation.devices import PRESETS, Device, Hardware
+from bench.simulation.scenario import Scenario
 from bench.simulation.simulate import synchronous
 
 DRAFT = PRESETS["70b"].draft

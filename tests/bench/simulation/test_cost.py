@@ -10,8 +10,9 @@ import pytest
 
 from bench.simulation.cost import capacity, deployments, parsed
 from bench.simulation.cost_report import plot, table
-from bench.simulation.deployment import Scenario, simulate
+from bench.simulation.deployment import simulate
 from bench.simulation.devices import PRESETS, Device, Hardware
+from bench.simulation.scenario import Scenario
 
 PLAIN = Scenario(PRESETS["70b"], sessions=2, drafts=0, warm_up=5, measured=15)
 APART = replace(PLAIN, drafts=1, always=True)
