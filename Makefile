@@ -54,7 +54,7 @@ bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine
 
 # The sources are those that llama-cpp-python comes with. Wants cmake and a C++ compiler; takes some ten minutes.
 LLAMA := llama-cpp-python==0.3.36
-build/llama/.done: Makefile bench/to_gguf.py | setup
+build/llama/.done: Makefile bench/tools/to_gguf.py | setup
 	mkdir -p build/llama/source
 	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama $(LLAMA)
 	tar -xzf build/llama/llama_cpp_python-*.tar.gz --strip-components=1 -C build/llama/source
@@ -62,8 +62,8 @@ build/llama/.done: Makefile bench/to_gguf.py | setup
 	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
 	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
 	cmake --build build/llama/build --target llama-server --parallel $(shell nproc)
-	$(BIN)/python -m bench.to_gguf demo/target build/llama/target.gguf
-	$(BIN)/python -m bench.to_gguf demo/draft build/llama/draft.gguf
+	$(BIN)/python -m bench to-gguf demo/target build/llama/target.gguf
+	$(BIN)/python -m bench to-gguf demo/draft build/llama/draft.gguf
 	touch $@
 
 check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.

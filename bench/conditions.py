@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("specdec", "torch", "transformers", "onnxruntime", "grpcio")
+PACKAGES = ("specdec-serve", "torch", "transformers", "onnxruntime", "grpcio")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _ROOT = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what specdec runs on; a peer reports its own."""
+    """Return the versions of what specdec runs on; other systems report their own."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True)
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "commit": commit.stdout.strip() or "unknown"} | found

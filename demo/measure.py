@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from demo.train import SHAPES, encoded, held_out_loss
 
 HOME = Path(__file__).parent

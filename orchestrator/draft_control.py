@@ -10,7 +10,7 @@ PRICE_SHARE = 0.03
 """Share of the min candidate probability from which on a draft expands nodes, by path probability; the draft's own
 limit holds if that is higher. What will be worth verifying a step later is less probable than what is verified now. (A
 share of 1 left nothing to expand ahead, 0.3 was still too much, and 0.1 brought eight sessions of a pod 8 % less, by
-`python -m bench.simulate`.)"""
+`python -m bench simulate`.)"""
 
 FIRST_MIN_PROBABILITY = 0.1
 """Path probability from which on, at least, a draft expands nodes until the first commit. They are what a first step

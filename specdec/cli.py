@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 try:
     import typer
@@ -22,7 +22,7 @@ except ImportError:  # the client alone was installed
 from specdec import __version__
 from specdec.client import Chunk, Client, Finish, SpecdecError
 from specdec.durations import duration
-from specdec.roles import environment
+from specdec.roles import FOLDER, environment
 
 if TYPE_CHECKING:
     from specdec.v2.verifier_pb2 import GetStatsResponse
@@ -345,31 +345,16 @@ def _report(
 
 # --- benchmarks ----------------------------------------------------------------------------------
 
-BENCHMARKS = {
-    "cost": "What drafts bring per device, and capacity at a latency: simulated.",
-    "draft-length": "Run time against the number of tokens drafted, beside transformers' assisted generation.",
-    "engine": "What a step takes over the floor that memory sets, beside transformers: random weights.",
-    "quality": "How varied naive, speculative and contrastive texts are.",
-    "speed": "Tokens a second, latencies and efficiency, beside transformers and vLLM.",
-}
-benchmarks = typer.Typer(no_args_is_help=True)
-app.add_typer(benchmarks, name="bench", help="Measure, where specdec runs from its source.")
 
-
-def _measure(context: typer.Context) -> None:
-    root, module = Path(__file__).parent.parent, str(context.info_name).replace("-", "_")
-    if not (root / "bench" / f"{module}.py").is_file():
+@app.command(context_settings=PASS_ON)
+def bench(context: typer.Context) -> None:
+    """Measure, where specdec runs from its source (`specdec bench` lists what)."""
+    if not (FOLDER / "bench").is_dir():
         _fail("benchmarks come with the source: run this from an installation of a checkout")
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", f"bench.{module}", *context.args]
-    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})
+    _replace_with("bench", context)
 
 
-for _name, _what in BENCHMARKS.items():
-    benchmarks.command(_name, help=_what, context_settings=PASS_ON)(_measure)
-
-
-def _fail(message: str) -> Any:
+def _fail(message: str) -> NoReturn:
     print(f"specdec: {message}", file=sys.stderr)
     raise SystemExit(1)
 

@@ -63,6 +63,28 @@ def test_arrows_point_one_way() -> None:
             assert not [n for n in imported if n.startswith(("specdec.serving", "specdec.v2"))], path
 
 
+def _folders(*paths: Path) -> set[str]:
+    """Return the top-level names that these files import."""
+    return {name.split(".")[0] for path in paths for name in _imports(path)}
+
+
+def test_support_stands_below_tests_and_benchmarks() -> None:
+    """tests -> testing <- bench -> demo; tests use benchmarks only to test them, or support would hide there."""
+    assert not _folders(*(ROOT / "testing").rglob("*.py")) & {"bench", "demo", "tests"}
+    assert not _folders(*(ROOT / "demo").rglob("*.py")) & {"bench", "testing", "tests"}
+    assert not _folders(*(ROOT / "bench").rglob("*.py")) & {"tests"}
+    for path in (ROOT / "tests").rglob("*.py"):
+        if "bench" not in path.relative_to(ROOT / "tests").parts:
+            assert "bench" not in _folders(path), path
+
+
+def test_rooms_of_benchmarks_share_only_the_systems_under_test() -> None:
+    for path in (ROOT / "bench").glob("*/*.py"):
+        rooms = {name.split(".")[1] for name in _imports(path) if name.startswith("bench.")}
+        rooms &= {room.name for room in (ROOT / "bench").iterdir() if room.is_dir()}
+        assert rooms <= {path.parent.name, "systems"}, f"{path} imports {rooms}"
+
+
 @pytest.mark.parametrize(
     ("servicer", "descriptor"),
     [

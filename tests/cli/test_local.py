@@ -18,12 +18,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.processes import alive, children_of
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.export import export
+from testing.processes import alive, children_of
 from tests.models import make, near
 from verifier_service.__main__ import main as verifier
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.simulation import clock
 from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.send_queue import Extension
@@ -17,6 +16,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
+from testing import clock
 from tests.draft_service.fakes import ROWS, Engine, Pod, session
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from bench.delay_proxy import DelayProxy
+from testing.delay_proxy import DelayProxy
 
 
 class BadNetwork(DelayProxy):

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from bench.delay_proxy import DelayProxy
 from specdec.client import AsyncClient, Chunk
+from testing.delay_proxy import DelayProxy
 from tests.faults.asks import Ask
 from tests.faults.cluster import Cluster
 from tests.faults.history import Record, record, wrong

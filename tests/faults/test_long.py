@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.widen import widen
 from specdec.client import Unavailable
 from specdec.v2.draft_pb2 import DraftRequest
 from specdec.v2.verifier_pb2 import VerifyRequest
+from testing.padded_model import pad_model
 from tests.faults.asks import Ask, asks
 from tests.faults.cluster import Cluster, Models
 from tests.faults.conftest import client_of
@@ -149,13 +149,13 @@ async def test_rolling_restart(models: Models, oracle: Oracle, tmp_path: Path) -
 
 async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) -> None:
     """The text goes on at plain decoding's speed within a second, and at the draft's within five of its return. The
-    target is widened and the draft is what it was before, so that drafting is worth something on any machine."""
-    widen(models.target, tmp_path / "wide", 60_000_000)
+    target is padded and the draft is what it was before, so that drafting is worth something on any machine."""
+    pad_model(models.target, tmp_path / "padded", 60_000_000)
     always = {"speculation": "always"}  # on a busy machine it might not pay
     asked = asks(1, seed=81, tokens=(900, 900), **always)
     cluster = Cluster(models, tmp_path)
     cluster.orchestrator(
-        [cluster.verifier(model=tmp_path / "wide").address], [cluster.draft(model=models.target).address]
+        [cluster.verifier(model=tmp_path / "padded").address], [cluster.draft(model=models.target).address]
     )
     with cluster:
         await cluster.make_whole()

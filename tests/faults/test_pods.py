@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.processes import alive
+from testing.processes import alive
 from tests.faults.cluster import Models
 
 SCRIPT = """

@@ -16,12 +16,12 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.processes import alive, children_of
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
+from testing.processes import alive, children_of
 from tests.stack import request_of, served, until
 
 WORKERS = 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.local import DEMO
 from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.prompts import held_out
+from demo.prompts import held_out
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import Engine

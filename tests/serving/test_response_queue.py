@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.simulation import clock
 from specdec.serving.response_queue import BUSY_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS, ResponseQueue
+from testing import clock
 
 SECONDS = 10.0
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.mailbox import Mailbox
 from specdec.decoding.choice import Tokens, choose_token
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
@@ -30,6 +29,7 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
+from testing.mailbox import Mailbox
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop

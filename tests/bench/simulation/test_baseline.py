@@ -1,4 +1,4 @@
-"""What `bench.simulate` compares with: synchronous drafting at its best."""
+"""What `simulate` compares with: synchronous drafting at its best."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulate import synchronous
-from bench.simulation.deployment import Scenario, simulate
+from bench.simulation.deployment import simulate
 from bench.simulation.devices import PRESETS, Device, Hardware
+from bench.simulation.scenario import Scenario
+from bench.simulation.simulate import synchronous
 
 DRAFT = PRESETS["70b"].draft
 FLAT, STEEP = Hardware(Device(0.03, 0.0), DRAFT), Hardware(Device(0.001, 0.002), DRAFT)

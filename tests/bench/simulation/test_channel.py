@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.simulation import clock
 from bench.simulation.channel import Call, Channel
 from specdec.serving.errors import OverloadedError
 from specdec.v2 import model_pb2
+from testing import clock
 
 DELAY = 0.25
 

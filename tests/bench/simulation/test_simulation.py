@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.simulation import clock
 from bench.simulation.bound import bound, trees
-from bench.simulation.deployment import Scenario, deployed, prompt, simulate
+from bench.simulation.deployment import deployed, prompt, simulate
 from bench.simulation.devices import PRESETS
 from bench.simulation.ideal import ideal
 from bench.simulation.language import Language
+from bench.simulation.scenario import Scenario
+from testing import clock
 
 SHORT = Scenario(PRESETS["70b"], sessions=3, drafts=2, delay=0.002, warm_up=5, measured=15)
 

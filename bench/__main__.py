@@ -1,0 +1,68 @@
+"""All benchmarks by name.
+
+python -m bench                  lists them
+python -m bench NAME [options]   runs one; `--help` after its name lists its options
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+ROOMS = {
+    "speed": {
+        "speed": "tokens a second and latencies, beside transformers, vLLM and llama.cpp",
+        "leaderboard": "several reports of speed in one table",
+        "draft-length": "run time by the number of tokens drafted, beside transformers",
+    },
+    "quality": {
+        "acceptance": "acceptance and tokens a step by rule, tree and temperature",
+        "quality": "how varied naive, speculative and contrastive texts are",
+    },
+    "engine": {
+        "engine": "step time over the roofline of the device's memory, beside transformers: random weights",
+    },
+    "serving": {
+        "chunking": "what a long prompt costs the other streams",
+        "overload": "who is served and who is refused under ten times the load",
+        "overhead": "where the time of a verifier's step goes, by profile",
+    },
+    "network": {
+        "delay": "what distance between the services costs, beside synchronous drafting",
+        "wire": "bytes a token between the services",
+        "capacity": "session-steps a second that an orchestrator relays",
+    },
+    "simulation": {
+        "simulate": "other devices, delays and numbers of sessions: simulated",
+        "cost": "what drafts bring per device, and capacity at a latency: simulated",
+    },
+    "tools": {
+        "pad-model": "makes a model that says the same and costs more",
+        "to-gguf": "converts a Llama model for llama.cpp",
+    },
+}
+"""What each benchmark measures, by room and name. The module NAME in the room has a function `main`, which takes the
+arguments after the name; it is imported when it is run, since most bring torch."""
+
+MODULES = {name: f"bench.{room}.{name.replace('-', '_')}" for room, names in ROOMS.items() for name in names}
+
+
+def listed() -> str:
+    """Return the list of all benchmarks, by room."""
+    rooms = ("".join(f"  {name:14} {what}\n" for name, what in names.items()) for names in ROOMS.values())
+    return "\n".join(rooms)
+
+
+def main(given: list[str]) -> None:
+    if not given or given[0] in ("-h", "--help"):
+        print(f"usage: python -m bench NAME [--help] [options]\n\n{listed()}", end="")
+        return
+    name, *options = given
+    if name not in MODULES:
+        print(f"bench: unknown benchmark {name!r}; there are:\n\n{listed()}", end="", file=sys.stderr)
+        sys.exit(2)
+    importlib.import_module(MODULES[name]).main(options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

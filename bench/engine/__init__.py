@@ -1,0 +1,1 @@
+"""What a step of an engine takes, on its own: no services, no drafts."""

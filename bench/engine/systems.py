@@ -1,0 +1,75 @@
+"""Systems that take steps, and the median time of a step.
+
+Each has weights of the same shape, random, and texts whose keys and values are in the cache already (their values do
+not change the time); each computes the logits of every new token.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Protocol
+
+import numpy as np
+
+from bench.engine.device import Device
+from bench.engine.shapes import Combination
+from specdec.engine.engine import Engine, step_of
+from verifier_service.costs.step_latency import GREEDY
+
+
+class SteppedSystem(Protocol):
+    """A system under test that takes steps."""
+
+    name: str
+    repeated: bool  # a median needs several calls of `step`
+
+    def step(self, what: Combination) -> tuple[float, float]:
+        """Take one step; return seconds until control was back, and until the device was done."""
+
+
+class SpecdecEngine:
+    """An engine of specdec, as `load_engine` returned it. Texts lie side by side in its KV cache, from slot 1 on."""
+
+    name = "specdec"
+    repeated = True
+
+    def __init__(self, engine: Engine, device: Device) -> None:
+        self._engine = engine
+        self._forward = step_of(engine)
+        self._device = device
+
+    def step(self, what: Combination) -> tuple[float, float]:
+        """Take one step, from the packer on, which costs the host time too, to greedy choices if the engine makes them
+        on its device."""
+
+        def run() -> None:
+            packer = self._engine.packer()
+            for session in range(what.sessions):
+                first = 1 + session * (what.context + what.tokens)
+                slots = np.arange(first, first + what.context + what.tokens)
+                rows = packer.add_rows([1 + session] * what.tokens, what.context, slots[what.context :])
+                packer.add_path(slots, rows)
+                for row in rows:
+                    packer.want(row)
+            self._forward(packer.pack(), lambda: dict.fromkeys(range(what.sessions * what.tokens), GREEDY))
+
+        return self._device.timed(run)
+
+
+def median_step(system: SteppedSystem, what: Combination, seconds: float, repeats: int) -> dict[str, float]:
+    """Return the median times of as many steps as fit into `seconds`, 3 to `repeats`, after two that are left out."""
+    if system.repeated:
+        system.step(what)
+        system.step(what)
+    begin = time.perf_counter()
+    host, whole = [], []
+    for number in range(repeats):
+        if number >= 3 and time.perf_counter() - begin > seconds:
+            break
+        returned, done = system.step(what)
+        host.append(returned)
+        whole.append(done)
+        if not system.repeated:
+            break
+    return {"host_ms": 1e3 * statistics.median(host), "ms": 1e3 * statistics.median(whole), "steps": len(whole)}

@@ -1,0 +1,1 @@
+"""What lies between the services: distance, bytes, and the orchestrator's relay."""

@@ -1,0 +1,203 @@
+"""Measure acceptance and tokens per step, by rule, tree and temperature, and the bounds on acceptance.
+
+    python -m bench acceptance
+
+Draft and verifier sessions of the real services take turns in this process: the draft expands its tree as far as it is
+worth, and a step verifies the best of it, so that nothing depends on time. The demo pair continues held-out prompts.
+
+Acceptance is counted per position at which a candidate was tested. Its bounds, on the same texts: no rule with one
+candidate per position can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV)
+(Daliri, Musco, Suresh 2024).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.arguments import parser_of
+from demo.prompts import held_out
+from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.request import ExpansionPolicy
+from draft_service.request import SessionRequest as DraftRequest
+from draft_service.send_queue import Extension
+from draft_service.session import Session as DraftSession
+from specdec.decoding.calibration import Calibration
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import Drafter
+from specdec.decoding.step_logits import HostLogits
+from specdec.engine.kv.blocks import BlockPool
+from specdec.engine.loading import load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.local import DEMO
+from verifier_service.backend.request import Policy, SessionRequest
+from verifier_service.backend.result import CORRECTION
+from verifier_service.sessions.session import Session
+from verifier_service.verification.tree_verification import TreeVerification
+from verifier_service.verification.verify_trees import verify_trees
+
+REMOTE = frozenset({Drafter.REMOTE})
+
+CAPACITY = 4096
+SCRATCH = 256
+CREDIT = 64
+"""Most nodes that a draft may have alive; the verifier takes the best of them."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    nodes: int
+    depth: int
+    branches: int
+
+
+SHAPES = (
+    Shape("chain of 4", 4, 4, 1),
+    Shape("chain of 8", 8, 8, 1),
+    Shape("tree of 16", 16, 8, 3),
+    Shape("tree of 32", 32, 12, 3),
+)
+
+
+@dataclass
+class Count:
+    tokens: int = 0
+    steps: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / max(1, self.accepted + self.rejected)
+
+    @property
+    def tokens_a_step(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+
+class Pair:
+    """A pair of target and draft that take turns."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        directories = ModelDirectory(target), ModelDirectory(draft)
+        self.target, self.draft = (load_engine("torch", d, capacity=CAPACITY, threads=(1,)) for d in directories)
+        self.context = directories[0].context
+
+    def run(
+        self, prompt: list[int], sampler: RequestSampler, shape: Shape, tokens: int, calibration: Calibration
+    ) -> Text:
+        growing = DraftRequest(prompt, [], sampler, frozenset(), tokens, self.context)
+        policy = ExpansionPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
+        draft = DraftSession(growing, policy, self.draft.vocabulary, calibration)
+        wanted = SessionRequest(prompt, [], sampler, frozenset(), tokens, None, self.context)
+        verifier = Session(wanted, Policy(REMOTE, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
+        pushed: list[Extension] = []
+
+        def fail(error: Exception) -> None:
+            raise error
+
+        loop = DraftLoop(LanguageModelDrafter(self.draft))
+        loop.attach(RunningSession(draft, pushed.append, fail))
+        verifier.allocate(BlockPool((CAPACITY - SCRATCH) // 64))
+        count = Count()
+        while True:
+            while draft.best_logprob() > -math.inf:
+                loop.turn()
+            for extension in pushed:
+                verifier.extend(extension.base, extension.paths, 0.0)
+            pushed.clear()
+            base, finished = verifier.tree.base, self._step(verifier, count)
+            if finished:
+                return Text(verifier.tree.committed, count)
+            loop.commit(draft, base, verifier.tree.committed[base:], time.monotonic())
+
+    def _step(self, session: Session, count: Count) -> bool:
+        """Verify all candidates in one step; return True if the text has ended."""
+        nodes = [node for _, node in session.candidates()]
+        assert session.table is not None
+        session.table.reserve(max([session.tree.base, *(node.position + 1 for node in nodes)]))
+        packer = self.target.packer()
+        scratch = list(range(CAPACITY - SCRATCH, CAPACITY))
+        planned = session.plan(packer, session.remaining_prompt + 1, nodes, scratch)
+        verification = TreeVerification(session, planned)
+        verify_trees([verification], HostLogits(self.target.forward(packer.pack())))
+        if verification.error is not None:
+            raise verification.error
+        if verification.kv_copies:
+            self.target.copy(*np.asarray(verification.kv_copies).T)
+        result = verification.apply(0.0)
+        count.tokens += len(result.tokens)
+        count.steps += 1
+        count.accepted += result.accepted
+        count.rejected += result.sources.count(CORRECTION)
+        return bool(result.finish)
+
+    def distance(self, text: list[int], prompt: int, temperature: float) -> NDArray[np.float64]:
+        """Return TV(p, q) at each generated position of a text."""
+        p, q = (_probabilities(_logits(engine, text, prompt), temperature) for engine in (self.target, self.draft))
+        return np.asarray(0.5 * np.abs(p - q).sum(axis=1))
+
+
+@dataclass(frozen=True)
+class Text:
+    tokens: list[int]
+    count: Count
+
+
+def _logits(engine: object, text: Sequence[int], prompt: int) -> NDArray[np.float32]:
+    packer = engine.packer()  # type: ignore[attr-defined]
+    slots = np.arange(1, len(text))
+    rows = packer.add_rows(list(text[:-1]), 0, slots)
+    packer.add_path(slots, rows)
+    for row in rows[prompt - 1 :]:
+        packer.want(row)
+    logits: NDArray[np.float32] = engine.forward(packer.pack())  # type: ignore[attr-defined]
+    return logits[: len(text) - prompt]
+
+
+def _probabilities(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
+    z = logits.astype(np.float64) / temperature
+    z = np.exp(z - z.max(axis=1, keepdims=True))
+    return np.asarray(z / z.sum(axis=1, keepdims=True))
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("acceptance", __doc__)
+    parser.add_argument("--target", type=Path, default=DEMO / "target")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    args = parser.parse_args(given)
+    pair = Pair(args.target, args.draft)
+    prompts = held_out(args.prompts)
+    print("| T | rule | tree | acceptance | tokens a step | bounds (1-TV)/(1+TV), 1-TV |\n|---|---|---|---|---|---|")
+    for temperature in (0.0, 0.7, 1.0):
+        for rule in (Rule.COUPLED, Rule.REJECTION):
+            for shape in SHAPES:
+                if rule is Rule.REJECTION and (not temperature or shape.branches > 1):
+                    continue  # greedy REJECTION is COUPLED; and it has one candidate per position
+                calibration, total, distances = Calibration(), Count(), []
+                for seed, prompt in enumerate(prompts):
+                    sampler = RequestSampler(Sampling(temperature=temperature, seed=seed), rule=rule)
+                    text = pair.run(prompt, sampler, shape, args.tokens, calibration)
+                    total = replace(total, **{name: n + getattr(text.count, name) for name, n in vars(total).items()})
+                    if temperature:
+                        distances.append(pair.distance(text.tokens, len(prompt), temperature))
+                bounds = ""
+                if distances:
+                    tv = np.concatenate(distances)
+                    bounds = f"{np.mean((1 - tv) / (1 + tv)):.3f}, {np.mean(1 - tv):.3f}"
+                print(
+                    f"| {temperature:g} | {rule.name} | {shape.name} | {total.acceptance:.3f} | "
+                    f"{total.tokens_a_step:.2f} | {bounds} |",
+                    flush=True,
+                )

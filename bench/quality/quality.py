@@ -1,0 +1,134 @@
+"""Compare the diversity of texts from naive sampling, speculative sampling and contrastive decoding, by n-gram entropy
+(n = 1 to 3) and distinct-n (n = 1, 2): does speculation change what texts are like?
+
+    python -m bench quality --out build/quality
+    python -m bench quality --target DIR --draft DIR --prompt "Once upon a time" --texts 50
+
+Speculative sampling is the REJECTION rule, with drafts whether or not they pay: it draws other tokens than naive
+sampling, from the same distribution, so its texts must be as varied, within noise. (Under the COUPLED rule they would
+be the same texts.) Contrastive decoding draws nothing: one text per prompt, without errors. The figures are means over
+texts of the measure within one, so they depend on how long the texts are. Writes quality.json, quality.md and
+quality.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from bench.arguments import parser_of
+from bench.conditions import machine, versions
+from bench.quality.report import Text, measured, plot, reported, table
+from bench.report import folder, publish
+from specdec.client import Client, GenerateOptions, SpecdecError
+from specdec.local import LocalError, Stack
+
+PROMPTS = (
+    "Large Language models are",
+    "Barack Obama was",
+    "Decoding strategy is important because",
+    "A good recipe for Halloween is",
+    "Stanford is known for",
+)
+AT_ONCE = 8
+"""Samples per request."""
+
+
+def methods(temperature: float, alpha: float) -> dict[str, GenerateOptions]:
+    return {
+        "naive": {"speculation": "off", "temperature": temperature},
+        "speculative": {"speculation": "always", "temperature": temperature, "rule": "rejection"},
+        "contrastive": {"rule": "contrastive", "alpha": alpha},
+    }
+
+
+def query(
+    client: Client, prompts: Sequence[str], options: GenerateOptions, texts: int, tokens: int, seed: int, progress: str
+) -> list[Text]:
+    """Return `texts` samples of each prompt; one if nothing is drawn."""
+    found = []
+    several = bool(options.get("temperature"))
+    rounds = [(number, begin) for number in range(len(prompts)) for begin in range(0, texts if several else 1, AT_ONCE)]
+    bar = Console(stderr=True)
+    for number, begin in track(rounds, progress, console=bar, transient=True, disable=not bar.is_terminal):
+        count = min(AT_ONCE, texts - begin) if several else 1
+        asked: GenerateOptions = {**options, "n": count, "seed": seed + begin, "max_tokens": tokens}
+        result = client.complete(prompts[number], **asked)
+        found += [measured(number, completion) for completion in result.completions]
+    return found
+
+
+@contextlib.contextmanager
+def client_of(args: argparse.Namespace) -> Iterator[Client]:
+    if args.address:
+        with Client(args.address) as client:
+            yield client
+        return
+    with Stack.start(args.target, args.draft, dtype=args.dtype) as stack, Client(stack.address) as client:
+        yield client
+
+
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("quality", __doc__)
+    parser.add_argument("--address", help="of a running orchestrator with a draft; default: one is started")
+    parser.add_argument("--target", type=Path, help="model directory; default: the demo's")
+    parser.add_argument("--draft", help="model directory; default: the demo's")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--prompt", action="append", help="may be given several times; default: five classic ones")
+    parser.add_argument("--texts", type=int, default=40, help="a prompt and method (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="a text at most (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--alpha", type=float, default=0.1, help="of contrastive decoding (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="8 texts of 64 tokens")
+    parser.add_argument("--out", type=folder, help="folder for the report")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.texts, args.tokens = 8, 64
+    for name, least in (("texts", 1), ("tokens", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} is {getattr(args, name)}, must be at least {least}")
+    if args.temperature <= 0:
+        parser.error(f"--temperature is {args.temperature:g}: sampling needs one above 0")
+    for name in ("target", "draft"):
+        if args.address and getattr(args, name):
+            parser.error(f"--{name} is of a stack that is started, --address of one that runs: give one of them")
+    if args.target and not args.draft:
+        parser.error("--target needs a --draft that fits it")
+    return args
+
+
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
+    prompts = args.prompt or list(PROMPTS)
+    texts = {}
+    try:
+        with client_of(args) as client:
+            model = client.models()[0].name
+            for number, (method, options) in enumerate(methods(args.temperature, args.alpha).items()):
+                seed = args.seed + number * 1_000_000  # equal seeds would not be independent
+                texts[method] = query(client, prompts, options, args.texts, args.tokens, seed, method)
+    except (LocalError, SpecdecError) as error:
+        sys.exit(f"bench quality: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    report = {
+        "target": model,
+        "draft": Path(args.draft).name if args.draft else "of the address" if args.address else "draft",
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "alpha": args.alpha,
+        "seed": args.seed,
+        "tokens": args.tokens,
+        "prompts": prompts,
+        **reported(texts),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    publish(report, args.out, "quality", table, plot)

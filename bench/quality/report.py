@@ -1,0 +1,145 @@
+"""The report of the quality benchmark: means with errors, whether two methods differ, a table, a plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.quality.diversity import distinct, entropy
+from specdec.client import Completion
+
+MEASURES: dict[str, Callable[[Sequence[int]], float]] = {
+    "entropy 1": partial(entropy, n=1),
+    "entropy 2": partial(entropy, n=2),
+    "entropy 3": partial(entropy, n=3),
+    "distinct 1": partial(distinct, n=1),
+    "distinct 2": partial(distinct, n=2),
+}
+NOISE = 3.0
+"""Standard errors within which two means count as equal. If the five differences of equal methods were independent, one
+would exceed this in one run of 75; they are not, so it is rarer."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The measures of one sample."""
+
+    prompt: int
+    tokens: int
+    drafted: int  # accepted tokens from the draft
+    measures: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Mean:
+    value: float
+    error: float | None  # standard error, from the texts of one prompt; None with one text per prompt
+
+
+def measured(prompt: int, completion: Completion) -> Text:
+    values = {name: measure(completion.tokens) for name, measure in MEASURES.items()}
+    drafted = sum(source == "remote_draft" for source in completion.sources)
+    return Text(prompt, len(completion.tokens), drafted, values)
+
+
+def mean(texts: Sequence[Text], measure: str) -> Mean:
+    """Return the mean over prompts of the mean over texts: prompts differ, and sampling is what is compared."""
+    by_prompt: dict[int, list[float]] = {}
+    for text in texts:
+        by_prompt.setdefault(text.prompt, []).append(text.measures[measure])
+    value = statistics.fmean(statistics.fmean(values) for values in by_prompt.values())
+    if any(len(values) < 2 for values in by_prompt.values()):
+        return Mean(value, None)
+    variances = [statistics.variance(values) / len(values) for values in by_prompt.values()]
+    return Mean(value, math.sqrt(sum(variances)) / len(by_prompt))
+
+
+def difference(one: Mean, other: Mean) -> float | None:
+    """Return the difference in standard errors; None without them."""
+    if one.error is None or other.error is None:
+        return None
+    error = math.hypot(one.error, other.error)
+    apart = one.value - other.value
+    return apart / error if error else math.copysign(math.inf, apart) if apart else 0.0
+
+
+def reported(texts: Mapping[str, Sequence[Text]]) -> dict[str, Any]:
+    """Return the report on the texts of each method."""
+    means = {method: {name: mean(found, name) for name in MEASURES} for method, found in texts.items()}
+    apart = {name: difference(means["speculative"][name], means["naive"][name]) for name in MEASURES}
+    compared = [abs(value) for value in apart.values() if value is not None]
+    return {
+        "methods": {
+            method: {
+                "texts": len(found),
+                "tokens_a_text": statistics.fmean(text.tokens for text in found),
+                "drafted": sum(text.drafted for text in found) / max(1, sum(text.tokens for text in found)),
+                "measures": {name: asdict(value) for name, value in means[method].items()},
+            }
+            for method, found in texts.items()
+        },
+        "speculative_minus_naive": apart,
+        "within_noise": max(compared) < NOISE if compared else None,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the report as Markdown."""
+    names = list(MEASURES)
+    lines = [
+        f"Target: {report['target']}. Draft: {report['draft']}. T = {report['temperature']:g}, alpha = "
+        f"{report['alpha']:g}; {len(report['prompts'])} prompts, texts of up to {report['tokens']} tokens.",
+        "",
+        "| method | texts | tokens a text | drafted | " + " | ".join(f"{name}-gram" for name in names) + " |",
+        "|---" * (4 + len(names)) + "|",
+    ]
+    for method, found in report["methods"].items():
+        cells = [
+            f"{value['value']:.3f}" + ("" if value["error"] is None else f" ± {value['error']:.3f}")
+            for value in (found["measures"][name] for name in names)
+        ]
+        lines.append(
+            f"| {method} | {found['texts']} | {found['tokens_a_text']:.0f} | {found['drafted']:.2f} | "
+            + " | ".join(cells)
+            + " |"
+        )
+    apart = report["speculative_minus_naive"]
+    cells = ["-" if apart[name] is None else f"{apart[name]:+.1f}" for name in names]
+    lines.append("| *speculative minus naive, standard errors* | | | | " + " | ".join(cells) + " |")
+    result = {True: "within noise", False: "NOT within noise", None: "not compared"}[report["within_noise"]]
+    lines += ["", f"Speculative sampling is as varied as naive sampling: {result} ({NOISE:g} standard errors)."]
+    return "\n".join(lines) + "\n"
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Plot a panel for each kind of measure, with a bar for each method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4.5), layout="constrained", width_ratios=(3, 2))
+    for axes, kind in zip(panels, ("entropy", "distinct"), strict=True):
+        names = [name for name in MEASURES if name.startswith(kind)]
+        width = 0.8 / len(report["methods"])
+        for number, (method, found) in enumerate(report["methods"].items()):
+            values = [found["measures"][name] for name in names]
+            axes.bar(
+                [place + (number - 1) * width for place in range(len(names))],
+                [value["value"] for value in values],
+                width,
+                yerr=[value["error"] or 0.0 for value in values],
+                capsize=3,
+                label=method,
+            )
+        axes.set_xticks(range(len(names)), [f"{name.split()[1]}-grams" for name in names])
+        axes.set_ylabel("entropy of n-grams, bits" if kind == "entropy" else "different n-grams, part of all")
+    panels[0].legend()
+    figure.suptitle(f"{report['target']}, T = {report['temperature']:g}, alpha = {report['alpha']:g}", fontsize=9)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,50 @@
+"""Publishing of a report: the measurements as JSON, a table for people, a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Report = dict[str, Any]
+
+CUT_OFF = "cut_off"
+"""Key of a report that is True if Ctrl-C ended the measurement: the report has what was measured until then."""
+
+
+def publish(
+    report: Report, out: Path | None, name: str, table: Callable[[Report], str], plot: Callable[[Report, Path], None]
+) -> None:
+    """Print the table, and write `name`.json, .md and .png into the folder `out`. A report that was cut off says so and
+    makes the exit status 130."""
+    cut_off = report.get(CUT_OFF, False)
+    text = ("CUT OFF: this is what was measured until then.\n\n" if cut_off else "") + table(report)
+    print(text, end="")
+    if out is not None:
+        (out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (out / f"{name}.md").write_text(text, encoding="utf-8")
+        plot(report, out / f"{name}.png")
+    if cut_off:
+        sys.exit(130)
+
+
+def folder(name: str) -> Path:
+    """Return the report folder that an option names; it is created, and tried, before anything is measured."""
+    out = Path(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be written: {error.strerror}") from error
+    return out
+
+
+def markdown_table(corner: str, heads: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    heads = list(heads)
+    lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]

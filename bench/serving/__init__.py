@@ -1,0 +1,1 @@
+"""A verifier that many use: long prompts, overload, and where a step's time goes."""

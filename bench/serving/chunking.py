@@ -1,0 +1,115 @@
+"""Measure the cost of a long prompt to other streams: their time between tokens, with and without it.
+
+    python -m bench chunking --dtype bfloat16 --rounds 8
+
+Eight streams run; in turns, nothing happens, or a prompt of 1,500 tokens arrives and a short one right behind
+it. Printed are the median and p99 of the time between two pieces of a stream, and the time to the first token of
+both prompts. The model is the demo target with a context configured twice as long, for which it was not trained: the
+text is poor, the cost is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.arguments import parser_of
+from demo.prompts import held_out
+from specdec.client import AsyncClient
+from specdec.local import DEMO, Stack
+
+STREAMS = 8
+STREAM_TOKENS = 400
+LONG, SHORT = 1500, 16
+CONTEXT = 2048
+
+
+@dataclass
+class Seen:
+    """Measured seconds over all rounds."""
+
+    gaps: list[float] = field(default_factory=list)
+    first_of_long: list[float] = field(default_factory=list)
+    first_of_short: list[float] = field(default_factory=list)
+
+
+def lengthened(source: Path, folder: Path) -> Path:
+    """Write a copy of a model directory with a context of CONTEXT tokens; return it."""
+    target = folder / "target"
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    config["max_position_embeddings"] = CONTEXT
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+async def stream(client: AsyncClient, prompt: list[int], tokens: int, speculation: Any) -> list[float]:
+    """Return the times at which pieces came; the first entry is when the request was sent."""
+    times = [time.perf_counter()]
+    options = {"temperature": 0.8, "seed": 1, "ignore_end_token": True, "speculation": speculation}
+    async with client.generate(tokens=prompt, max_tokens=tokens, **options) as chunks:
+        times += [time.perf_counter() async for _ in chunks]
+    return times
+
+
+async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: bool, speculation: str) -> None:
+    prompts = held_out(STREAMS, tokens=32, seed=number)
+    long = [token for text in held_out(LONG // 100, tokens=100, seed=100 + number) for token in text]
+    short = held_out(1, tokens=SHORT, seed=number)[0]
+    running = [asyncio.create_task(stream(client, p, STREAM_TOKENS, speculation)) for p in prompts]
+    await asyncio.sleep(0.5)  # all of them decode by now
+    begin, end = time.perf_counter(), None
+    if disturbed:
+        arriving = asyncio.create_task(stream(client, long, 2, speculation))
+        await asyncio.sleep(0.02)
+        behind = asyncio.create_task(stream(client, short, 2, speculation))
+        for task, firsts in ((behind, seen.first_of_short), (arriving, seen.first_of_long)):
+            times = await task
+            firsts.append(times[1] - times[0])
+        end = time.perf_counter()
+    for times in await asyncio.gather(*running):
+        inside = [t for t in times[1:] if t >= begin and (end is None or t <= end)]
+        seen.gaps += np.diff(inside).tolist()
+
+
+async def measure(address: str, rounds: int, speculation: str) -> tuple[Seen, Seen]:
+    """Return the measurements (idle, disturbed)."""
+    idle, disturbed = Seen(), Seen()
+    async with AsyncClient(address, timeout=120) as client:
+        await one_round(client, Seen(), 999, True, speculation)  # warm
+        for number in range(rounds):
+            await one_round(client, idle, 2 * number, False, speculation)
+            await one_round(client, disturbed, 2 * number + 1, True, speculation)
+    return idle, disturbed
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("chunking", __doc__)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--drafted", action="store_true", help="with the demo draft")
+    args = parser.parse_args(given)
+    with tempfile.TemporaryDirectory() as folder:
+        target = lengthened(DEMO / "target", Path(folder))
+        draft = str(DEMO / "draft") if args.drafted else "none"
+        speculation = "auto" if args.drafted else "off"
+        # Every prompt is new: prefix caching would leave nothing of it to compute.
+        with Stack.start(target, draft, dtype=args.dtype) as stack:
+            idle, disturbed = asyncio.run(measure(stack.address, args.rounds, speculation))
+    rows = [("idle", idle.gaps), (f"while {LONG} tokens arrive", disturbed.gaps)]
+    for name, gaps in rows:
+        p50, p99 = (1e3 * float(np.percentile(gaps, q)) for q in (50, 99))
+        print(f"{name:28} {len(gaps):6} gaps, median {p50:6.1f} ms, p99 {p99:6.1f} ms")
+    ratio = float(np.percentile(disturbed.gaps, 99) / np.percentile(idle.gaps, 99))
+    print(f"p99 over idle p99: {ratio:.2f}")
+    for name, firsts in (("long", disturbed.first_of_long), ("short, behind it", disturbed.first_of_short)):
+        print(f"first token of the {name} prompt: median {1e3 * float(np.median(firsts)):.0f} ms")

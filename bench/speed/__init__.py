@@ -1,0 +1,1 @@
+"""How fast texts come: specdec beside other systems, and beside itself in other configurations."""

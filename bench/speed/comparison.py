@@ -1,0 +1,111 @@
+"""A comparison under way: rounds in which all configurations take turns at the same loads."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from bench.speed.config import SpeedConfig
+from bench.speed.measurements import DISTURBED, Measurement
+from bench.speed.plan import Cell, cells
+from bench.speed.step_times import StepTimes, Times, of_answer
+from bench.systems.processor_time import Watch, await_quiet
+from bench.systems.system import Answer, Configuration, Launch, Load, NotServingError, SystemUnderTest
+from demo.prompts import of_kind
+from specdec.client import SpecdecError
+
+ACCEPTED = "remote_draft", "local_model", "ngram", "lookahead"
+"""Token sources that are accepted candidates."""
+
+
+class Comparison:
+    """All rounds of a comparison. A system that fails is left out from then on, and its reason is kept."""
+
+    def __init__(self, config: SpeedConfig, running: dict[Launch, SystemUnderTest], step_times: StepTimes) -> None:
+        self.running = running
+        self.failed: dict[str, str] = {}  # by configuration
+        self.measurements: list[Measurement] = []
+        self.times: list[Times] = []
+        self._config = config
+        self._step_times = step_times
+        self._texts: dict[tuple[Any, ...], int] = {}
+
+    def run(self, console: Console) -> None:
+        """Run all rounds; the first one warms up and is not kept."""
+        plan = cells(self._config)
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            work = bar.add_task("rounds", total=(self._config.rounds + 1) * len(plan))
+            for number in range(self._config.rounds + 1):
+                times = self._step_times.measure()
+                self.times += [times] if number else []
+                for cell in plan:
+                    self._measure_all(cell, number, times)
+                    bar.advance(work)
+
+    def _measure_all(self, cell: Cell, number: int, times: Times) -> None:
+        load = self._load(cell, 1000 * number + cell.streams)
+        everyone = [session for system in self.running.values() for session in system.sessions().values()]
+        await_quiet(everyone, DISTURBED, self._config.patience_seconds)
+        for launch, system in list(self.running.items()):
+            others = [session for session in everyone if session not in system.sessions().values()]
+            for configuration in launch.configurations:
+                if configuration.one_stream and cell.streams > 1:
+                    continue
+                watch = Watch(system.sessions(), others)
+                try:
+                    if configuration.adaptive and not number:
+                        self._teach(system, configuration, cell)
+                    answer = system.run(load, configuration.mode)
+                except (NotServingError, SpecdecError) as error:
+                    self.failed[configuration.name] = f"{cell.streams} streams of {cell.kind}: {error}"
+                    del self.running[launch]
+                    break
+                if number:
+                    self.measurements.append(self._measured(configuration.name, cell, number, answer, times, watch))
+
+    def _load(self, cell: Cell, seed: int) -> Load:
+        config = self._config
+        tokenizer = config.target / "tokenizer.json"
+        prompts = of_kind(cell.kind, cell.streams, config.prompt_tokens, tokenizer, config.seed + seed)
+        return Load(prompts, config.tokens, cell.temperature)
+
+    def _teach(self, system: SystemUnderTest, configuration: Configuration, cell: Cell) -> None:
+        """Run other loads until the system has had time to find out which speculation is best for such ones."""
+        begin = time.monotonic()
+        for number in itertools.count(1):
+            system.run(self._load(cell, -1000 * number + cell.streams), configuration.mode)
+            if time.monotonic() - begin >= self._config.learning_seconds:
+                return
+
+    def _measured(self, name: str, cell: Cell, number: int, answer: Answer, times: Times, watch: Watch) -> Measurement:
+        cores, waiting, foreign = watch.cores()
+        ideal = acceptance = text = None
+        if answer.steps and answer.candidates is not None:
+            each = of_answer(answer.tokens, answer.steps, answer.candidates, answer.sources)
+            ideal = self._step_times.ideal(times, cell.streams, self._config.prompt_tokens, answer.tokens, **each)
+            accepted = sum(answer.sources.get(source, 0) for source in ACCEPTED)
+            acceptance = accepted / answer.candidates if answer.candidates else None
+        if answer.texts is not None:
+            key = (cell, number, tuple(map(tuple, answer.texts)))
+            text = self._texts.setdefault(key, len(self._texts))
+        return Measurement(
+            configuration=name,
+            **asdict(cell),
+            round=number,
+            tokens_per_second=answer.tokens / answer.seconds,
+            first=answer.first,
+            pauses=answer.pauses,
+            tokens_per_step=answer.tokens / answer.steps if answer.steps else None,
+            acceptance=acceptance,
+            sources=dict(answer.sources),
+            ideal=ideal,
+            cores=cores,
+            waiting_cores=waiting,
+            foreign_cores=foreign,
+            text=text,
+        )

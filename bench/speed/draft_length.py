@@ -1,0 +1,195 @@
+"""Measure run time over the number of tokens drafted: the classic plot, for specdec and transformers.
+
+    python -m bench draft-length --out build/draft-length
+    python -m bench draft-length --target DIR --draft DIR --temperature 0.8
+
+specdec verifies a chain of up to that many candidates, whether or not they pay; transformers' assisted generation
+drafts that many for every step (a constant schedule, no confidence threshold). All take turns prompt by prompt; the
+report has the median over prompts of the time for a text, and of its ratio to the same system's plain decoding of the
+same prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature 0
+is compared with plain decoding's. Writes draft-length.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from bench.arguments import parser_of
+from bench.conditions import machine, versions
+from bench.report import folder, publish
+from bench.systems.specdec import isolated_tenant
+from bench.systems.transformers_generate import Transformers, assisted
+from demo.prompts import held_out
+from specdec.client import Client, SpecdecError
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.local import DEMO, LocalError, Stack
+
+SYSTEMS = ("specdec", "transformers")
+PLAIN = 0
+"""Number of tokens drafted in plain decoding."""
+
+Generate = Callable[[list[int]], list[int]]
+
+
+def configurations(args: argparse.Namespace, exits: contextlib.ExitStack) -> dict[tuple[str, int], Generate]:
+    """Return the configurations by system and number of tokens drafted."""
+
+    def served(draft: str, *options: str) -> Client:
+        stack = Stack.start(args.target, draft, dtype=args.dtype, verifier_options=options)
+        return exits.enter_context(Client(exits.enter_context(stack).address))
+
+    def text_of(client: Client, **options: Any) -> Generate:
+        options |= {
+            "max_tokens": args.tokens,
+            "temperature": args.temperature,
+            "seed": args.seed,
+            "ignore_end_token": True,
+        }
+        return lambda prompt: client.complete(tokens=prompt, tenant=isolated_tenant(), **options).completions[0].tokens
+
+    alone, drafted = served("none", "--no-exact"), served(str(args.draft))
+    theirs = partial(
+        Transformers(args.target, args.draft, args.dtype), tokens=args.tokens, temperature=args.temperature
+    )
+
+    found: dict[tuple[str, int], Generate] = {
+        ("specdec", PLAIN): text_of(alone, speculation="off"),
+        ("transformers", PLAIN): theirs,
+    }
+    for count in range(1, args.most + 1):
+        chain = {"max_candidates": count, "max_depth": count, "max_branches": 1}
+        found["specdec", count] = text_of(drafted, speculation="always", **chain)
+        found["transformers", count] = partial(theirs, mode=assisted(count))
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the seconds of each text, by system and number of tokens drafted; return the report."""
+    seconds: dict[tuple[str, int], list[float]] = {}
+    different = dict.fromkeys(SYSTEMS, 0)
+    with contextlib.ExitStack() as exits:
+        asked = configurations(args, exits)
+        prompts, bar = held_out(args.prompts + 1), Console(stderr=True)
+        for number, prompt in enumerate(track(prompts, "prompts", console=bar, disable=not bar.is_terminal)):
+            texts = {}
+            for configuration, generate in asked.items():
+                begin = time.perf_counter()
+                texts[configuration] = generate(prompt)
+                if number:  # the first prompt warms up
+                    seconds.setdefault(configuration, []).append(time.perf_counter() - begin)
+            for system, count in asked:
+                different[system] += texts[system, count] != texts[system, PLAIN]
+    return {
+        "seconds": {system: {count: seconds[system, count] for count in range(args.most + 1)} for system in SYSTEMS},
+        "texts_that_differ": different if args.temperature == 0 else None,
+    }
+
+
+def ratios(report: dict[str, Any], system: str, count: int) -> list[float]:
+    """Return ratios of run time to the same system's plain decoding, by prompt."""
+    mine = report["seconds"][system]
+    return [a / b for a, b in zip(mine[count], mine[PLAIN], strict=True)]
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the report as Markdown."""
+    counts = sorted(report["seconds"][SYSTEMS[0]])
+    lines = [
+        f"Target: {report['target']}. Draft: {report['draft']}. {report['dtype']}, T = {report['temperature']:g}, "
+        f"{report['prompts']} prompts continued by {report['tokens']} tokens. Seconds a text (of plain decoding's).",
+        "",
+        "| tokens drafted | " + " | ".join("plain" if count == PLAIN else str(count) for count in counts) + " |",
+        "|---" * (len(counts) + 1) + "|",
+    ]
+    for system in SYSTEMS:
+        cells = [
+            f"{statistics.median(report['seconds'][system][count]):.2f} "
+            f"({statistics.median(ratios(report, system, count)):.2f})"
+            for count in counts
+        ]
+        lines.append(f"| {system} | " + " | ".join(cells) + " |")
+    if report["texts_that_differ"] is not None:
+        told = ", ".join(f"{system} {count}" for system, count in report["texts_that_differ"].items())
+        lines += ["", f"Texts that differ from the same system's plain decoding: {told}."]
+    return "\n".join(lines) + "\n"
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Plot seconds per text over tokens drafted, with bars from the first to the third quartile."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for number, system in enumerate(SYSTEMS):
+        mine = report["seconds"][system]
+        counts = [count for count in sorted(mine) if count != PLAIN]
+        middle = [statistics.median(mine[count]) for count in counts]
+        quartiles = [statistics.quantiles(mine[count], n=4) if len(mine[count]) > 1 else None for count in counts]
+        below = [m - q[0] if q else 0.0 for m, q in zip(middle, quartiles, strict=True)]
+        above = [q[2] - m if q else 0.0 for m, q in zip(middle, quartiles, strict=True)]
+        axes.errorbar(counts, middle, yerr=[below, above], marker="o", capsize=3, color=f"C{number}", label=system)
+        plain = statistics.median(mine[PLAIN])
+        axes.axhline(plain, linestyle="--", color=f"C{number}", label=f"{system}, plain")
+    axes.set_xlabel("tokens drafted")
+    axes.set_ylabel(f"seconds for {report['tokens']} tokens")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{report['target']}, {report['dtype']}, T = {report['temperature']:g}", fontsize=9)
+    axes.grid(visible=True, alpha=0.2)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("draft-length", __doc__)
+    parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="model directory; default: the demo's")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)g")
+    parser.add_argument("--most", type=int, default=10, help="tokens drafted at most (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="3 prompts continued by 64 tokens")
+    parser.add_argument("--out", type=folder, help="folder for the report")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.prompts, args.tokens = 3, 64
+    for name in ("most", "prompts", "tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}, must be at least 1")
+    prompts_are_of = ModelDirectory(DEMO / "target").tokenizer_fingerprint
+    for name in ("target", "draft"):
+        try:
+            if ModelDirectory(getattr(args, name)).tokenizer_fingerprint != prompts_are_of:
+                parser.error(f"--{name} {getattr(args, name)}: its tokenizer is not that of the prompts, the demo's")
+        except ModelDirectoryError as error:
+            parser.error(f"--{name}: {error}")
+    return args
+
+
+def main(given: Sequence[str]) -> None:
+    args = parsed(given)
+    try:
+        measured = measure(args)
+    except (LocalError, SpecdecError) as error:
+        sys.exit(f"bench draft-length: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    facts = {"target": args.target.resolve().name, "draft": args.draft.resolve().name}
+    asked = {name: getattr(args, name) for name in ("dtype", "temperature", "prompts", "tokens", "seed")}
+    report = facts | asked | measured | {"machine": machine(), "versions": versions()}
+    publish(report, args.out, "draft-length", table, plot)

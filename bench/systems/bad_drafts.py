@@ -1,0 +1,72 @@
+"""specdec with drafts that are no good: slow ones, a random one, one that cannot be paired.
+
+None may be slower than no draft. A slow draft sleeps for the rest of each step's least time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from bench.systems.specdec import Specdec
+from bench.systems.system import Configuration, Launch, Setup
+from specdec.local import PROGRAMS
+
+LEAST_MS = (1.0, 5.0, 50.0)
+"""Least milliseconds of a slow draft's step."""
+
+
+def launches(setup: Setup) -> list[Launch]:
+    """Return a system for each bad draft, made from the setup's; it is asked for drafts alone."""
+
+    def launch(kind: str, start: Callable[[], AbstractContextManager[Specdec]]) -> Launch:
+        return Launch(f"specdec, {kind}", start, (Configuration(f"specdec {kind}", "draft", adaptive=True),))
+
+    slow = [launch(f"draft of {least:g} ms a step", partial(_slow, setup, least)) for least in LEAST_MS]
+    others = {"random draft": random_weights, "draft of another tokenizer": other_tokenizer}
+    return slow + [launch(kind, partial(_replaced, setup, make)) for kind, make in others.items()]
+
+
+def _slow(setup: Setup, least: float) -> AbstractContextManager[Specdec]:
+    programs = PROGRAMS | {"draft": ("bench.systems.pod", "draft")}
+    return Specdec.start(setup, setup.draft, draft_options=("--step-ms", str(least)), programs=programs)
+
+
+@contextlib.contextmanager
+def _replaced(setup: Setup, make: Callable[[Path, Path], Path]) -> Iterator[Specdec]:
+    """Run specdec with a draft that is made of the right one; the check before the start sees the right one."""
+    assert setup.draft is not None
+    with tempfile.TemporaryDirectory() as folder:
+        other = make(setup.draft, Path(folder, "draft"))
+        with Specdec.start(setup, setup.draft, draft_options=("--model", str(other))) as system:
+            yield system
+
+
+def random_weights(draft: Path, folder: Path) -> Path:
+    """Write a copy of a draft with random weights; return its folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(draft)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(draft / file, folder)
+    return folder
+
+
+def other_tokenizer(draft: Path, folder: Path) -> Path:
+    """Write a copy of a draft in which two tokens have changed places; return its folder."""
+    shutil.copytree(draft, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokens = tokenizer["model"]["vocab"]
+    a, b = list(tokens)[-2:]
+    tokens[a], tokens[b] = tokens[b], tokens[a]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder

@@ -1,0 +1,224 @@
+"""llama.cpp's server as a system under test: the user's `llama-server`, started on loopback and used over HTTP.
+
+Its client is in this process, as specdec's is, and the client's work counts; tokens are streamed, so that first tokens
+and pauses are seen. Each mode of speculation has a server of its own, since a server's mode is fixed when it starts.
+The options are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.systems.protocol import Record
+from bench.systems.system import (
+    ANSWER_SECONDS,
+    LOAD_SECONDS,
+    STOP_SECONDS,
+    Answer,
+    Configuration,
+    Launch,
+    Load,
+    NotServingError,
+    Setup,
+)
+
+HOST = "127.0.0.1"
+DRAFTED, LOOKED_UP = 5, 10
+"""Most tokens proposed per step by a draft and by n-gram lookup: as many as for other systems."""
+AGREEING = 2
+"""Tokens that must match for n-gram lookup: as few as for vLLM."""
+NGRAMS = ["--spec-ngram-map-k-size-n", str(AGREEING), "--spec-ngram-map-k-size-m", str(LOOKED_UP)]
+SPECULATION = {
+    "none": [],
+    "ngram": ["--spec-type", "ngram-map-k", *NGRAMS],
+    "draft": ["--spec-type", "draft-simple", "--spec-draft-n-max", str(DRAFTED)],
+}
+_POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1
+_process = ctypes.CDLL(None)
+
+
+def server_options(speculation: str, streams: int, context: int) -> list[str]:
+    """Return options, besides models and address, of a server on all cores for `streams` streams of up to `context`
+    tokens. Prompts are new each time, so none are cached."""
+    cores = str(os.cpu_count() or 1)
+    slots = ["--parallel", str(streams), "--ctx-size", str(streams * (context + max(DRAFTED, LOOKED_UP) + 1))]
+    return [
+        *slots,
+        "--threads",
+        cores,
+        "--threads-batch",
+        cores,
+        "--cache-ram",
+        "0",
+        "--no-ui",
+        *SPECULATION[speculation],
+    ]
+
+
+@dataclass(frozen=True)
+class LlamaFiles:
+    """The user's files: the program, and models in its format."""
+
+    server: Path
+    target: Path
+    draft: Path | None
+
+
+def launches(setup: Setup, files: LlamaFiles) -> list[Launch]:
+    found = []
+    for name, speculation in {"llama.cpp": "none", "llama.cpp n-gram": "ngram", "llama.cpp drafted": "draft"}.items():
+        draft = files.draft if speculation == "draft" else None
+        if speculation != "draft" or draft is not None:
+            options = server_options(speculation, setup.streams, setup.context)
+            start = partial(LlamaServer.start, files.server, files.target, draft, options)
+            found.append(Launch(name, start, (Configuration(name),)))
+    return found
+
+
+@dataclass
+class LlamaServer:
+    """A running llama.cpp server."""
+
+    about: Mapping[str, Any]
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, binary: Path, target: Path, draft: Path | None, given: list[str]) -> Iterator[LlamaServer]:
+        """Start the server, wait until its models are loaded, and end it on leaving; or raise NotServingError."""
+        with socket.create_server((HOST, 0)) as reserved:
+            port = int(reserved.getsockname()[1])
+        models = ["--model", str(target), *(() if draft is None else ("--model-draft", str(draft)))]
+        with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "log"), "wb") as said:
+            process = subprocess.Popen(
+                [str(binary), "--host", HOST, "--port", str(port), *models, *given],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+            try:
+                build = _await_health(process, port, log)
+                flags = {"target": target.name, "draft": draft and draft.name, "options": given}
+                yield cls({"versions": {"llama.cpp": build}, "flags": flags}, process, port)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    def run(self, load: Load, mode: str = "") -> Answer:
+        with contextlib.ExitStack() as exits:
+            connections = [
+                exits.enter_context(contextlib.closing(_connection(self.port, ANSWER_SECONDS))) for _ in load.prompts
+            ]
+            # The pool is left first: a connection that is closed before its request would open itself again.
+            pool = exits.enter_context(ThreadPoolExecutor(len(load.prompts)))
+            try:
+                for connection in connections:
+                    connection.connect()  # before the clock starts
+                record = Record(len(load.prompts))
+                accepted = sum(pool.map(lambda n: _query(connections[n], load, n, record), range(len(load.prompts))))
+                seconds = time.perf_counter() - record.begin
+            except (OSError, http.client.HTTPException) as error:
+                raise NotServingError(f"its server broke off: {type(error).__name__}: {error}") from error
+        answer = Answer(seconds, record.arrivals).checked("llama.cpp", load)
+        return replace(answer, steps=answer.tokens - accepted)
+
+    def sessions(self) -> Mapping[str, int]:
+        return {"": self.process.pid}
+
+
+def _end_with_parent() -> None:
+    """Make the child end with the benchmark, however that ends. (Programs under test notice the end of their stdin.)"""
+    _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _connection(port: int, seconds: float) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(HOST, port, timeout=seconds)
+
+
+def _get(port: int, path: str) -> tuple[int, bytes]:
+    with contextlib.closing(_connection(port, LOAD_SECONDS)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> str:
+    """Wait until the server is healthy; return its build."""
+    deadline = time.perf_counter() + LOAD_SECONDS
+    while time.perf_counter() < deadline:
+        if process.poll() is not None:
+            raise NotServingError(f"llama-server ended: {_last_words(log)}")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if _get(port, "/health")[0] == http.client.OK:
+                return str(json.loads(_get(port, "/props")[1]).get("build_info", "unknown"))
+        time.sleep(_POLL_SECONDS)
+    raise NotServingError(f"llama-server was not ready within {LOAD_SECONDS:.0f} s: {_last_words(log)}")
+
+
+def _last_words(log: Path) -> str:
+    """Return the first log line that mentions an error, else the last one."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines[-1:] or ["without a word"])[0][:300]
+
+
+def _query(connection: http.client.HTTPConnection, load: Load, number: int, record: Record) -> int:
+    """Have one prompt continued, and record arrivals; return how many of the tokens were accepted candidates."""
+    asked = {
+        "prompt": load.prompts[number],
+        "n_predict": load.max_tokens,
+        "temperature": load.temperature,
+        "samplers": ["temperature"],  # no truncation and no penalties
+        "seed": number,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "stream": True,
+    }
+    connection.request("POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"})
+    socket_, known = connection.sock, 0
+    with connection.getresponse() as answer:  # leaving it closes the socket, even if it broke off
+        if answer.status != http.client.OK:
+            raise NotServingError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
+        for line in answer:
+            # The server sends the next token only once the last is acknowledged, and the kernel delays an
+            # acknowledgement by some 40 ms unless this option is set anew each time.
+            socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+            kind, _, text = line.partition(b": ")
+            if kind == b"error":
+                raise NotServingError(text.decode(errors="replace").strip()[:300])
+            if kind != b"data":
+                continue
+            said = json.loads(text)
+            if "error" in said:
+                raise NotServingError(str(said["error"])[:300])
+            # The server holds back tokens of an incomplete character, and may add a token or two at the end.
+            so_far = min(said["tokens_predicted"], load.max_tokens)
+            if so_far > known:
+                record.add(number, so_far - known)
+                known = so_far
+            if said["stop"]:
+                return int(said["timings"].get("draft_n_accepted", 0))
+    raise NotServingError("its answer broke off")

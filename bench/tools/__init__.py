@@ -1,0 +1,1 @@
+"""Models for measurements: made larger, and in other formats."""

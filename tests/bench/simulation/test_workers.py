@@ -1,0 +1,53 @@
+"""The services' workers on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+
+import pytest
+
+from bench.simulation.workers import OnVirtualTime, sleep
+from testing import clock
+
+
+class Ticker(OnVirtualTime):
+    """Works for a second a turn, then waits for at most ten."""
+
+    def __init__(self) -> None:
+        super().__init__("ticker")
+        self.turns: list[float] = []
+
+    def turn(self) -> float | None:
+        sleep(1.0)
+        self.turns.append(time.monotonic() - clock.START)
+        return 10.0
+
+
+def test_a_worker_takes_turns_on_virtual_time() -> None:
+    async def main() -> Ticker:
+        worker = Ticker()
+        worker.start()
+        await asyncio.sleep(14.0)  # its second turn ended at 12; it waits until 22
+        assert await worker.call(lambda: "now") == "now"
+        await asyncio.sleep(5.0)
+        await worker.end()
+        return worker
+
+    turns = clock.run(main()).turns
+    assert turns == pytest.approx([1.0, 12.0, 15.0])
+
+
+def test_what_a_worker_raises_is_the_callers() -> None:
+    def fail() -> None:
+        raise queue.Empty
+
+    async def main() -> None:
+        worker = Ticker()
+        worker.start()
+        with pytest.raises(queue.Empty):
+            await worker.call(fail)
+        await worker.end()
+
+    clock.run(main())

@@ -1,0 +1,41 @@
+"""What the speed benchmark refuses to measure, and what it takes for granted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.speed.config import parsed
+from tests.models import make
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["--tokens", "0"], "--tokens is 0, must be at least 1"),
+        (["--prompt-tokens", "8"], "--prompt-tokens is 8, must be at least 32"),
+        (["--learning", "-1"], "--learning is -1, must not be negative"),
+        (["--patience", "nan"], "--patience is nan, must not be negative"),
+        (["--kinds", "poems"], "--kinds: poems is none of code, prose, editing, chat"),
+        (["--streams", "0"], "0 streams: must be at least 1"),
+        (["--streams", "two"], "argument --streams"),
+        (["--temperatures", "-1"], "temperature -1: must not be negative"),
+        (["--windows", "7,4"], "7,4 is no window: must be W,N,G, like 7,4,7"),
+        (["--bad-drafts", "--draft", "none"], "--bad-drafts are made of a draft, and there is none"),
+        (["--peers", "others"], "--peers: others is none of transformers, none"),
+        (["--target", "/nowhere"], "--target: "),
+        (["--draft", "/nowhere"], "--draft: "),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(given)
+    assert what in capsys.readouterr().err
+
+
+def test_a_target_of_ones_own_has_no_draft_unless_given(tmp_path: Path) -> None:
+    directory = str(make("llama", tmp_path / "own"))
+    assert parsed(["--target", directory]).draft is None
+    assert parsed([]).draft is not None
+    assert parsed(["--draft", "none"]).draft is None

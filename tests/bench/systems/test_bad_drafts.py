@@ -1,0 +1,27 @@
+"""Bad drafts are what they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from bench.systems.bad_drafts import other_tokenizer, random_weights
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from tests.models import make
+
+
+def test_random_weights_fit_the_target_and_are_others(tmp_path: Path) -> None:
+    draft = make("llama", tmp_path / "draft", seed=3)
+    other = random_weights(draft, tmp_path / "random")
+    ModelDirectory(other).check_pair(ModelDirectory(draft))
+    weights, others = (load_file(folder / "model.safetensors") for folder in (draft, other))
+    assert weights.keys() == others.keys()
+    assert (weights["lm_head.weight"] != others["lm_head.weight"]).any()
+
+
+def test_another_tokenizer_cannot_be_paired(tmp_path: Path) -> None:
+    draft = make("llama", tmp_path / "draft")
+    with pytest.raises(ModelDirectoryError, match="tokenizer"):
+        ModelDirectory(other_tokenizer(draft, tmp_path / "other")).check_pair(ModelDirectory(draft))

@@ -1,0 +1,78 @@
+"""The synchronous baseline: the same tokens, one answer of the draft a step, and never a step without one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from bench.systems.synchronous import DraftServicer, VerifierServicer
+from specdec.v2 import generation_pb2
+from tests.services.conftest import Directories
+from tests.stack import REMOTE, Stack, stack, until
+
+PROMPT = list(range(40, 70))
+TOKENS = 60
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 4}]
+
+
+@asynccontextmanager
+async def synchronous(directories: Directories, target_delay: Callable[[], None] | None = None) -> AsyncIterator[Stack]:
+    kinds: Any = {"verifier_kind": VerifierServicer, "draft_kind": DraftServicer}
+    async with stack(directories.target, directories.near, target_delay=target_delay, **kinds) as services:
+        yield services
+
+
+def guessing(nodes: int, branches: int) -> dict[str, Any]:
+    always = generation_pb2.Speculation(drafters=[REMOTE], forced=True, max_depth=nodes, max_branches=branches)
+    return {"speculation": always}
+
+
+@pytest.mark.parametrize(("nodes", "branches"), [(1, 1), (4, 1), (12, 3)])
+async def test_tokens_are_those_of_plain_decoding(directories: Directories, nodes: int, branches: int) -> None:
+    async with synchronous(directories) as services:
+        for sampling in SAMPLINGS:
+            common = {"sampling": sampling, "max_tokens": TOKENS, "ignore_end_token": True}
+            plain = await services.generate(PROMPT, plain=True, **common)
+            drafted = await services.generate(PROMPT, **guessing(nodes, branches), **common)
+            assert list(drafted.tokens) == list(plain.tokens)
+            assert drafted.finish.speculation.accepted > 0
+
+
+async def test_no_step_goes_without_an_answer(directories: Directories) -> None:
+    """A chain of 3 in every step, as far as there is room for it before the text ends. (Beside a step that lasts, a row
+    costs nothing: the machine's noise would make one too dear now and then.)"""
+    async with synchronous(directories, target_delay=partial(time.sleep, 0.02)) as services:
+        done = await services.generate(PROMPT, max_tokens=TOKENS, ignore_end_token=True, **guessing(3, 1))
+        told = done.finish.speculation
+        assert 3 * (told.steps - 3) <= told.offered <= 3 * told.steps
+        assert "plain" not in told.sources or told.sources["plain"] <= 1  # the last token, where there is no room
+
+
+async def test_streams_share_steps(directories: Directories) -> None:
+    async with synchronous(directories) as services:
+        prompts = [[40 + number, *PROMPT] for number in range(6)]
+        common = {"max_tokens": TOKENS, "ignore_end_token": True}
+        plain = [await services.generate(prompt, plain=True, **common) for prompt in prompts]
+        drafted = await asyncio.gather(
+            *(
+                services.generate(prompt, **guessing(4, 1 + number % 3), **common)
+                for number, prompt in enumerate(prompts)
+            )
+        )
+        assert [list(each.tokens) for each in drafted] == [list(each.tokens) for each in plain]
+        await until(lambda: services.draft_slots_used == 0)
+
+
+async def test_a_draft_that_is_lost_is_not_waited_for(directories: Directories) -> None:
+    async with synchronous(directories) as services:
+        assert services.draft_server is not None
+        await services.draft_server.stop(None)
+        done = await services.generate(PROMPT, max_tokens=TOKENS, ignore_end_token=True, **guessing(4, 1))
+        assert len(done.tokens) == TOKENS
+        assert done.finish.speculation.undrafted_reason

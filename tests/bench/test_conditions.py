@@ -1,0 +1,30 @@
+"""What a report says of the machine and the versions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from bench.conditions import PACKAGES, machine, versions
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
+    """By their names in pyproject.toml: one that is not installed would fail every report."""
+    needed = [
+        *PROJECT["dependencies"],
+        *(each for extra in PROJECT["optional-dependencies"].values() for each in extra),
+    ]
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in needed}
+    assert PROJECT["name"] in PACKAGES
+    assert set(PACKAGES) <= names | {PROJECT["name"]}
+    found = versions()
+    assert found.keys() == {"python", "commit", *PACKAGES}
+    assert found[PROJECT["name"]] == PROJECT["version"]
+
+
+def test_a_machine_has_cores_and_memory() -> None:
+    assert machine()["cores"] >= 1
+    assert machine()["memory_gib"] > 0

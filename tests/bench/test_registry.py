@@ -1,0 +1,56 @@
+"""The registry of benchmarks: all of them are in it, and each can be run by its name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import bench
+from bench.__main__ import MODULES, main
+
+FOLDER = Path(bench.__file__).parent
+
+
+def with_a_main(path: Path) -> bool:
+    """Whether a module has a function `main` that takes the arguments of a benchmark."""
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return any(function.name == "main" and len(function.args.args) == 1 for function in functions)
+
+
+def test_every_benchmark_is_registered() -> None:
+    modules = {
+        ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+        for path in FOLDER.rglob("*.py")
+        if with_a_main(path) and path.name != "__main__.py"
+    }
+    assert modules == set(MODULES.values())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_benchmark_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([name, "--help"])
+    assert ending.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: python -m bench {name} [-h]")
+    assert str(importlib.import_module(MODULES[name]).__doc__).splitlines()[0] in said
+
+
+@pytest.mark.parametrize("given", [[], ["--help"], ["-h"]])
+def test_they_are_listed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(given)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:] if line] == list(MODULES)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["sped", "--quick"])
+    assert ending.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("bench: unknown benchmark 'sped'; there are:\n\n")
+    assert all(name in said.err for name in MODULES)
