@@ -39,6 +39,7 @@ ROOMS = {
     "tools": {
         "pad-model": "makes a model that says the same and costs more",
         "to-gguf": "converts a Llama model for llama.cpp",
+        "tables": "fills the tables of docs/benchmarks from bench/results",
     },
 }
 """What each benchmark measures, by room and name. The module NAME in the room has a function `main`, which takes the

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.tables import ROOT, Book, TablesError, main, shell
+from bench.tools.tables import ROOT, Book, TablesError, main, shell
 
 NUMBER = re.compile(r"\d(?:[\d,]*\d)?(?:\.\d+)?")
 PAGE = "docs/benchmarks/capacity.md"

@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 WIDTH = 116
 MARK = re.compile(r"<!-- (results|answers|machines)(?:: (.+?))? -->\n(.*?)<!-- end -->", re.DOTALL)
 OPENING = re.compile(r"<!-- (?:results|answers|machines)\b")
