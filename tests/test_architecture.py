@@ -29,6 +29,7 @@ SERVICES = ("draft_service", "verifier_service", "orchestrator")
         ("specdec.engine.torch_engine", ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels")),  # Triton
         ("specdec.decoding.choice", ("torch", "grpc", "transformers")),
         ("specdec.decoding.tree", ("torch", "grpc", "numpy")),
+        ("bench.systems.vllm", ("specdec", "numpy", "torch")),  # it runs under an interpreter that has vLLM alone
     ],
 )
 def test_what_an_import_brings(module: str, banned: tuple[str, ...]) -> None:

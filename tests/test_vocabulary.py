@@ -71,6 +71,10 @@ RETIRED = {
     "TrunkChannel": "MuxChannel",
     "Verdict": "VerifyResult",
     "VerifierLink": "VerifierStream",
+    # in benchmarks
+    "SubjectError": "NotServingError",
+    "WidenError": "PaddingError",
+    "floor_ms": "roofline_ms",
 }
 
 
