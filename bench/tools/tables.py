@@ -15,7 +15,6 @@ everything down to the end mark is generated:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,6 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from bench.arguments import parser_of
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH = 116
@@ -216,11 +217,12 @@ def shell(command: str) -> str:
     return " \\\n".join(lines).replace("\0", " ")
 
 
-def main(given: Sequence[str] | None = None, root: Path = ROOT) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("tables", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page would change")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout whose pages these are")
     args = parser.parse_args(given)
-    book = Book(root)
+    book = Book(args.root)
     try:
         if not args.check:
             for page in book.pages:
@@ -230,7 +232,3 @@ def main(given: Sequence[str] | None = None, root: Path = ROOT) -> None:
         problems = [str(error)]
     if problems:
         raise SystemExit("\n".join(problems))
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,7 @@ def replace(file: Path, old: str, new: str) -> None:
 def check(root: Path) -> str:
     """Return what `--check` complains of."""
     with pytest.raises(SystemExit) as stopped:
-        main(["--check"], root)
+        main(["--check", "--root", str(root)])
     return str(stopped.value)
 
 
@@ -72,9 +72,9 @@ def test_the_readme_is_checked_too(copy: Path) -> None:
 
 def test_pages_are_written_as_the_results_say(copy: Path) -> None:
     replace(copy / RESULT, "2549 (", "9999 (")
-    main([], copy)
+    main(["--root", str(copy)])
     assert "9999 (2301 to 2758)" in (copy / PAGE).read_text(encoding="utf-8")
-    main(["--check"], copy)
+    main(["--check", "--root", str(copy)])
 
 
 def test_a_result_that_no_page_shows_is_found(copy: Path) -> None:

@@ -1,0 +1,38 @@
+"""Every command in `bench/results` and in the documents runs a benchmark that exists, with options that it has."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import MODULES
+
+ROOT = Path(__file__).parent.parent.parent.parent
+COMMAND = re.compile(r"(?:python -m bench|specdec bench) ([a-z][a-z-]*)((?:[^\n\"`|]|\\\\\n)*)")
+SOURCES = [
+    *ROOT.glob("bench/results/*.json"),
+    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("docs/benchmarks/*.md"),
+    ROOT / "README.md",
+]
+
+
+@cache
+def options(name: str) -> set[str]:
+    """The options that a benchmark says it has."""
+    said = subprocess.run([sys.executable, "-m", "bench", name, "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert said.returncode == 0, said.stderr
+    return set(re.findall(r"--[a-z][a-z0-9-]*", said.stdout))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_run_benchmarks_that_exist(source: Path) -> None:
+    for name, rest in COMMAND.findall(source.read_text(encoding="utf-8")):
+        assert name in MODULES, f"{source}: {name}"
+        unknown = set(re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", rest)) - options(name)
+        assert not unknown, f"{source}: {name} {unknown}"
