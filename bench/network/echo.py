@@ -1,6 +1,6 @@
 """A verifier and a draft that compute nothing, so that what is between them can be measured.
 
-    python -m bench.echo
+    python -m bench.network.echo
 
 A session is a game of two: a commit goes out, the draft answers it with candidates at once, the verifier answers those
 with the next commit.
