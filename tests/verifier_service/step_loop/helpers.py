@@ -1,0 +1,55 @@
+"""Clients of a step loop that is turned by hand, over an engine that finds every wrong slot.
+
+Nothing here depends on time: costs are fixed, sessions have no patience, and turns are counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.speculation import Drafter
+from tests.verifier_service.fakes import (
+    BAD,
+    Client,
+    TextEngine,
+)
+from verifier_service.step_loop import StepLoop
+
+REMOTE = frozenset({Drafter.REMOTE})
+
+NO_BAD = Sampling(banned_tokens=frozenset({BAD}))
+WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))
+SAMPLINGS = [
+    NO_BAD,
+    WARM,
+    Sampling(temperature=1.0, seed=3, top_k=4, repetition_penalty=1.3, banned_tokens=frozenset({BAD})),
+]
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Of ordinary tokens."""
+    return [int(token) for token in np.random.default_rng([seed, length]).integers(2, BAD, length)]
+
+
+def client(loop: StepLoop, length: int = 5, seed: int = 0, max_tokens: int = 20, **fields: Any) -> Client:
+    return Client(loop, text(length, seed), max_tokens, **{"sampling": NO_BAD} | fields)
+
+
+def turns(loop: StepLoop, count: int) -> None:
+    for _ in range(count):
+        assert loop.turn() == 0.0
+
+
+def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
+    """All got what they should, and nothing is left."""
+    for each in clients:
+        assert each.mail.error is None
+        assert each.tokens == each.want
+        assert not each.has_memory
+    assert engine.faults == []
+    assert loop.pool.held == 0
+    assert (loop.stats.running, loop.stats.waiting) == (0, 0)
+    assert loop.turn() is None

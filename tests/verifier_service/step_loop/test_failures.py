@@ -1,0 +1,164 @@
+"""Forward passes that fail, broken logits, and what the loop says of its load."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.decoding.sampling import Sampling
+from specdec.engine.kv.blocks import BLOCK
+from specdec.serving.engine_worker import CHECK_SECONDS
+from specdec.serving.errors import EngineLostError, ModelFailureError
+from tests.verifier_service.fakes import (
+    BAD,
+    Client,
+    TextEngine,
+    run,
+    step_loop,
+)
+from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, text, turns
+
+
+class TestFailures:
+    @pytest.mark.parametrize("steps", [0, 1, 4])
+    def test_a_pass_that_fails_costs_nobody_a_token(self, steps: int) -> None:
+        """Whether it reads prompts, candidates or neither: its sessions are tried again, one by one."""
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        several = [client(loop, 100, 1, 20), client(loop, 10, 2, 20), client(loop, 30, 3, 20)]
+        turns(loop, steps)
+        several[0].offer(right=3, wrong=[4])
+        engine.failure = MemoryError()
+        turns(loop, 1)
+        assert all(each.mail.error is None for each in several)
+        run(loop, *several)
+        check_over(loop, engine, *several)
+
+    def test_what_no_pass_takes_is_ended_alone(self) -> None:
+        """And nothing of it stays."""
+        engine = TextEngine(20)
+        engine.poison = BAD
+        loop = step_loop(engine)
+        to_poison = Sampling(logit_bias={BAD: 100.0})
+        good = [client(loop, 100, 1, 20), client(loop, 10, 3, 20)]
+        doomed = client(loop, 100, 2, 20, sampling=to_poison)
+        run(loop, *good, doomed)
+        assert isinstance(doomed.mail.error, ModelFailureError)
+        assert doomed.tokens == [BAD]
+        assert not engine.broken.any()
+        again = client(loop, 100, 2, 5)
+        run(loop, again)
+        assert again.mail.times[0].cached == 0
+        check_over(loop, engine, *good, again)
+
+    def test_one_that_leaves_on_trial_holds_up_nobody(self) -> None:
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        left, stays = client(loop, 10, 1, 20), client(loop, 10, 2, 20)
+        engine.failure = MemoryError()
+        turns(loop, 1)
+        left.cancel()
+        run(loop, stays)
+        check_over(loop, engine, stays)
+
+    def test_an_engine_that_does_not_recover_ends_all_until_it_does(self) -> None:
+        """Those who run and those who wait can go elsewhere; nothing is found of what they had computed."""
+        engine = TextEngine(8)
+        loop = step_loop(engine)
+        several = [client(loop, 130, 2, 30), client(loop, 200, 4, 5), client(loop, 100, 1, 30)]
+        turns(loop, 3)
+        assert not all(each.has_memory for each in several)
+        engine.dead = True
+        turns(loop, 1)
+        assert all(isinstance(each.mail.error, EngineLostError) for each in several)
+        assert several[0].tokens == several[0].want[: len(several[0].tokens)] != []
+        assert not loop.works
+        assert loop.turn() == CHECK_SECONDS
+        with pytest.raises(EngineLostError):
+            client(loop, 10, 3, 5)
+        engine.dead = False
+        assert loop.turn() is None
+        assert loop.works
+        again = client(loop, 130, 2, 5)
+        run(loop, again)
+        assert again.mail.times[0].cached == 0
+        check_over(loop, engine, again)
+
+    @pytest.mark.parametrize("offered", [0, 4])
+    def test_logits_that_are_no_numbers_end_one_session(self, offered: int) -> None:
+        """At the tip, or below it; the others of the step get their tokens, and no NaN stays."""
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        to_bad = Sampling(logit_bias={BAD: 100.0})
+        good, doomed = client(loop, 100, 1, 20), client(loop, 100, 2, 20, sampling=to_bad)
+        turns(loop, 1)
+        assert doomed.tokens == [BAD]  # itself it was chosen from numbers
+        for each in (good, doomed):
+            each.offer(right=offered, wrong=[2, 3])
+        turns(loop, 1)
+        assert isinstance(doomed.mail.error, FloatingPointError)
+        assert doomed.tokens == [BAD]
+        assert not engine.broken[: 20 * BLOCK].any()
+        run(loop, good)
+        again = client(loop, 100, 2, 20)
+        run(loop, again)
+        assert again.mail.times[0].cached == 0  # nor is anything found of the text
+        check_over(loop, engine, good, again)
+
+    def test_a_prompt_of_no_numbers(self) -> None:
+        """Computed in pieces: it is known at its end only, and nobody shares it before."""
+        engine = TextEngine(20)
+        loop = step_loop(engine, step_rows=64)
+        good = client(loop, 10, 1, 20)
+        prompt = text(150, 2)
+        prompt[70] = BAD
+        doomed = Client(loop, prompt, 5, sampling=NO_BAD)
+        turns(loop, 2)
+        beside = Client(loop, [*prompt[:65], 3], 5, sampling=NO_BAD)
+        run(loop, good, beside)
+        assert isinstance(doomed.mail.error, FloatingPointError)
+        assert doomed.tokens == []
+        assert not engine.broken[: 20 * BLOCK].any()
+        assert beside.mail.times[0].cached == 0
+        check_over(loop, engine, good, beside)
+
+    def test_sharers_of_a_wiped_beginning_go_on(self) -> None:
+        """It is theirs as long as they hold it, and nobody else's."""
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        prompt = text(BLOCK + 10, 1)
+        first = Client(loop, prompt, 40, sampling=NO_BAD)
+        turns(loop, 1)
+        doomed = Client(loop, [*prompt, BAD], 5, sampling=NO_BAD)
+        turns(loop, 1)
+        assert isinstance(doomed.mail.error, FloatingPointError)
+        other = Client(loop, [*prompt, 5], 5, sampling=NO_BAD)
+        run(loop, first, other)
+        assert other.mail.times[0].cached == 0
+        assert not engine.broken[: 20 * BLOCK].any()
+        check_over(loop, engine, first, other)
+
+
+class TestLoad:
+    def test_counters(self) -> None:
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        clients = [client(loop, 100, seed, 10) for seed in (1, 1, 2)]
+        turns(loop, 1)
+        clients[0].offer(right=3, wrong=[2])
+        run(loop, *clients)
+        load = loop.stats
+        assert load.steps == len(engine.steps)
+        assert load.rows == sum(engine.steps)
+        assert load.committed == 30
+        assert (load.accepted, load.drafted) == (3, sum(v.offered for each in clients for v in each.mail.results))
+        assert load.prompt_tokens == 300
+        assert load.busy > 0
+        check_over(loop, engine, *clients)
+
+    def test_the_expected_wait_grows_with_the_queue(self) -> None:
+        engine = TextEngine(20)
+        load = step_loop(engine).stats
+        waits = [load.expected_wait(waiting) for waiting in range(100)]
+        assert waits == sorted(waits)
+        assert all(0.1 <= wait <= 60 for wait in waits)
+        assert waits[-1] > waits[0]

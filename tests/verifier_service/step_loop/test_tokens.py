@@ -1,0 +1,297 @@
+"""Every session gets the tokens that it would get alone, and what goes with them."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.decoding.logprobs import log_softmax
+from specdec.decoding.sampling import Sampling
+from specdec.decoding.speculation import NO_DRAFTERS
+from specdec.decoding.tree import Paths
+from specdec.engine.row_counts import InvariantRowCounts
+from tests.verifier_service.fakes import (
+    END,
+    LANGUAGE,
+    Decided,
+    FixedLatency,
+    TextEngine,
+    ThreadedTextEngine,
+    run,
+    step_loop,
+)
+from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, WARM, check_over, client, turns
+from verifier_service.backend.request import Policy
+from verifier_service.backend.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
+from verifier_service.costs.step_latency import StepLatency
+from verifier_service.settings.tuning import DEFAULTS, CommitTuning, Tuning
+from verifier_service.speculation.controller import Mode, SpeculationController
+
+
+class TestTokens:
+    @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16))], ids=["any-rows", "row-class"])
+    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised"])
+    def test_many_get_what_each_would_get_alone(self, sampling: Sampling, rows: InvariantRowCounts | None) -> None:
+        """Drafted well and badly and not at all, by an engine that pads and one that does not."""
+        engine = TextEngine(30, rows=rows)
+        loop = step_loop(engine)
+        clients = [client(loop, 30 * i + 1, i, 40, sampling=sampling) for i in range(5)]
+        for _ in range(60):
+            for i, each in enumerate(clients):
+                if i and not each.over and not each.session.remaining_prompt:
+                    each.offer(right=i, wrong=[2, 3, 4] if i % 2 else [])
+                each.read()
+            loop.turn()
+        check_over(loop, engine, *clients)
+        sources = {source for each in clients for result in each.mail.results for source in result.sources}
+        assert sources == {REMOTE_DRAFT, CORRECTION, BONUS, PLAIN}
+        assert 0 < loop.stats.accepted < loop.stats.drafted
+
+    @pytest.mark.parametrize(
+        ("fields", "finish"),
+        [
+            ({"max_tokens": 7}, LENGTH),
+            ({"max_tokens": 1000}, CONTEXT),
+            ({"max_tokens": 150, "end_tokens": frozenset({END})}, STOP),
+        ],
+    )
+    def test_texts_end(self, fields: dict[str, Any], finish: int) -> None:
+        engine = TextEngine(4)
+        loop = step_loop(engine)
+        one = client(loop, **fields)
+        run(loop, one)
+        assert one.mail.finish == finish
+        check_over(loop, engine, one)
+
+    def test_a_text_is_taken_up_again(self) -> None:
+        engine = TextEngine(8)
+        loop = step_loop(engine)
+        whole = client(loop, 80, 1, 30, sampling=WARM)
+        run(loop, whole)
+        rest = client(loop, 80, 1, 30, sampling=WARM, generated=whole.tokens[:11])
+        run(loop, rest)
+        assert rest.tokens == whole.tokens[11:]
+        check_over(loop, engine, whole, rest)
+
+    @pytest.mark.parametrize("always", [False, True])
+    def test_the_controller_says_whether_candidates_are_used(self, always: bool) -> None:
+        """And drafts are told; a session that speculates always does not listen."""
+        loop = step_loop(TextEngine(8), controller=Decided(Mode.OFF))
+        one = client(loop, 10, 1, 12)
+        one.session.policy = Policy(REMOTE, 8, 10.0, forced=always)
+        turns(loop, 1)
+        one.offer(right=4)
+        while not one.over:
+            one.read()
+            assert loop.turn() == 0.0  # nothing is waited for: what is there will do
+        offered = sum(result.offered for result in one.mail.results)
+        assert offered == (4 if always else 0)
+        assert {times.drafting_wanted for times in one.mail.times[1:]} == {always}
+
+    def test_a_draft_hears_at_once_that_it_may_pause(self) -> None:
+        """Else it would be at work for nothing, beside a step that wants its core."""
+        controller = Decided(Mode.REMOTE_DRAFT)
+        loop = step_loop(TextEngine(8), controller=controller)
+        one = client(loop, 10, 1, 12)
+        one.session.policy = Policy(REMOTE, 8, 0.0)
+        turns(loop, 2)
+        heard = len(one.mail.times)
+        controller.decided = Mode.OFF
+        turns(loop, 1)
+        (times,) = one.mail.times[heard:]
+        assert not times.drafting_wanted
+
+    def test_drafts_that_share_the_cores_wait_until_prompts_are_read(self) -> None:
+        """While more texts go on than prompts are read, they do not."""
+        engine = ThreadedTextEngine(40)
+        loop = step_loop(engine, step_rows=16, controller=Decided(Mode.REMOTE_DRAFT))
+        first = client(loop, 40, 1, 50)
+        assert not loop.drafting_outlook(first.session, 1)[0]
+        while first.session.remaining_prompt:
+            turns(loop, 1)
+            assert engine.used == 2
+        assert first.mail.times[0].drafting_wanted
+        turns(loop, 1)
+        assert engine.used == 1
+        clients = [client(loop, 40, seed, 50) for seed in (2, 3)]
+        turns(loop, 1)
+        assert not first.mail.times[-1].drafting_wanted  # for how long it keeps its core: test_cpu_threads.py
+        while any(each.session.remaining_prompt for each in clients):
+            turns(loop, 1)
+        turns(loop, 1)
+        assert first.mail.times[-1].drafting_wanted
+        client(loop, 40, 4, 50)
+        turns(loop, 1)
+        assert first.mail.times[-1].drafting_wanted
+
+    @pytest.mark.parametrize("mode", list(Mode))
+    def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, mode: Mode) -> None:
+        loop = step_loop(TextEngine(8), controller=Decided(mode))
+        wanted, _ = loop.drafting_outlook(client(loop, 10, 1, 12).session, 16)
+        assert wanted is (mode is Mode.REMOTE_DRAFT)
+
+    @pytest.mark.parametrize("forced", [False, True])
+    def test_a_draft_that_is_forced_is_wanted_though_nothing_pays(self, forced: bool) -> None:
+        """A second row costs more than a step: the break-even probability goes up to 1."""
+
+        class Steep(StepLatency):
+            def observe(self, rows: int, seconds: float) -> None:
+                pass
+
+        loop = step_loop(TextEngine(8), Steep((1, 2), [1.0, 3.0]), controller=Decided(Mode.REMOTE_DRAFT))
+        one = client(loop, 10, 1, 300, policy=Policy(REMOTE, 8, 0.0, forced=forced))
+        run(loop, one)
+        assert one.mail.times[-1].min_candidate_probability == pytest.approx(1.0)
+        assert one.mail.times[-1].drafting_wanted is forced
+
+    def test_candidates_come_at_any_time(self) -> None:
+        """Before there is memory, in the prompt, and late: they are kept for as long as they can be taken."""
+        engine = TextEngine(3)
+        loop = step_loop(engine, step_rows=16)
+        first, second = client(loop, 100, 1, 10), client(loop, 100, 2, 10)
+        second.offer(right=4)
+        first.offer(right=4)
+        turns(loop, 1)
+        assert first.session.remaining_prompt
+        assert not second.has_memory
+        while not first.tokens:
+            turns(loop, 1)
+        assert first.mail.results[0].accepted == 0  # the step that ends a prompt has no room for candidates
+        turns(loop, 1)
+        assert first.mail.results[1].accepted == 3
+        late = first.session.tree.base - 2
+        first.session.extend(late, Paths(first.tokens[-2:], [0, 1], [-0.1, -0.1]), 0.0)
+        run(loop, first, second)
+        assert sum(result.accepted for result in second.mail.results) == 3
+        check_over(loop, engine, first, second)
+
+    def test_more_candidates_than_side_slots(self) -> None:
+        """In the smallest memory there is."""
+        engine = TextEngine(2, tree_slots=3)
+        loop = step_loop(engine)
+        one = client(loop, 10, 1, 30)
+        turns(loop, 1)
+        while not one.over:
+            one.offer(right=2, wrong=[2, 3, 4])
+            assert loop.turn() == 0.0
+            assert engine.steps[-1] <= 1 + 3
+        assert max(engine.steps[1:]) == 4
+        check_over(loop, engine, one)
+
+    def test_dear_rows_verify_nothing(self) -> None:
+        engine = TextEngine(12)
+        loop = step_loop(engine, FixedLatency(1e9))
+        one, other = client(loop, 10, 1, 10), client(loop, 10, 2, 10)
+        turns(loop, 1)
+        one.offer(right=3)
+        turns(loop, 1)
+        assert loop.stats.drafted == 0
+        run(loop, one, other)
+        check_over(loop, engine, one, other)
+
+    def test_the_controller_hears_of_no_step_in_which_a_prompt_ends(self) -> None:
+        """It takes longer than one that speculates, and brings a token."""
+
+        class Listening(SpeculationController):
+            heard = 0
+
+            def update(self, batch: Any, **_: Any) -> None:
+                self.heard += 1
+
+        controller = Listening()
+        loop = step_loop(TextEngine(12), controller=controller)
+        early = client(loop, 10, 1, 30)
+        turns(loop, 1)
+        assert (len(early.tokens), controller.heard) == (1, 0)
+        turns(loop, 2)
+        assert controller.heard == 2
+        late = client(loop, 10, 2, 30)
+        turns(loop, 1)
+        assert (len(late.tokens), controller.heard) == (1, 2)
+        turns(loop, 1)
+        assert controller.heard == 3
+
+    def test_nobody_speculates(self) -> None:
+        """Candidates are not used, and commits may be told together."""
+        engine = TextEngine(12)
+        loop = step_loop(engine)
+        plain = client(loop, 10, 1, 30, top_logprobs=1)
+        plain.session.policy = Policy(NO_DRAFTERS, 8, 0.0)
+        plain.offer(right=5)
+        run(loop, plain)
+        assert loop.stats.drafted == 0
+        assert {s for result in plain.mail.results for s in result.sources} == {PLAIN}
+        bases = [result.base for result in plain.mail.results]
+        assert bases == [10 + sum(len(v.tokens) for v in plain.mail.results[:i]) for i in range(len(bases))]
+        assert len(plain.logprobs) == 30
+        check_over(loop, engine, plain)
+
+    def test_who_has_time_hears_less_often(self) -> None:
+        """Unless a draft must hear."""
+        engine = TextEngine(12)
+        loop = step_loop(engine)
+        undrafted, begin = Policy(NO_DRAFTERS, 8, 0.0), time.monotonic()
+        patient = client(loop, 10, 1, 60, coalesce_commits=True, policy=undrafted)
+        drafted = client(loop, 10, 2, 60, coalesce_commits=True)
+        run(loop, patient, drafted)
+        assert len(patient.mail.results) <= 2 + (time.monotonic() - begin) / DEFAULTS.commits.relaxed_coalesce_seconds
+        assert len(drafted.mail.results) == 60
+        check_over(loop, engine, patient, drafted)
+
+    def test_tokens_of_an_undrafted_text_that_come_fast_are_told_together(self) -> None:
+        engine = TextEngine(12)
+        loop = step_loop(engine)
+        begin = time.monotonic()
+        alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
+        run(loop, alone)
+        assert len(alone.mail.results) <= 2 + (time.monotonic() - begin) / DEFAULTS.commits.coalesce_seconds
+        assert len(alone.mail.results[0].tokens) == 1  # nobody waits for the first
+        check_over(loop, engine, alone)
+
+    def test_another_tuning_sends_every_commit(self) -> None:
+        engine = TextEngine(12)
+        at_once = CommitTuning(messages_a_second=math.inf, coalesce_seconds=0.0, relaxed_coalesce_seconds=0.0)
+        loop = step_loop(engine, tuning=Tuning(commits=at_once))
+        alone = client(loop, 10, 1, 60, policy=Policy(NO_DRAFTERS, 8, 0.0))
+        run(loop, alone)
+        assert len(alone.mail.results) == 60
+        check_over(loop, engine, alone)
+
+    def test_a_reader_hears_of_everything_before_it_is_waited_for(self) -> None:
+        """However many commits are told together."""
+        engine = TextEngine(12)
+        loop = step_loop(engine, max_unread_tokens=3)
+        clients = [client(loop, 10, seed, 60) for seed in range(3)]
+        for each in clients:
+            each.session.policy = Policy(NO_DRAFTERS, 8, 0.0)
+        run(loop, *clients)
+        check_over(loop, engine, *clients)
+
+
+class TestLogprobs:
+    def test_they_are_those_of_each_token(self) -> None:
+        """In a step with accepted candidates, among sessions that want others or none."""
+        engine = TextEngine(12)
+        loop = step_loop(engine)
+        wants = (3, None, 0, 11)
+        clients = [client(loop, 10, i, 12, sampling=WARM, top_logprobs=want) for i, want in enumerate(wants)]
+        turns(loop, 1)
+        for each in clients:
+            each.offer(right=3, wrong=[2, 3])
+        run(loop, *clients)
+        assert all(max(result.accepted for result in each.mail.results) == 3 for each in clients)
+        for each, want in zip(clients, wants, strict=True):
+            assert len(each.logprobs) == (0 if want is None else len(each.tokens))
+            prefix = list(each.session.request.prompt)
+            for token, found in zip([] if want is None else each.tokens, each.logprobs, strict=True):
+                right = log_softmax(LANGUAGE.logits(LANGUAGE.number_of(prefix)))
+                best = np.argsort(-right)[:want]
+                assert found.chosen == pytest.approx(right[token])
+                assert found.top_tokens == best.tolist()
+                assert found.top_logprobs == pytest.approx(right[best].tolist())
+                prefix.append(token)
+        check_over(loop, engine, *clients)
