@@ -64,6 +64,51 @@ def test_arrows_point_one_way() -> None:
             assert not [n for n in imported if n.startswith(("specdec.serving", "specdec.v2"))], path
 
 
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _import_graph() -> dict[str, set[str]]:
+    """Return which module of the product imports which, functions' imports and those for types included."""
+    paths = [path for name in ("specdec", *SERVICES) for path in (ROOT / name).rglob("*.py")]
+    known = {_module(path) for path in paths}
+    graph: dict[str, set[str]] = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            graph.setdefault(_module(path), set()).update(known.intersection(names) - {_module(path)})
+    return graph
+
+
+def _circle(graph: dict[str, set[str]]) -> set[str]:
+    """Return what is left of a graph when all that imports nothing that is left is taken away, again and again."""
+    left = {name: set(others) for name, others in graph.items()}
+    while free := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in free}
+    return set(left)
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    assert _circle(_import_graph()) == set()
+
+
+def test_no_folder_imports_itself_over_others() -> None:
+    """Every folder stands above or below every other one: what a folder's root holds is below or above its rooms."""
+    folders: dict[str, set[str]] = {}
+    for module, others in _import_graph().items():
+        folder = _folder(module)
+        folders.setdefault(folder, set()).update({_folder(other) for other in others} - {folder})
+    assert _circle(folders) == set()
+
+
+def _folder(module: str) -> str:
+    """Return the folder of a module; that of a package is its own."""
+    return module if (ROOT / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
+
+
 def _folders(*paths: Path) -> set[str]:
     """Return the top-level names that these files import."""
     return {name.split(".")[0] for path in paths for name in _imports(path)}
