@@ -29,11 +29,11 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.gpu.upload import upload
 from specdec.engine.hf import llama_like
-from specdec.engine.hf.batch_invariance import CANDIDATES, Linear, find, rows_are_independent, tile, untile
+from specdec.engine.hf.batch_invariance import CANDIDATES, make_exact, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
 from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.engine.hf.linear import lay_out
-from specdec.engine.hf.pretrained import DTYPES, attention_of, is_quantised, load, window_of
+from specdec.engine.hf.pretrained import DTYPES, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
@@ -81,11 +81,9 @@ class GpuEngine:
         values = [torch.zeros(capacity, each.kv_heads, each.value_width, **place) for each in layers]
         self._memory = SplitKvMemory(keys, values)
         self._memory.reserve(LEAST_PARTIALS, self._heads)
-        self._rows = InvariantRowCounts(CANDIDATES)  # row counts of batches
-        self._classes: ShapeRowCounts | None = None
-        self._assemble()
+        self.tile(None)
         own.check(self)
-        self.exact = exact and self._make_exact()
+        self.exact = exact and make_exact(self)
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",
@@ -124,6 +122,15 @@ class GpuEngine:
             source_rows, target_rows = (upload(slots, self._device) for slots in (source, target))
             for pool in (*self._memory.keys, *self._memory.values):
                 pool.index_copy_(0, target_rows, pool.index_select(0, source_rows))
+
+    def tile(self, classes: ShapeRowCounts | None) -> None:
+        """Run products at their invariant row counts only; with None at any of the CANDIDATES."""
+        self._classes = classes
+        self._rows = InvariantRowCounts(CANDIDATES) if classes is None else classes.batch  # row counts of batches
+        untile(self.model)
+        if classes is not None:
+            tile(self.model, classes)
+        self._assemble()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -170,23 +177,3 @@ class GpuEngine:
             packed=attention,
         ).logits
         return logits[0]
-
-    def _make_exact(self) -> bool:
-        """Run at invariant row counts only, if a check finds that rows then do not depend on their batch; return
-        whether rows are exact."""
-        if is_quantised(self.model):  # these layers cannot be tiled: exact as they are, or not at all
-            return rows_are_independent(self)
-        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        classes = find(linears, str(self._device))
-        if classes is None:
-            return False
-        usual, self._rows = self._rows, classes.batch
-        tile(self.model, classes)
-        self._assemble()
-        if rows_are_independent(self):
-            self._classes = classes
-            return True
-        self._rows = usual
-        untile(self.model)
-        self._assemble()
-        return False

@@ -6,16 +6,19 @@ import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.gpu.head import GpuHead
 from specdec.engine.hf.linear import PackedLinear
+from specdec.engine.hf.pretrained import is_quantised
 from specdec.engine.kv.slots import PADDING_SLOT
 from specdec.engine.row_counts import InvariantRowCounts, Shape, ShapeRowCounts
 
@@ -109,6 +112,32 @@ def untile(model: torch.nn.Module) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, TiledLinear):
                 setattr(module, name, child.linear)
+
+
+class Tileable(Engine, Protocol):
+    """An engine whose products can run at invariant row counts only."""
+
+    model: PreTrainedModel
+
+    def tile(self, classes: ShapeRowCounts | None) -> None:
+        """Run products at these row counts only; with None at the usual ones."""
+
+
+def make_exact(engine: Tileable) -> bool:
+    """Have an engine run at invariant row counts only, if a check finds that rows then do not depend on their batch;
+    return whether they do not."""
+    if is_quantised(engine.model):  # these layers cannot be tiled: exact as they are, or not at all
+        return rows_are_independent(engine)
+    linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
+    threaded = cpu_threads(engine)
+    classes = find(linears, str(engine.model.device), () if threaded is None else threaded.threads)
+    if classes is None:
+        return False
+    engine.tile(classes)
+    if rows_are_independent(engine):
+        return True
+    engine.tile(None)
+    return False
 
 
 def rows_are_independent(engine: Engine) -> bool:
