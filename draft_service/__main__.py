@@ -13,7 +13,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer, Limits
 from specdec.durations import duration
-from specdec.engine.loading import MOST_THREADS, Dtype, Kind, load_engine
+from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.identity import identity_of

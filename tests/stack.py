@@ -27,9 +27,9 @@ from orchestrator.servicer import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import Engine
+from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.torch_engine import TorchEngine
 from specdec.serving.identity import identity_of
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer

@@ -12,7 +12,7 @@ import typer
 
 from specdec.durations import duration
 from specdec.engine.engine import Engine
-from specdec.engine.loading import MOST_THREADS, Dtype, Kind, load_engine
+from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.identity import identity_of
@@ -125,7 +125,7 @@ def main(
         run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
         return
     from specdec.engine.distributed.ranks import PLACE, Ranks
-    from specdec.engine.parallel_engine import follow
+    from specdec.engine.engines.parallel_engine import follow
 
     for name in PLACE:
         if not (value := os.environ.get(name, "")).isdecimal():

@@ -38,9 +38,9 @@ from bench.engine.systems import SpecdecEngine, SteppedSystem, median_step
 from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, transformers_model
 from bench.report import CUT_OFF, Report, folder, publish
 from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, check_torch, load_engine
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
-from specdec.engine.loading import MOST_THREADS, Dtype, Kind, check_torch, load_engine
 from specdec.engine.model_directory import ModelDirectoryError
 from verifier_service.step_loop import MOST_CANDIDATES
 

@@ -34,8 +34,8 @@ from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Drafter
 from specdec.decoding.step_logits import HostLogits
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BlockPool
-from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from verifier_service.backend.request import Policy, SessionRequest

@@ -15,7 +15,7 @@ from bench.systems.llama_cpp import LlamaFiles
 from bench.systems.specdec import Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
-from specdec.engine.loading import Dtype
+from specdec.engine.engines.loading import Dtype
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO
 

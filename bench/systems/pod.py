@@ -20,7 +20,7 @@ from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from specdec.engine.engine import Engine
-from specdec.engine.loading import load_engine
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.identity import identity_of
 from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run

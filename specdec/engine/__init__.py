@@ -1,6 +1,6 @@
 """Engines: loaded models and their KV caches, packed rows in, logits out.
 
-`gpu/`, `onnx/` and `torch_engine.py` hold one engine each, `distributed/` and `parallel_engine.py` the torch engine in
-several processes. `cpu/` and `padded/` hold attention, `hf/` what is taken from transformers, `kv/` the book-keeping of
-memory.
+The seam and what all rooms share stand here: `engine.py`, `batch.py`, row counts, model directories. `kv/` has the
+book-keeping of memory, `distributed/` processes that hold parts of one model, `hf/` what is taken from transformers.
+`cpu/` and `padded/` hold attention; `gpu/` and `onnx/` an engine each; `engines/` the others, and what loads them all.
 """

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import Engine, UnsupportedModelError, hidden_states
+from specdec.engine.engines.parallel_engine import FollowingCpuEngine, FollowingEngine, LeadingCpuEngine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.parallel_engine import FollowingCpuEngine, FollowingEngine, LeadingCpuEngine
 from tests.models import VOCABULARY
 
 CAPACITY = 512

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.engine import Engine, UnsupportedModelError, cpu_threads, hidden_states
+from specdec.engine.engines.loading import load_engine
+from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.kv.slots import KVPool, Slots
-from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import copy_graph, export, exported
-from specdec.engine.torch_engine import TorchEngine
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make, save
 
 CAPACITY = 512

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from specdec.engine.batch import Packer
-from specdec.engine.cpu.engine import CpuEngine
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
 from tests.engine import odd_models

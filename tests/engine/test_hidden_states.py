@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import UnsupportedModelError, hidden_states
+from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.torch_engine import TorchEngine
 from tests.models import ARCHITECTURES, VOCABULARY, make
 from tests.verifier_service.fakes import TextEngine
 

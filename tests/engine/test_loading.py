@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.loading import Kind, has_bfloat16, load_engine
+from specdec.engine.engines.loading import Kind, has_bfloat16, load_engine
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from specdec.engine.engine import Engine
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BLOCK
-from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from tests.replay.deployment import Engines, Recording, made_up, record
 from tests.replay.scenarios import SCENARIOS, Scenario

@@ -23,7 +23,6 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
 from specdec.engine.gpu.graphs import MOST_ROWS, Graphs, Pass
-from specdec.engine.gpu.head import GpuHead
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors
@@ -31,6 +30,7 @@ from specdec.engine.gpu.upload import upload
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.batch_invariance import CANDIDATES, make_exact, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.engine.hf.linear import lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, load, window_of

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, cpu_threads
-from specdec.engine.gpu.head import GpuHead
+from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.linear import PackedLinear
 from specdec.engine.hf.pretrained import is_quantised
 from specdec.engine.kv.slots import PADDING_SLOT

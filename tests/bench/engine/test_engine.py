@@ -16,9 +16,9 @@ from bench.engine.shapes import SHAPES, WORKING, Combination, Sizes, needed_byte
 from bench.engine.synthetic import candidates, decode
 from bench.engine.systems import SteppedSystem
 from bench.report import publish
-from specdec.engine.cpu.engine import CpuEngine
+from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.random_weights import RandomWeights
-from specdec.engine.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from tests.models import make
 

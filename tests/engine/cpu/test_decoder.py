@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.engine.cpu import decoder, packed_gemm
 from specdec.engine.cpu.arithmetic import array_of, exp, narrowed
 from specdec.engine.cpu.decoder import FIRST_POSITIONS
-from specdec.engine.cpu.engine import CpuEngine
 from specdec.engine.cpu.layers import compiled
 from specdec.engine.cpu.loops import add_and_normalise, gate, rotate
 from specdec.engine.cpu.openmp import Cuts, evenly
 from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.linear import Joined, Part, can_pack, join
 from specdec.engine.hf.llama_like import join_products

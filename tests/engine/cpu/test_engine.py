@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.cpu.engine import CpuEngine
 from specdec.engine.engine import cpu_threads
+from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.torch_engine import TorchEngine
 from tests.models import make
 
 

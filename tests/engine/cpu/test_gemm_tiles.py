@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.engine import torch_engine
 from specdec.engine.cpu.gemm_tiles import largest_tiles
+from specdec.engine.engines import torch_engine
+from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.hf.batch_invariance import TiledLinear
 from specdec.engine.hf.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.torch_engine import TorchEngine
 from tests.models import make
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="no packed products here")

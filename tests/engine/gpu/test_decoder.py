@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.engine.gpu.head import GpuHead
 from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.hf import attention_hook, llama_like
+from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import LayerAttention, attention_of, load
 from specdec.engine.model_directory import ModelDirectory

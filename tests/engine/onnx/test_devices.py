@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import KVPool
-from specdec.engine.loading import load_engine
 from specdec.engine.memory import free_by_driver, free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine

@@ -96,8 +96,8 @@ def _torch(
     """Load a torch engine in one process, on a device that torch has."""
     import torch
 
-    from specdec.engine.cpu.engine import CpuEngine
-    from specdec.engine.torch_engine import TorchEngine
+    from specdec.engine.engines.cpu_engine import CpuEngine
+    from specdec.engine.engines.torch_engine import TorchEngine
 
     try:
         if device == "cpu":
@@ -147,7 +147,7 @@ def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capaci
 
 def _part(ranks: Ranks, directory: ModelDirectory, device: str, threads: Sequence[int], **options: Any) -> Engine:
     """Load this rank's part of a parallel engine."""
-    from specdec.engine import parallel_engine as parts
+    from specdec.engine.engines import parallel_engine as parts
 
     own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
     if own == "cpu":

@@ -14,15 +14,15 @@ import structlog
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
-from specdec.engine.cpu.engine import CpuEngine
 from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.hf.shards import sum_in_order
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.row_counts import ShapeRowCounts
-from specdec.engine.torch_engine import TorchEngine
 
 log = structlog.get_logger()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.torch_engine import TorchEngine
 
 
 class CpuEngine(TorchEngine):
