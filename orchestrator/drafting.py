@@ -18,12 +18,14 @@ import structlog
 from orchestrator.backoff import Backoff
 from orchestrator.candidate_flow import CandidateFlow
 from orchestrator.draft_control import DraftControl, first_min_probability
+from orchestrator.draft_stream import DraftStream
 from orchestrator.failover_events import FailoverEvents, FailoverReason
-from orchestrator.peer_streams import DraftStream, LostError, OtherTokenizerError, VerifierStream
+from orchestrator.peer_stream import LostError, OtherTokenizerError
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.transcript import Transcript
+from orchestrator.verifier_stream import VerifierStream
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import Drafter
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError

@@ -18,11 +18,12 @@ from orchestrator.backoff import Backoff
 from orchestrator.commit_check import CommitCheck
 from orchestrator.drafting import Drafting
 from orchestrator.failover_events import FailoverEvents
-from orchestrator.peer_streams import LostError, UnfitError, VerifierStream
+from orchestrator.peer_stream import LostError, UnfitError
 from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.request import Model, Sample
 from orchestrator.transcript import Transcript
+from orchestrator.verifier_stream import VerifierStream
 from specdec.serving.errors import (
     DeadlineError,
     InvalidRequestError,

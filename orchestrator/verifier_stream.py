@@ -1,0 +1,143 @@
+"""The orchestrator's end of a session at a verifier."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from orchestrator.peer_stream import LostError, PeerStream, UnfitError
+from orchestrator.pods import Pod
+from orchestrator.request import Model, Sample
+from specdec.serving import checksum
+from specdec.serving.errors import PeerLostError, ProtocolError
+from specdec.serving.messages import rule_message, sampling_message
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+
+STUCK_STEPS = 20
+"""Number of steps of its size for whose time a step may last; after that it is stuck, or might as well be."""
+
+MAX_GRANTED_NODES = 1 << 16
+
+NO_LOAD = model_pb2.PodCapacity(room=2**16)
+"""Capacity of a pod that does not report any: it will refuse what it cannot take."""
+
+
+class VerifierStream(PeerStream):
+    """A session at a verifier."""
+
+    peer = "verifier"
+
+    def __init__(self, pod: Pod, timeout: float | None, silence: float, longest_step: Callable[[], float]) -> None:
+        """Make a stream that is not open yet. `longest_step` returns the seconds that a step may last in any case."""
+        super().__init__(pod, timeout, silence)
+        self._longest_step = longest_step
+        self.identity = model_pb2.ModelIdentity()
+        self.max_nodes = 0
+        self.drafting_wanted = False  # when it opened
+        self.min_candidate_probability = 0.0  # likewise
+        self._checksum = 0  # of what was sent and received
+        self._policy = verifier_pb2.VerifyPolicy()  # as it was last sent
+
+    async def open(
+        self,
+        sample: Sample,
+        generated: Sequence[int],
+        model: Model,
+        policy: verifier_pb2.VerifyPolicy,
+        *,
+        attempt: int,
+        revision: str,
+    ) -> None:
+        """Open the session; UnfitError if the pod serves something else, such as another `revision` of the model
+        (empty: any)."""
+        self._policy = policy
+        message = verifier_pb2.VerifyOpen(
+            prompt_tokens=sample.prompt,
+            generated_tokens=generated,
+            sampling=sampling_message(sample.sampling),
+            rule=rule_message(sample.rule),
+            contrast=sample.contrast,
+            max_tokens=sample.max_tokens,
+            end_tokens=sorted(sample.end_tokens),
+            min_tokens=sample.min_tokens,
+            top_logprobs=sample.top_logprobs,
+            policy=policy,
+            tenant=sample.tenant,
+            attempt=attempt,
+            coalesce_commits=sample.coalesce_commits,
+        )
+        message.checksum = self._checksum = checksum.of_opening(message)
+        stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
+        opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
+        self.identity, self.max_nodes = opened.identity, max(1, opened.max_nodes)
+        self.drafting_wanted = opened.drafting_wanted
+        self.min_candidate_probability = opened.min_candidate_probability
+        self._check(self.identity, model)
+        if self.identity.context_tokens > model.context:
+            raise UnfitError(
+                ProtocolError(
+                    f"verifier: has a context of {self.identity.context_tokens} tokens, {model.name!r} has "
+                    f"{model.context} here"
+                )
+            )
+        if not 0 <= self.min_candidate_probability <= 1 or self.max_nodes > MAX_GRANTED_NODES:
+            raise LostError(
+                f"it grants {self.max_nodes} candidates from a probability of {self.min_candidate_probability} on"
+            )
+        if revision and self.identity.model_fingerprint != revision:
+            raise UnfitError(
+                PeerLostError(
+                    f"verifier: serves revision {self.identity.model_fingerprint[:16]} of {self.identity.model!r}, the "
+                    f"text was begun with {revision[:16]}",
+                    "MODEL_CHANGED",
+                )
+            )
+        self.pod.numerics = self.identity.numerics_fingerprint
+        self.pod.load.report(opened.capacity if opened.HasField("capacity") else NO_LOAD)
+        self.opened = True
+
+    async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
+        """Yield commits until the last one."""
+        while True:
+            response = await self._read()
+            match response.WhichOneof("message"):
+                case "commit":
+                    self._heard(response.commit)
+                    yield response.commit
+                    if response.commit.finish_reason:
+                        return
+                case "heartbeat":
+                    self._count_heartbeat()
+                    self._look_at(response.heartbeat)
+                case _:  # a newer verifier may send what we do not know, now and then
+                    self._count_heartbeat()
+
+    def _heard(self, commit: verifier_pb2.Commit) -> None:
+        self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
+        if commit.checksum != self._checksum:
+            raise LostError("what was said on this stream is not what was heard, by the checksum of a commit")
+
+    def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
+        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. A worker that steps is alive,
+        one that only answers is not. It need not step for this session, which may have to wait for memory, for its
+        draft or for its reader."""
+        if heartbeat.HasField("capacity"):
+            self.pod.load.report(heartbeat.capacity)
+        age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
+        if age > STUCK_STEPS * expected and age > self._longest_step():
+            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s are usual", conclusive=True)
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        """Send candidates."""
+        await self._write(verifier_pb2.VerifyRequest(extend=extend))
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Have the session speculate by this policy from now on."""
+        if policy != self._policy:
+            self._policy = policy
+            await self._write(verifier_pb2.VerifyRequest(policy=policy))
+
+    async def consumed(self, tokens: int) -> None:
+        """Report how far the client has read. Nothing is read from the stream meanwhile, so this must not take long:
+        the watchdog counts the time."""
+        with self._watchdog.listening():
+            await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
