@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from types import TracebackType
 
 from orchestrator.peer_stream import PeerStream
 from orchestrator.pods import Pod
-from orchestrator.request import Model, Sample
+from orchestrator.sample_context import SampleContext
 from specdec.serving.messages import rule_message, sampling_message
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
@@ -18,8 +18,8 @@ class DraftStream(PeerStream):
 
     peer = "draft"
 
-    def __init__(self, pod: Pod, timeout: float | None, silence: float) -> None:
-        super().__init__(pod, timeout, silence)
+    def __init__(self, pod: Pod, context: SampleContext) -> None:
+        super().__init__(pod, context)
         self.at_work = False  # it has sent candidates
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
         self._feeding: asyncio.Task[None] | None = None
@@ -34,11 +34,12 @@ class DraftStream(PeerStream):
         finally:
             await super().__aexit__(kind, error, trace)
 
-    async def open(self, sample: Sample, generated: Sequence[int], model: Model, policy: draft_pb2.DraftPolicy) -> None:
-        """Open the session; UnfitError if the pod's protocol or tokenizer is another."""
+    async def open(self, policy: draft_pb2.DraftPolicy) -> None:
+        """Open the session with the text as it is now; UnfitError if the pod's protocol or tokenizer is another."""
+        sample = self._context.sample
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
-            generated_tokens=generated,
+            generated_tokens=self._context.text.generated,
             sampling=sampling_message(sample.sampling),
             rule=rule_message(sample.rule),
             contrast=sample.contrast,
@@ -46,11 +47,11 @@ class DraftStream(PeerStream):
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
             policy=policy,
-            vocabulary_size=model.vocabulary,
+            vocabulary_size=self._context.model.vocabulary,
         )
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
-        self._check(opened.identity, model)
+        self._check(opened.identity)
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())
 

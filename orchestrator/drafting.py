@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import structlog
 
@@ -19,18 +19,15 @@ from orchestrator.backoff import Backoff
 from orchestrator.candidate_flow import CandidateFlow
 from orchestrator.draft_control import DraftControl, first_min_probability
 from orchestrator.draft_stream import DraftStream
-from orchestrator.failover_events import FailoverEvents, FailoverReason
+from orchestrator.failover_events import FailoverReason
 from orchestrator.peer_stream import LostError, OtherTokenizerError
-from orchestrator.peers import Peers
 from orchestrator.pods import Pod
-from orchestrator.request import Model, Sample
-from orchestrator.transcript import Transcript
-from orchestrator.verifier_stream import VerifierStream
+from orchestrator.sample_context import SampleContext
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import Drafter
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError
 from specdec.serving.messages import lookahead_message
-from specdec.v2 import draft_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
@@ -57,25 +54,28 @@ class FloodError(LostError):
     """The draft sends candidates without end."""
 
 
+class CandidateSink(Protocol):
+    """Takes what drafting has for the verifier of its text, whichever that is."""
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        """Take candidates."""
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Take the policy by which the verifier should speculate from now on."""
+
+    def abort(self, error: ServiceError) -> None:
+        """Take the error with which the request ends, since it needs a draft and none can be had."""
+
+
 class Drafting:
     """The drafting of one sample. Used as a context manager: leaving it ends the draft's session."""
 
-    def __init__(
-        self,
-        sample: Sample,
-        model: Model,
-        peers: Peers,
-        transcript: Transcript,
-        events: FailoverEvents,
-        deadline: float | None,
-    ) -> None:
+    def __init__(self, context: SampleContext, sink: CandidateSink) -> None:
+        sample, peers = context.sample, context.peers
+        self._context = context
+        self._sink = sink
         self._sample = sample
-        self._model = model
         self._pods = peers.drafts if sample.speculation.remote else None
-        self._silence = peers.silence_seconds
-        self._transcript = transcript
-        self._events = events
-        self._deadline = deadline
         self._required = sample.rule is Rule.CONTRASTIVE
         self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
         self._working: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class Drafting:
         self._drafting_wanted = False  # as last received from the verifier
         self._min_candidate_probability = 1.0  # likewise
         self._wanted = asyncio.Event()  # set once candidates may pay
-        self._verifier: VerifierStream | None = None  # receives the candidates
+        self._max_nodes = 1  # that the verifier grants
         self._draft: DraftStream | None = None  # sends them
         self._draft_control: DraftControl | None = None  # of its session
         self._flow: CandidateFlow | None = None  # likewise
@@ -97,7 +97,7 @@ class Drafting:
         # The verifier may wait for the first candidates only if there is hope of a draft.
         self._drafted = self._pods is not None and bool(self._pods.willing)
         if self._required and self._pods is None:
-            self._give_up("there is none")
+            self._given_up = _draft_required("there is none")
 
     @property
     def policy(self) -> verifier_pb2.VerifyPolicy:
@@ -112,6 +112,8 @@ class Drafting:
         )
 
     async def __aenter__(self) -> Self:
+        if self._pods is not None:
+            self._working = asyncio.create_task(self._work())
         return self
 
     async def __aexit__(
@@ -123,18 +125,15 @@ class Drafting:
 
     # --- events of the text -------------------------------------------------------------------------
 
-    async def serve(self, verifier: VerifierStream) -> None:
-        """Send candidates to this verifier from now on. It has none of the candidates that another one had."""
-        self._verifier = verifier
-        self._on_outlook(verifier.drafting_wanted, verifier.min_candidate_probability)
-        await verifier.set_policy(self.policy)  # it may have changed since the session was opened
+    def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
+        """Draft for the verifier that has taken the text. It has none of the candidates that another one had."""
+        self._max_nodes = max(1, opened.max_nodes)
+        self._on_outlook(opened.drafting_wanted, opened.min_candidate_probability)
         if self._given_up is not None:
-            verifier.abort(self._given_up)
-        elif self._pods is not None and self._working is None:
-            self._working = asyncio.create_task(self._work())
+            self._sink.abort(self._given_up)
         elif self._draft is not None and self._draft_control is not None and self._flow is not None:
-            self._flow = CandidateFlow(verifier.max_nodes)
-            for message in self._draft_control.another_verifier(verifier.max_nodes):
+            self._flow = CandidateFlow(self._max_nodes)
+            for message in self._draft_control.another_verifier(self._max_nodes):
                 self._draft.send(message)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
@@ -148,7 +147,7 @@ class Drafting:
         for message in draft_control.messages(commit):
             draft.send(message)
         if draft.at_work and draft_control.paused is not rested:
-            self._events.record("draft_resumed" if rested else "draft_paused", draft.pod)
+            self._context.events.record("draft_resumed" if rested else "draft_paused", draft.pod)
         self._evaluate(draft, commit)
 
     def _on_outlook(self, wanted: bool, probability: float) -> None:
@@ -198,7 +197,7 @@ class Drafting:
     async def _draft_at(self, pod: Pod) -> bool:
         """Have this pod draft until it fails; return True if it ever sent candidates."""
         pod.breaker.attempt()
-        async with DraftStream(pod, self._timeout(), self._silence) as stream:
+        async with DraftStream(pod, self._context) as stream:
             try:
                 with pod.load.session():
                     await self._relay(stream)
@@ -227,14 +226,13 @@ class Drafting:
     def _record_end(self, stream: DraftStream, reason: FailoverReason, why: LostError) -> None:
         """Record the end of a draft's session; a session that was never open counts as having no draft."""
         if stream.opened:
-            self._events.record(reason, stream.pod, str(why))
+            self._context.events.record(reason, stream.pod, str(why))
         self._last_failure = reason if stream.opened else "no_draft", f"{stream.pod}: {why}"
 
     async def _relay(self, stream: DraftStream) -> None:
         """Open a session, and send its candidates on to the verifier."""
-        assert self._verifier is not None
         policy = draft_pb2.DraftPolicy(
-            max_nodes=self._verifier.max_nodes,
+            max_nodes=self._max_nodes,
             max_depth=self._sample.speculation.max_depth,
             max_branches=self._sample.speculation.max_branches,
         )
@@ -243,17 +241,17 @@ class Drafting:
             policy.min_path_probability = first_min_probability(self._min_candidate_probability)
         # The session opens with the text as it is now: commits from here on are queued for it.
         self._draft, self._draft_control = stream, DraftControl(policy, needed=self._required)
-        self._flow = CandidateFlow(self._verifier.max_nodes)
+        self._flow = CandidateFlow(self._max_nodes)
         self._fruitless = self._offered = 0
-        await stream.open(self._sample, self._transcript.generated, self._model, policy)
+        await stream.open(policy)
         await self._speculate(True)
         async for extend in stream.candidates():
             if problem := self._flow.violation(extend):
                 raise FloodError(problem)
             if self._undrafted:
                 self._undrafted = False
-                self._events.record("draft_back", stream.pod)
-            await self._verifier.extend(extend)
+                self._context.events.record("draft_back", stream.pod)
+            await self._sink.extend(extend)
 
     async def _go_without(self) -> None:
         """Go on without a draft, since none can be had now; end the request if it needs one and the time is up."""
@@ -265,7 +263,8 @@ class Drafting:
         if self._required:
             if self._backoff.exhausted:
                 log.warning("no_draft", reason=self._last_failure[0], why=self._last_failure[1])
-                self._give_up("none can be had")
+                self._given_up = _draft_required("none can be had")
+                self._sink.abort(self._given_up)
             return
         if not self._undrafted:
             self._undrafted = True
@@ -275,13 +274,8 @@ class Drafting:
 
     async def _speculate(self, on: bool) -> None:
         self._drafted = on
-        if self._verifier is not None:
-            await self._verifier.set_policy(self.policy)
+        await self._sink.set_policy(self.policy)
 
-    def _give_up(self, why: str) -> None:
-        self._given_up = PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")
-        if self._verifier is not None:
-            self._verifier.abort(self._given_up)
 
-    def _timeout(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+def _draft_required(why: str) -> ServiceError:
+    return PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from orchestrator.pods import Pod
-from orchestrator.request import Model
+from orchestrator.sample_context import SampleContext
 from orchestrator.watchdog import Watchdog
 from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
@@ -62,11 +62,10 @@ class PeerStream:
 
     peer = "peer"
 
-    def __init__(self, pod: Pod, timeout: float | None, silence: float) -> None:
+    def __init__(self, pod: Pod, context: SampleContext) -> None:
         self.pod = pod
-        self._timeout = timeout
-        self._silence = silence
-        self._watchdog = Watchdog(silence, self._on_silence)
+        self._context = context
+        self._watchdog = Watchdog(context.peers.silence_seconds, self._on_silence)
         self.opened = False
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
@@ -92,7 +91,7 @@ class PeerStream:
 
     async def _begin(self, method: Any, request: Any) -> Any:
         """Start the stream, and return the answer to its first request."""
-        self._call = method(timeout=self._timeout, metadata=request_id())
+        self._call = method(timeout=self._context.timeout, metadata=request_id())
         self._watchdog.start()
         with self._watchdog.listening():  # a connection that does not come about is silence too
             await self._write(request)
@@ -161,8 +160,9 @@ class PeerStream:
         if self._heartbeats < 0:
             raise LostError("it floods us with signs of life")
 
-    def _check(self, identity: model_pb2.ModelIdentity, model: Model) -> None:
+    def _check(self, identity: model_pb2.ModelIdentity) -> None:
         """Raise UnfitError unless the pod has our protocol and tokenizer, LostError if its identity makes no sense."""
+        model = self._context.model
         if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
             raise LostError(f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens}")
         if identity.protocol_version != PROTOCOL_VERSION:
@@ -177,7 +177,7 @@ class PeerStream:
             )
 
     def _on_silence(self) -> None:
-        self.abort(LostError(f"silent for {self._silence:g} s", conclusive=True))
+        self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))
 
 
 def _being_cancelled() -> bool:

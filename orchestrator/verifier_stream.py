@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 from orchestrator.peer_stream import LostError, PeerStream, UnfitError
 from orchestrator.pods import Pod
-from orchestrator.request import Model, Sample
+from orchestrator.sample_context import SampleContext
 from specdec.serving import checksum
 from specdec.serving.errors import PeerLostError, ProtocolError
 from specdec.serving.messages import rule_message, sampling_message
@@ -17,6 +17,9 @@ STUCK_STEPS = 20
 
 MAX_GRANTED_NODES = 1 << 16
 
+CONSUMED_EVERY = 64
+"""Tokens between two reports to the verifier of how far the client has read."""
+
 NO_LOAD = model_pb2.PodCapacity(room=2**16)
 """Capacity of a pod that does not report any: it will refuse what it cannot take."""
 
@@ -26,33 +29,24 @@ class VerifierStream(PeerStream):
 
     peer = "verifier"
 
-    def __init__(self, pod: Pod, timeout: float | None, silence: float, longest_step: Callable[[], float]) -> None:
+    def __init__(self, pod: Pod, context: SampleContext, longest_step: Callable[[], float]) -> None:
         """Make a stream that is not open yet. `longest_step` returns the seconds that a step may last in any case."""
-        super().__init__(pod, timeout, silence)
+        super().__init__(pod, context)
         self._longest_step = longest_step
-        self.identity = model_pb2.ModelIdentity()
-        self.max_nodes = 0
-        self.drafting_wanted = False  # when it opened
-        self.min_candidate_probability = 0.0  # likewise
         self._checksum = 0  # of what was sent and received
         self._policy = verifier_pb2.VerifyPolicy()  # as it was last sent
+        self._consumed = len(context.text.generated)  # tokens that the client has read, as last reported
 
     async def open(
-        self,
-        sample: Sample,
-        generated: Sequence[int],
-        model: Model,
-        policy: verifier_pb2.VerifyPolicy,
-        *,
-        attempt: int,
-        revision: str,
-    ) -> None:
-        """Open the session; UnfitError if the pod serves something else, such as another `revision` of the model
-        (empty: any)."""
+        self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
+    ) -> verifier_pb2.VerifyOpened:
+        """Open the session with the text as it is now, and return the verifier's answer; UnfitError if the pod serves
+        something else, such as another `revision` of the model (empty: any)."""
         self._policy = policy
+        sample = self._context.sample
         message = verifier_pb2.VerifyOpen(
             prompt_tokens=sample.prompt,
-            generated_tokens=generated,
+            generated_tokens=self._context.text.generated,
             sampling=sampling_message(sample.sampling),
             rule=rule_message(sample.rule),
             contrast=sample.contrast,
@@ -68,32 +62,35 @@ class VerifierStream(PeerStream):
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
-        self.identity, self.max_nodes = opened.identity, max(1, opened.max_nodes)
-        self.drafting_wanted = opened.drafting_wanted
-        self.min_candidate_probability = opened.min_candidate_probability
-        self._check(self.identity, model)
-        if self.identity.context_tokens > model.context:
+        self._check_opened(opened, revision)
+        self.pod.numerics = opened.identity.numerics_fingerprint
+        self.pod.load.report(opened.capacity if opened.HasField("capacity") else NO_LOAD)
+        self.opened = True
+        return opened
+
+    def _check_opened(self, opened: verifier_pb2.VerifyOpened, revision: str) -> None:
+        """Raise UnfitError if the verifier serves something else, LostError if it grants what no verifier does."""
+        identity, model = opened.identity, self._context.model
+        self._check(identity)
+        if identity.context_tokens > model.context:
             raise UnfitError(
                 ProtocolError(
-                    f"verifier: has a context of {self.identity.context_tokens} tokens, {model.name!r} has "
+                    f"verifier: has a context of {identity.context_tokens} tokens, {model.name!r} has "
                     f"{model.context} here"
                 )
             )
-        if not 0 <= self.min_candidate_probability <= 1 or self.max_nodes > MAX_GRANTED_NODES:
+        if not 0 <= opened.min_candidate_probability <= 1 or opened.max_nodes > MAX_GRANTED_NODES:
             raise LostError(
-                f"it grants {self.max_nodes} candidates from a probability of {self.min_candidate_probability} on"
+                f"it grants {opened.max_nodes} candidates from a probability of {opened.min_candidate_probability} on"
             )
-        if revision and self.identity.model_fingerprint != revision:
+        if revision and identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(
-                    f"verifier: serves revision {self.identity.model_fingerprint[:16]} of {self.identity.model!r}, the "
+                    f"verifier: serves revision {identity.model_fingerprint[:16]} of {identity.model!r}, the "
                     f"text was begun with {revision[:16]}",
                     "MODEL_CHANGED",
                 )
             )
-        self.pod.numerics = self.identity.numerics_fingerprint
-        self.pod.load.report(opened.capacity if opened.HasField("capacity") else NO_LOAD)
-        self.opened = True
 
     async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
         """Yield commits until the last one."""
@@ -137,7 +134,10 @@ class VerifierStream(PeerStream):
             await self._write(verifier_pb2.VerifyRequest(policy=policy))
 
     async def consumed(self, tokens: int) -> None:
-        """Report how far the client has read. Nothing is read from the stream meanwhile, so this must not take long:
-        the watchdog counts the time."""
+        """Report now and then that the client has read so many generated tokens. Nothing is read from the stream
+        meanwhile, so this must not take long: the watchdog counts the time."""
+        if tokens - self._consumed < CONSUMED_EVERY:
+            return
+        self._consumed = tokens
         with self._watchdog.listening():
             await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))
