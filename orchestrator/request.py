@@ -75,6 +75,16 @@ class Sample:
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
 
+    @property
+    def needs_draft(self) -> bool:
+        """True if no token can be chosen without a draft."""
+        return self.rule is Rule.CONTRASTIVE
+
+    @property
+    def forces_drafting(self) -> bool:
+        """True if a draft is at work whether or not it pays."""
+        return self.needs_draft or self.speculation.forced
+
 
 @dataclass(frozen=True)
 class Request:
