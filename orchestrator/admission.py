@@ -46,7 +46,7 @@ class Admission:
             while not (again or self._go_ahead()):
                 await self._changed.wait()
                 if self._breaker.state == "open":
-                    raise LeftAloneError("left alone after failures")
+                    raise LeftAloneError("its circuit breaker is open")
             load.opening += 1
             try:
                 yield

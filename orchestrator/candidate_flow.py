@@ -36,9 +36,7 @@ class CandidateFlow:
         """Count a message, and return what is wrong with the draft that sends it; empty if nothing is."""
         self._left -= 1 + len(extend.tokens) // NODES_FOR_ONE
         if self._left < 0:
-            return (
-                f"it sends candidates without end: {self._most} messages at once, {self._refill} a commit are allowed"
-            )
+            return f"it sends too many messages: {self._most} at once and {self._refill} a commit are allowed"
         if (nodes := len(extend.tokens)) > MAX_NODES_A_MESSAGE:
-            return f"it has sent {nodes} candidates in a message, {MAX_NODES_A_MESSAGE} are allowed"
+            return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
         return ""

@@ -35,7 +35,7 @@ class Place:
         every_record = text.startswith("dns:")
         host, _, port = text.removeprefix("dns:").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{text!r} is no HOST:PORT, nor dns:NAME:PORT")
+            raise ValueError(f"{text!r} is neither HOST:PORT nor dns:NAME:PORT")
         return cls(host, int(port), every_record)
 
 

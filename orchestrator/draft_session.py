@@ -78,5 +78,5 @@ class DraftSession:
         self._offered += commit.offered
         if self._fruitless >= FRUITLESS_STEPS:
             kind = UselessError if self._offered else LaggingError
-            self._stream.abort(kind(f"of {self._offered} candidates in {self._fruitless} steps none was accepted"))
+            self._stream.abort(kind(f"none of {self._offered} candidates in {self._fruitless} steps was accepted"))
         return False

@@ -62,11 +62,11 @@ class Drafting:
         self._wanted = asyncio.Event()  # set once a draft is worth asking
         self._session: DraftSession | None = None
         self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text
-        self._last_failure = "no_draft", "no pod"  # (reason, why) of the last draft that failed
+        self._last_failure = "no_draft", "there is no pod to ask"  # (reason, why) of the last draft that failed
         self._undrafted = False  # the text goes on without a draft
         self._given_up: ServiceError | None = None  # the text needs a draft, and none can be had
         if self._pods is None and context.sample.needs_draft:
-            self._given_up = _draft_required("there is none")
+            self._given_up = _draft_required("there is no draft service")
         self.undrafted_reason = "" if self._pods is not None else "no_draft" if remote else "off"
 
     @property
@@ -191,7 +191,7 @@ class Drafting:
         if self._context.sample.needs_draft:
             if self._backoff.exhausted:
                 log.warning("no_draft", reason=reason, why=why)
-                self._given_up = _draft_required("none can be had")
+                self._given_up = _draft_required("none is available")
                 self._sink.abort(self._given_up)
             return
         if not self._undrafted:

@@ -80,7 +80,7 @@ class PeerStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watchdog.stop()
-        self.abort(LostError("the session was left"))
+        self.abort(LostError("the session was closed"))
 
     def abort(self, error: Exception) -> None:
         """End the session: a read raises the error, a write does nothing."""
@@ -97,7 +97,7 @@ class PeerStream:
             await self._write(request)
         response = await self._read()
         if response.WhichOneof("message") != "opened":
-            raise LostError("the first message is not `opened`")
+            raise LostError("its first message is not `opened`")
         return response.opened
 
     async def _write(self, request: Any) -> None:
@@ -139,7 +139,7 @@ class PeerStream:
             log.info("peer_refused", pod=str(self.pod), said=said)
             raise seen from error
         if response is grpc.aio.EOF or response is None:  # None: a message that cannot be read
-            raise LostError("the stream ended before the text did")
+            raise LostError("the stream ended before the text was complete")
         return response
 
     @property
@@ -158,13 +158,15 @@ class PeerStream:
         self._heartbeats = min(max(MAX_HEARTBEATS, since), self._heartbeats + since) - 1
         self._last_heartbeat = now
         if self._heartbeats < 0:
-            raise LostError("it floods us with signs of life")
+            raise LostError("it sends too many heartbeats")
 
     def _check(self, identity: model_pb2.ModelIdentity) -> None:
-        """Raise UnfitError unless the pod has our protocol and tokenizer, LostError if its identity makes no sense."""
+        """Raise UnfitError unless the pod has our protocol and tokenizer, LostError if no pod has such an identity."""
         model = self._context.model
         if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
-            raise LostError(f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens}")
+            raise LostError(
+                f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens} tokens"
+            )
         if identity.protocol_version != PROTOCOL_VERSION:
             raise UnfitError(
                 ProtocolError(f"{self.peer}: speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}")

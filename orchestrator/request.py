@@ -132,7 +132,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
         violations.append(("max_tokens", "is 0, must be at least 1"))
     elif len(generated) >= max_tokens or (generated and len(generated) >= room):
         most = min(max_tokens, room)
-        violations.append(("generated_tokens", f"has {len(generated)} tokens, nothing is left of {most}"))
+        violations.append(("generated_tokens", f"has {len(generated)} tokens, must have fewer than {most}"))
     if message.min_tokens > max_tokens:
         violations.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
     if generated and not has_seed:
@@ -206,7 +206,7 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
     if wanted.off:
         for field, is_set in (("drafters", wanted.drafters), ("forced", wanted.forced)):
             if is_set:
-                violations.append((f"speculation.{field}", "is set, and `off` as well"))
+                violations.append((f"speculation.{field}", "is set, must not be set with `off`"))
         drafters = NO_DRAFTERS
     else:
         drafters = drafters_of(wanted.drafters) or ALL_DRAFTERS
@@ -217,7 +217,9 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
     if wanted.HasField("lookahead"):
         wrong = lookahead_violations("speculation.lookahead", wanted.lookahead)
         if Drafter.LOOKAHEAD not in drafters or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
-            wrong.append(("speculation.lookahead", "is set, needs the drafter LOOKAHEAD, and not the CONTRASTIVE rule"))
+            wrong.append(
+                ("speculation.lookahead", "is set, needs the drafter LOOKAHEAD and a rule other than CONTRASTIVE")
+            )
         violations += wrong
         lookahead = lookahead_from(wanted.lookahead)
     return Speculation(
@@ -264,7 +266,7 @@ def _rendered(chat: generation_pb2.ChatPrompt, model: Model) -> str:
     """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
     text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages])
     if (length := len(text.encode())) > model.most_text:
-        raise ChatTemplateError(f"becomes {length} bytes of text, {model.most_text} fit the context at most")
+        raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
     return text
 
 

@@ -59,7 +59,7 @@ class Verification:
                         check = CommitCheck(context.sample, context.model, opened.identity.context_tokens)
                         async for commit in stream.commits():
                             if problem := check.violation(commit, len(context.text.generated)):
-                                raise LostError(f"a commit makes no sense: {problem}")
+                                raise LostError(f"invalid commit: {problem}")
                             self._take(pod, commit)
                             yield commit
                     return

@@ -51,15 +51,15 @@ class VerifierChoice:
         if full and not resumed:
             raise min(full, key=lambda error: error.retry_after)
         if self._backoff.exhausted:
-            tried = {str(pod): str(self._tried.get(pod, "left alone after failures")) for pod in self._pods}
+            tried = {str(pod): str(self._tried.get(pod, "its circuit breaker is open")) for pod in self._pods}
             log.warning("no_verifier", tried=tried)
-            raise PeerLostError(f"verifier: none within {self._backoff.budget:g} s", "VERIFIER_LOST")
+            raise PeerLostError(f"verifier: none available within {self._backoff.budget:g} s", "VERIFIER_LOST")
 
     async def _pause(self) -> None:
         pause, left = self._backoff.pause(), self._context.timeout
         await asyncio.sleep(pause if left is None else min(pause, left))
         if left is not None and left <= pause:
-            raise DeadlineError("verifier: none before the deadline")
+            raise DeadlineError("verifier: none available before the deadline")
 
     def longest_step(self, pod: Pod) -> float:
         """Return the seconds that a step of this pod may last in any case. Where no other pod could take the text, it

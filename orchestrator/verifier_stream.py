@@ -75,13 +75,14 @@ class VerifierStream(PeerStream):
         if identity.context_tokens > model.context:
             raise UnfitError(
                 ProtocolError(
-                    f"verifier: has a context of {identity.context_tokens} tokens, {model.name!r} has "
-                    f"{model.context} here"
+                    f"verifier: has a context of {identity.context_tokens} tokens, more than the {model.context} "
+                    f"of {model.name!r} here"
                 )
             )
         if not 0 <= opened.min_candidate_probability <= 1 or opened.max_nodes > MAX_GRANTED_NODES:
             raise LostError(
-                f"it grants {opened.max_nodes} candidates from a probability of {opened.min_candidate_probability} on"
+                f"it grants {opened.max_nodes} candidates, with a min_candidate_probability of "
+                f"{opened.min_candidate_probability}"
             )
         if revision and identity.model_fingerprint != revision:
             raise UnfitError(
@@ -111,7 +112,7 @@ class VerifierStream(PeerStream):
     def _heard(self, commit: verifier_pb2.Commit) -> None:
         self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
         if commit.checksum != self._checksum:
-            raise LostError("what was said on this stream is not what was heard, by the checksum of a commit")
+            raise LostError("the checksum of a commit is wrong: a message was lost or changed on its way")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
         """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. A worker that steps is alive,
@@ -121,7 +122,7 @@ class VerifierStream(PeerStream):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
         if age > STUCK_STEPS * expected and age > self._longest_step():
-            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s are usual", conclusive=True)
+            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s is usual", conclusive=True)
 
     async def extend(self, extend: model_pb2.Extend) -> None:
         """Send candidates."""
