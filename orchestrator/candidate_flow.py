@@ -16,7 +16,8 @@ other."""
 
 
 NODES_FOR_ONE = 64
-"""Candidates, ancestors included, for which a message counts as one more."""
+"""Candidates, ancestors included, for which a message counts as one more: the longest that is allowed
+(`MAX_NODES_A_MESSAGE`) counts as 17."""
 
 
 class CandidateFlow:

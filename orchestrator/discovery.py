@@ -18,7 +18,8 @@ from orchestrator.pods import Pods
 log = structlog.get_logger()
 
 AGAIN_SECONDS = 3.0
-"""Seconds between two resolutions of a name."""
+"""Seconds between two resolutions of a name: a new pod takes longer to load its model, and one that is gone is noticed
+by its breaker."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from orchestrator.sample_context import SampleContext
 from orchestrator.speculation_state import SpeculationState
 from specdec.v2 import model_pb2, verifier_pb2
 
-FRUITLESS_STEPS = 128
-"""Steps in a row in which candidates were wanted and none was accepted, after which a draft is left: it lags, or
-guesses at random."""
+USELESS_AFTER_STEPS = 128
+"""Steps in a row in which candidates were wanted and none was accepted, after which a draft is given up: it lags, or
+guesses at random. Of a draft that helps in one step of twenty, so many steps without help have a probability of
+0.14 %."""
 
 
 class UselessError(LostError):
@@ -76,7 +77,7 @@ class DraftSession:
             return True
         self._fruitless += commit.steps
         self._offered += commit.offered
-        if self._fruitless >= FRUITLESS_STEPS:
+        if self._fruitless >= USELESS_AFTER_STEPS:
             kind = UselessError if self._offered else LaggingError
             self._stream.abort(kind(f"none of {self._offered} candidates in {self._fruitless} steps was accepted"))
         return False

@@ -29,10 +29,12 @@ from specdec.v2 import model_pb2, verifier_pb2
 log = structlog.get_logger()
 
 USELESS_SECONDS = 60.0
-"""Seconds in which a text does not ask a draft again that was of no use to it."""
+"""Seconds in which a text does not ask a draft again that was of no use to it: it would have to read the whole text
+anew, and the text must have become another one first."""
 
-LONGEST_PAUSE = 1.0
-"""Seconds between two rounds of asking for a draft."""
+MAX_ROUND_PAUSE_SECONDS = 1.0
+"""Longest pause between two rounds of asking all drafts. It may be longer than one between verifiers, since the text
+goes on meanwhile."""
 
 
 class CandidateSink(Protocol):
@@ -56,7 +58,7 @@ class Drafting:
         self._context = context
         self._sink = sink
         self._pods = peers.drafts if remote else None
-        self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
+        self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
         self._working: asyncio.Task[None] | None = None
         self._state = SpeculationState(drafted=self._pods is not None and bool(self._pods.willing))
         self._wanted = asyncio.Event()  # set once a draft is worth asking

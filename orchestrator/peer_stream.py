@@ -19,11 +19,14 @@ from specdec.serving.interceptor import request_id
 from specdec.v2 import model_pb2
 
 DEADLINE_SLACK_SECONDS = 0.1
+"""Seconds before the caller's deadline from which on a peer's DEADLINE_EXCEEDED is believed to be that deadline: the
+two machines count it from moments that are as far apart as a message takes."""
 
 MAX_LOGGED_BYTES = 1024
-"""Bytes of a peer's reason for ending a session that our log repeats."""
+"""Bytes of a peer's reason for ending a session that our log repeats: no service of ours gives a longer one."""
 
 MAX_IDENTITY_BYTES = 4096
+"""Bytes of a pod's identity, which is kept with the session: names and fingerprints take some hundred."""
 
 MAX_HEARTBEATS = 64
 HEARTBEATS_A_SECOND = 16

@@ -24,12 +24,21 @@ from specdec.serving.validation import (
 from specdec.v2 import generation_pb2, model_pb2
 
 MOST_SAMPLES = 16
+"""Completions of one request; each has sessions of its own."""
+
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
+"""Stop strings, and characters of each: all are searched for in every piece of text."""
+
 MOST_STOP_TOKENS = 1024
+"""Stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
+
 LONGEST_TENANT = 256
 LONGEST_FINGERPRINT = 128
+"""Characters of a tenant, and of a model's fingerprint, which is a SHA-256 in 64 characters."""
+
 MOST_LOGPROBS = 20
+"""Best tokens whose log-probabilities come with each token, as in the OpenAI API."""
 
 
 @dataclass(frozen=True)

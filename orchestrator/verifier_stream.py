@@ -13,15 +13,19 @@ from specdec.serving.messages import rule_message, sampling_message
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20
-"""Number of steps of its size for whose time a step may last; after that it is stuck, or might as well be."""
+"""Steps of its size for whose time a step may last. Load or a busy machine makes a step a few times as long; after this
+it is stuck, or might as well be."""
 
 MAX_GRANTED_NODES = 1 << 16
+"""Candidates that a verifier may grant a session: far more than any does, and so few that what a draft may send for
+them (`CandidateFlow`) is bounded."""
 
 CONSUMED_EVERY = 64
-"""Tokens between two reports to the verifier of how far the client has read."""
+"""Tokens between two reports to the verifier of how far the client has read: a quarter of what it lets a session be
+ahead (`max_unread_tokens`), so that who reads is not throttled."""
 
-NO_LOAD = model_pb2.PodCapacity(room=2**16)
-"""Capacity of a pod that does not report any: it will refuse what it cannot take."""
+UNREPORTED_CAPACITY = model_pb2.PodCapacity(room=2**16)
+"""Capacity of a pod that does not report any: it is asked without limit, and refuses what it cannot take."""
 
 
 class VerifierStream(PeerStream):
@@ -64,7 +68,7 @@ class VerifierStream(PeerStream):
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
         self._check_opened(opened, revision)
         self.pod.numerics = opened.identity.numerics_fingerprint
-        self.pod.load.report(opened.capacity if opened.HasField("capacity") else NO_LOAD)
+        self.pod.load.report(opened.capacity if opened.HasField("capacity") else UNREPORTED_CAPACITY)
         self.opened = True
         return opened
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from orchestrator.candidate_flow import MESSAGES_A_COMMIT
-from orchestrator.draft_session import FRUITLESS_STEPS, DraftSession, FloodError, LaggingError, UselessError
+from orchestrator.draft_session import USELESS_AFTER_STEPS, DraftSession, FloodError, LaggingError, UselessError
 from orchestrator.draft_stream import DraftStream
 from orchestrator.pods import Pod
 from orchestrator.speculation_state import SpeculationState
@@ -53,7 +53,7 @@ def commit(**fields: Any) -> verifier_pb2.Commit:
 def test_a_draft_without_an_accepted_candidate_is_given_up(offered: int, why: type[Exception]) -> None:
     stream = Stream()
     session = session_over(stream)
-    assert not any(session.on_commit(commit(offered=offered)) for _ in range(FRUITLESS_STEPS - 1))
+    assert not any(session.on_commit(commit(offered=offered)) for _ in range(USELESS_AFTER_STEPS - 1))
     assert stream.aborted_by is None
     assert not session.on_commit(commit(offered=offered))
     assert isinstance(stream.aborted_by, why)
@@ -63,7 +63,7 @@ def test_an_accepted_candidate_speaks_for_the_draft() -> None:
     stream = Stream()
     session = session_over(stream)
     for _ in range(3):
-        assert not any(session.on_commit(commit(offered=4)) for _ in range(FRUITLESS_STEPS - 1))
+        assert not any(session.on_commit(commit(offered=4)) for _ in range(USELESS_AFTER_STEPS - 1))
         assert session.on_commit(commit(offered=4, accepted=1))
     assert stream.aborted_by is None
 
@@ -78,7 +78,7 @@ def test_an_accepted_candidate_speaks_for_the_draft() -> None:
 )
 def test_a_draft_that_cannot_be_judged_is_kept(stream: Stream, fields: dict[str, Any], rule: Rule) -> None:
     session = session_over(stream, rule=rule)
-    for _ in range(2 * FRUITLESS_STEPS):
+    for _ in range(2 * USELESS_AFTER_STEPS):
         session.on_commit(commit(**fields))
     assert stream.aborted_by is None
 
