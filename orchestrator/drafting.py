@@ -97,7 +97,7 @@ class Drafting:
             self._session.on_opened(self._state)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
-        """Draft behind what the target has decided."""
+        """Go on drafting behind what the target has decided."""
         self._update(self._state.after_commit(commit))
         if self._session is not None and self._session.on_commit(commit):
             self._backoff.progressed()
@@ -157,7 +157,7 @@ class Drafting:
     def _note_end(self, stream: DraftStream, error: Exception) -> None:
         """Note why a draft's session has ended, and for whom its pod is of no use for how long."""
         pod = stream.pod
-        reason: FailoverReason | None = None  # of an event, if the session was open
+        reason: FailoverReason | None = None  # of an event, unless the session was never open
         match error:
             case OtherTokenizerError():
                 pod.found_unfit("tokenizer_mismatch", str(error))
@@ -178,11 +178,11 @@ class Drafting:
                 self._useless_until[pod] = math.inf
             case _:  # the pod is full, or refuses the session
                 pass
-        if reason is not None and stream.opened:
-            self._context.events.record(reason, pod, str(error))
+        if reason is None or not stream.opened:
+            self._last_failure = "no_draft", f"{pod}: {error}"
         else:
-            reason = None
-        self._last_failure = reason or "no_draft", f"{pod}: {error}"
+            self._last_failure = reason, f"{pod}: {error}"
+            self._context.events.record(reason, pod, str(error))
 
     async def _go_without(self, pods: Pods) -> None:
         """Go on without a draft, since none can be had now; end the request if it needs one and the time is up."""

@@ -53,6 +53,8 @@ class Generation:
                 yield response
                 await self._verification.consumed(len(self._context.text.generated))
 
+    # --- what drafting has for the verifier (`CandidateSink`) ---------------------------------------
+
     async def extend(self, extend: model_pb2.Extend) -> None:
         await self._verification.extend(extend)
 
@@ -61,6 +63,8 @@ class Generation:
 
     def abort(self, error: ServiceError) -> None:
         self._verification.abort(error)
+
+    # --- the end ------------------------------------------------------------------------------------
 
     def _sign(self, finish: generation_pb2.Finish) -> None:
         """Enter into `finish` the numerics that made the text, and what happened to its sessions."""
