@@ -17,11 +17,13 @@ from orchestrator.pod_capacity import PodCapacity
 from specdec.serving.errors import OverloadedError
 from specdec.v2 import model_pb2
 
-AT_ONCE = 64
-"""Sessions that may be in the course of being opened at a verifier."""
+MAX_OPENINGS = 64
+"""Sessions that may be in the course of being opened at a verifier: its answers wait for no step, so that more at once
+would only queue there instead of here."""
 
-MOMENT = 0.05
-"""Seconds in which other requests are refused as well after the verifier has refused one."""
+REFUSED_SECONDS = 0.05
+"""Seconds in which other requests are refused as well after the verifier has refused one. Every text that ends makes
+room, so this is short: it only keeps a flood from asking again and again."""
 
 
 class LeftAloneError(Exception):
@@ -46,13 +48,13 @@ class Admission:
             while not (again or self._go_ahead()):
                 await self._changed.wait()
                 if self._breaker.state == "open":
-                    raise LeftAloneError("left alone after failures")
+                    raise LeftAloneError("its circuit breaker is open")
             load.opening += 1
             try:
                 yield
             except OverloadedError as refusal:
                 full = model_pb2.PodCapacity(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
-                load.report(full, MOMENT)
+                load.report(full, REFUSED_SECONDS)
                 raise
             finally:
                 load.opening -= 1
@@ -75,4 +77,4 @@ class Admission:
         refusal = self.refusal
         if refusal is not None:
             raise refusal
-        return self._load.opening < (1 if self._load.reported is None else AT_ONCE)
+        return self._load.opening < (1 if self._load.reported is None else MAX_OPENINGS)

@@ -6,8 +6,12 @@ import random
 import time
 from collections.abc import Callable
 
-SHORTEST_PAUSE = 0.05
-"""Seconds of the first pause, before jitter."""
+FIRST_PAUSE_SECONDS = 0.05
+"""Seconds of the first pause, before jitter: too short for a client to notice."""
+
+LONGEST_PAUSE_SECONDS = 0.5
+"""Seconds of the longest pause, unless a caller can wait longer: a client that has waited for seconds does not notice
+half a second more."""
 
 
 class Backoff:
@@ -18,7 +22,7 @@ class Backoff:
         self,
         budget: float,
         *,
-        longest: float = 0.5,
+        longest: float = LONGEST_PAUSE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -43,6 +47,6 @@ class Backoff:
     def pause(self) -> float:
         """Return the seconds until the next try: random, so that callers that failed together do not come back
         together."""
-        pause = min(SHORTEST_PAUSE * (1 << min(self._pauses, 16)), self._longest)
+        pause = min(FIRST_PAUSE_SECONDS * (1 << min(self._pauses, 16)), self._longest)
         self._pauses += 1
         return pause * (0.5 + 0.5 * self._jitter())

@@ -30,7 +30,7 @@ class BoundedThreads:
     async def run(self, action: Callable[[], Result]) -> Result:
         """Run an action in a thread; OverloadedError if too many callers wait for one already."""
         if self.waiting >= self._limit:
-            raise OverloadedError(f"{self.waiting} {self._work} wait for their turn, the limit is reached")
+            raise OverloadedError(f"{self.waiting} {self._work} are waiting already, the limit is reached")
         self.waiting += 1
         try:
             await self._free.acquire()

@@ -16,14 +16,17 @@ import structlog
 log = structlog.get_logger()
 
 FAILURES = 3
-"""Failures in a row after which a pod is left alone; a conclusive one is enough by itself."""
+"""Failures in a row after which a pod is left alone: one or two may be accidents of their sessions. A conclusive one is
+enough by itself."""
 
-SHORTEST_PAUSE = 0.25
-LONGEST_PAUSE = 1.0
-"""Seconds that a breaker stays open: the first time, and at most."""
+FIRST_OPEN_SECONDS = 0.25
+MAX_OPEN_SECONDS = 1.0
+"""Seconds that a breaker stays open: the first time, and at most. A trial costs one session a try, and a pod that has
+come back should not stand idle for longer."""
 
 TRIAL_SECONDS = 1.0
-"""Seconds for a trial to succeed or fail. After a trial that did neither, there may be another."""
+"""Seconds for a trial to succeed or fail, as many as a failure would cost the pod at most. After a trial that did
+neither, there may be another."""
 
 
 class Breaker:
@@ -57,9 +60,9 @@ class Breaker:
         """Note a failure. `conclusive`: any session would have failed, as when the pod does not answer."""
         self._failures += 1
         if self._on_trial:
-            self._open(min(2 * self._pause, LONGEST_PAUSE))
+            self._open(min(2 * self._pause, MAX_OPEN_SECONDS))
         elif not self._pause and (conclusive or self._failures >= FAILURES):
-            self._open(SHORTEST_PAUSE)
+            self._open(FIRST_OPEN_SECONDS)
         # Else it is open already: sessions that went through before now fail one after another.
 
     def _open(self, pause: float) -> None:

@@ -16,7 +16,8 @@ other."""
 
 
 NODES_FOR_ONE = 64
-"""Candidates, ancestors included, for which a message counts as one more."""
+"""Candidates, ancestors included, for which a message counts as one more: the longest that is allowed
+(`MAX_NODES_A_MESSAGE`) counts as 17."""
 
 
 class CandidateFlow:
@@ -36,9 +37,7 @@ class CandidateFlow:
         """Count a message, and return what is wrong with the draft that sends it; empty if nothing is."""
         self._left -= 1 + len(extend.tokens) // NODES_FOR_ONE
         if self._left < 0:
-            return (
-                f"it sends candidates without end: {self._most} messages at once, {self._refill} a commit are allowed"
-            )
+            return f"it sends too many messages: {self._most} at once and {self._refill} a commit are allowed"
         if (nodes := len(extend.tokens)) > MAX_NODES_A_MESSAGE:
-            return f"it has sent {nodes} candidates in a message, {MAX_NODES_A_MESSAGE} are allowed"
+            return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
         return ""

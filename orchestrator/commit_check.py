@@ -14,8 +14,10 @@ from specdec.v2 import model_pb2, verifier_pb2
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
 
 MAX_CANDIDATES_A_STEP = 1024
+"""Candidates of one session in one step: four times as many as any step of ours takes from all sessions together."""
+
 ROUNDING = 1e-3
-"""Amount by which the logarithm of a probability may exceed 0."""
+"""Amount by which the logarithm of a probability may exceed 0: float32 sums over a vocabulary err by less."""
 
 MAX_PREEMPTIONS = 1 << 20
 MAX_QUEUED_US = 1 << 50
@@ -40,13 +42,13 @@ class CommitCheck:
         """Check that there are tokens, that they follow on the text, do not pass its end, and are in the vocabulary."""
         base, tokens = len(self._sample.prompt) + generated, commit.committed.tokens
         if commit.committed.base != base:
-            return f"it follows on {commit.committed.base} tokens, the text has {base}"
+            return f"its base is {commit.committed.base}, the text has {base} tokens"
         if not tokens:
             return "it has no tokens"
         if base + len(tokens) > self._end:
-            return f"it makes {base + len(tokens)} tokens, the text ends with {self._end}"
+            return f"it makes the text {base + len(tokens)} tokens long, the limit is {self._end}"
         if max(tokens) >= self._model.vocabulary:
-            return f"it has token {max(tokens)}, the vocabulary {self._model.vocabulary}"
+            return f"it has token {max(tokens)}, the vocabulary has {self._model.vocabulary} tokens"
         return ""
 
     def _wrong_counts(self, commit: verifier_pb2.Commit, _: int) -> str:
@@ -56,12 +58,12 @@ class CommitCheck:
             return f"it has sources {list(sources[:8])} for {tokens} tokens"
         accepted = sum(source in ACCEPTED for source in sources)
         if commit.accepted != accepted:
-            return f"it tells of {commit.accepted} accepted candidates, its sources of {accepted}"
+            return f"it reports {commit.accepted} accepted candidates, its sources show {accepted}"
         ends_with_candidate = bool(commit.finish_reason) and sources[-1] in ACCEPTED
         if commit.steps != tokens - accepted + ends_with_candidate:
-            return f"it has {tokens} tokens of {commit.steps} steps with {accepted} accepted candidates"
+            return f"it has {tokens} tokens, which do not fit {commit.steps} steps with {accepted} accepted candidates"
         if not accepted <= commit.offered <= commit.steps * MAX_CANDIDATES_A_STEP:
-            return f"it tells of {commit.offered} candidates in {commit.steps} steps"
+            return f"it reports {commit.offered} verified candidates in {commit.steps} steps"
         return ""
 
     def _wrong_end(self, commit: verifier_pb2.Commit, generated: int) -> str:
@@ -69,9 +71,9 @@ class CommitCheck:
         sample, tokens = self._sample, commit.committed.tokens
         ends = [index for index, token in enumerate(tokens) if token in sample.end_tokens]
         if ends and generated + ends[0] < sample.min_tokens:
-            return f"it has an end token, of {sample.min_tokens} tokens that must come before"
+            return f"it has an end token before the minimum of {sample.min_tokens} tokens"
         if ends and ends[0] < len(tokens) - 1:
-            return "it goes on behind an end token"
+            return "it continues after an end token"
         if ends:
             wanted = model_pb2.FINISH_REASON_STOP
         elif len(sample.prompt) + generated + len(tokens) < self._end:
@@ -88,11 +90,13 @@ class CommitCheck:
         """Check that each token has log-probabilities if the request asks for them, of as many of the best tokens."""
         wanted, vocabulary = self._sample.top_logprobs, self._model.vocabulary
         if len(commit.logprobs) != (0 if wanted is None else len(commit.committed.tokens)):
-            return f"it has log-probabilities of {len(commit.logprobs)} tokens"
+            return (
+                f"it has log-probabilities of {len(commit.logprobs)} tokens for {len(commit.committed.tokens)} tokens"
+            )
         best = min(wanted or 0, vocabulary)
         for each in commit.logprobs:
             if len(each.top_tokens) != best or len(each.top_logprobs) != best:
-                return f"it has log-probabilities of {len(each.top_tokens)} best tokens, asked for were {best}"
+                return f"it has log-probabilities of {len(each.top_tokens)} top tokens, {best} were asked for"
             numbers = (each.chosen, *each.top_logprobs)
             if max(each.top_tokens, default=0) >= vocabulary or not all(number <= ROUNDING for number in numbers):
                 return f"it has log-probabilities {numbers} of tokens {list(each.top_tokens)}"
@@ -101,9 +105,9 @@ class CommitCheck:
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
         """Check that the figures that the pod reports are in their ranges."""
         if not 0.0 <= commit.min_candidate_probability <= 1.0:
-            return f"its minimal probability of a candidate is {commit.min_candidate_probability}"
+            return f"its min_candidate_probability is {commit.min_candidate_probability}"
         if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:
-            return f"it tells of {commit.preemptions} preemptions and {commit.queued_us} us in a queue"
+            return f"it reports {commit.preemptions} preemptions and {commit.queued_us} us in a queue"
         if commit.cached_tokens > self._end:
-            return f"it tells of {commit.cached_tokens} tokens in memory"
+            return f"it reports {commit.cached_tokens} cached tokens"
         return ""

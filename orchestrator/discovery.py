@@ -18,7 +18,8 @@ from orchestrator.pods import Pods
 log = structlog.get_logger()
 
 AGAIN_SECONDS = 3.0
-"""Seconds between two resolutions of a name."""
+"""Seconds between two resolutions of a name: a new pod takes longer to load its model, and one that is gone is noticed
+by its breaker."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Place:
         every_record = text.startswith("dns:")
         host, _, port = text.removeprefix("dns:").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{text!r} is no HOST:PORT, nor dns:NAME:PORT")
+            raise ValueError(f"{text!r} is neither HOST:PORT nor dns:NAME:PORT")
         return cls(host, int(port), every_record)
 
 

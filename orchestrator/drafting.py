@@ -1,8 +1,7 @@
-"""Drafting: keeps a draft at work beside a text, for as long as one can be had.
+"""Drafting: keeps one draft after another at work beside a text, for as long as one can be had.
 
-The draft receives what the target decides, and its candidates go to the verifier. A draft that is missing, unfit,
-useless or lost costs speed, nothing else: another replica takes over, and while there is none, the text goes on without
-a draft. Only the CONTRASTIVE rule cannot do without one.
+A draft that is missing, unfit, useless or lost costs speed, nothing else: another replica takes over, and while there
+is none, the text goes on without a draft. Only the CONTRASTIVE rule cannot do without one.
 """
 
 from __future__ import annotations
@@ -10,106 +9,76 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import structlog
 
 from orchestrator.backoff import Backoff
-from orchestrator.candidate_flow import CandidateFlow
-from orchestrator.draft_control import DraftControl, first_min_probability
-from orchestrator.failover_events import FailoverEvents, FailoverReason
-from orchestrator.peer_streams import DraftStream, LostError, OtherTokenizerError, VerifierStream
-from orchestrator.peers import Peers
-from orchestrator.pods import Pod
-from orchestrator.request import Model, Sample
-from orchestrator.transcript import Transcript
-from specdec.decoding.sampling import Rule
-from specdec.decoding.speculation import Drafter
+from orchestrator.draft_session import DraftSession, FloodError, LaggingError, UselessError
+from orchestrator.draft_stream import DraftStream
+from orchestrator.failover_events import FailoverReason
+from orchestrator.peer_stream import LostError, OtherTokenizerError
+from orchestrator.pods import Pod, Pods
+from orchestrator.sample_context import SampleContext
+from orchestrator.speculation_state import SpeculationState
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, PeerLostError, ServiceError
-from specdec.serving.messages import lookahead_message
-from specdec.v2 import draft_pb2, verifier_pb2
+from specdec.v2 import model_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
-FRUITLESS_STEPS = 128
-"""Steps in a row in which candidates were wanted and none was accepted, after which a draft is left: it lags, or
-guesses at random."""
-
 USELESS_SECONDS = 60.0
-"""Seconds in which a text does not ask a draft again that was of no use to it."""
+"""Seconds in which a text does not ask a draft again that was of no use to it: it would have to read the whole text
+anew, and the text must have become another one first."""
 
-LONGEST_PAUSE = 1.0
-"""Seconds between two rounds of asking for a draft."""
-
-
-class UselessError(LostError):
-    """Candidates come in time, and none is right: this text would do as well without a draft."""
+MAX_ROUND_PAUSE_SECONDS = 1.0
+"""Longest pause between two rounds of asking all drafts. It may be longer than one between verifiers, since the text
+goes on meanwhile."""
 
 
-class LaggingError(LostError):
-    """No candidate comes in time: any text would do as well without a draft."""
+class CandidateSink(Protocol):
+    """Takes what drafting has for the verifier of its text, whichever that is."""
 
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        """Take candidates."""
 
-class FloodError(LostError):
-    """The draft sends candidates without end."""
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Take the policy by which the verifier should speculate from now on."""
+
+    def abort(self, error: ServiceError) -> None:
+        """Take the error with which the request ends, since it needs a draft and none can be had."""
 
 
 class Drafting:
     """The drafting of one sample. Used as a context manager: leaving it ends the draft's session."""
 
-    def __init__(
-        self,
-        sample: Sample,
-        model: Model,
-        peers: Peers,
-        transcript: Transcript,
-        events: FailoverEvents,
-        deadline: float | None,
-    ) -> None:
-        self._sample = sample
-        self._model = model
-        self._pods = peers.drafts if sample.speculation.remote else None
-        self._silence = peers.silence_seconds
-        self._transcript = transcript
-        self._events = events
-        self._deadline = deadline
-        self._required = sample.rule is Rule.CONTRASTIVE
-        self._backoff = Backoff(peers.failover_seconds, longest=LONGEST_PAUSE)
+    def __init__(self, context: SampleContext, sink: CandidateSink) -> None:
+        peers, remote = context.peers, context.sample.speculation.remote
+        self._context = context
+        self._sink = sink
+        self._pods = peers.drafts if remote else None
+        self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
         self._working: asyncio.Task[None] | None = None
-        self._forced = self._required or sample.speculation.forced  # drafting is on, whether or not it pays
-        self._drafting_wanted = False  # as last received from the verifier
-        self._min_candidate_probability = 1.0  # likewise
-        self._wanted = asyncio.Event()  # set once candidates may pay
-        self._verifier: VerifierStream | None = None  # receives the candidates
-        self._draft: DraftStream | None = None  # sends them
-        self._draft_control: DraftControl | None = None  # of its session
-        self._flow: CandidateFlow | None = None  # likewise
-        self._fruitless = self._offered = 0  # steps in a row, and candidates verified in them
-        self._undrafted = False  # there is no draft now
+        self._state = SpeculationState(drafted=self._pods is not None and bool(self._pods.willing))
+        self._wanted = asyncio.Event()  # set once a draft is worth asking
+        self._session: DraftSession | None = None
         self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text
-        self._last_failure = "no_draft", "no pod"  # (reason, why) of the last draft that failed
-        self._given_up: ServiceError | None = None
-        self.undrafted_reason = "" if self._pods is not None else "no_draft" if sample.speculation.remote else "off"
-        self._patience_us = int(1e6 * peers.patience_seconds)
-        # The verifier may wait for the first candidates only if there is hope of a draft.
-        self._drafted = self._pods is not None and bool(self._pods.willing)
-        if self._required and self._pods is None:
-            self._give_up("there is none")
+        self._last_failure = "no_draft", "there is no pod to ask"  # (reason, why) of the last draft that failed
+        self._undrafted = False  # the text goes on without a draft
+        self._given_up: ServiceError | None = None  # the text needs a draft, and none can be had
+        if self._pods is None and context.sample.needs_draft:
+            self._given_up = _draft_required("there is no draft service")
+        self.undrafted_reason = "" if self._pods is not None else "no_draft" if remote else "off"
 
     @property
     def policy(self) -> verifier_pb2.VerifyPolicy:
         """The verifier's policy as it should be now: a new message."""
-        wanted = self._sample.speculation
-        return verifier_pb2.VerifyPolicy(
-            drafters=sorted(wanted.drafters if self._drafted else wanted.drafters - {Drafter.REMOTE}),  # type: ignore[arg-type]
-            forced=wanted.forced,
-            max_candidates=wanted.max_candidates,
-            patience_us=self._patience_us,
-            lookahead=None if wanted.lookahead is None else lookahead_message(wanted.lookahead),
-        )
+        return self._state.verify_policy(self._context.sample.speculation, self._context.peers.patience_seconds)
 
     async def __aenter__(self) -> Self:
+        if self._pods is not None:
+            self._working = asyncio.create_task(self._work(self._pods))
         return self
 
     async def __aexit__(
@@ -119,167 +88,120 @@ class Drafting:
             self._working.cancel()
             await asyncio.wait([self._working])  # awaiting it directly could not tell its cancellation from ours
 
-    # --- events of the text -------------------------------------------------------------------------
-
-    async def serve(self, verifier: VerifierStream) -> None:
-        """Send candidates to this verifier from now on. It has none of the candidates that another one had."""
-        self._verifier = verifier
-        self._on_outlook(verifier.drafting_wanted, verifier.min_candidate_probability)
-        await verifier.set_policy(self.policy)  # it may have changed since the session was opened
+    def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
+        """Draft for the verifier that has taken the text."""
+        self._update(self._state.after_opened(opened))
         if self._given_up is not None:
-            verifier.abort(self._given_up)
-        elif self._pods is not None and self._working is None:
-            self._working = asyncio.create_task(self._work())
-        elif self._draft is not None and self._draft_control is not None and self._flow is not None:
-            self._flow = CandidateFlow(verifier.max_nodes)
-            for message in self._draft_control.another_verifier(verifier.max_nodes):
-                self._draft.send(message)
+            self._sink.abort(self._given_up)
+        elif self._session is not None:
+            self._session.on_opened(self._state)
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
-        """Send the draft what the target decided, and judge the draft by it."""
-        self._on_outlook(commit.drafting_wanted, commit.min_candidate_probability)
-        draft, draft_control, flow = self._draft, self._draft_control, self._flow
-        if draft is None or draft_control is None or flow is None:
-            return
-        flow.committed()
-        rested = draft_control.paused
-        for message in draft_control.messages(commit):
-            draft.send(message)
-        if draft.at_work and draft_control.paused is not rested:
-            self._events.record("draft_resumed" if rested else "draft_paused", draft.pod)
-        self._evaluate(draft, commit)
+        """Go on drafting behind what the target has decided."""
+        self._update(self._state.after_commit(commit))
+        if self._session is not None and self._session.on_commit(commit):
+            self._backoff.progressed()
 
-    def _on_outlook(self, wanted: bool, probability: float) -> None:
-        """Note whether a draft pays now, and from which probability on a candidate does. For a session that the
-        verifier believes to have no draft, this says nothing, and a draft is tried."""
-        self._drafting_wanted, self._min_candidate_probability = wanted, probability
-        if wanted or self._forced or not self._drafted:
+    def _update(self, state: SpeculationState) -> None:
+        self._state = state
+        if state.worth_a_draft(self._context.sample):
             self._wanted.set()
 
-    def _evaluate(self, draft: DraftStream, commit: verifier_pb2.Commit) -> None:
-        """Abort the draft's session if candidates were wanted and none was accepted for too long."""
-        if not draft.at_work:
-            return
-        if commit.accepted or not commit.drafting_wanted or self._required:
-            self._fruitless = self._offered = 0
-            self._backoff.progressed()
-            draft.pod.breaker.succeeded()
-            return
-        self._fruitless += commit.steps
-        self._offered += commit.offered
-        if self._fruitless >= FRUITLESS_STEPS:
-            kind = UselessError if self._offered else LaggingError
-            draft.abort(kind(f"of {self._offered} candidates in {self._fruitless} steps none was accepted"))
+    async def _set_drafted(self, drafted: bool) -> None:
+        self._state = replace(self._state, drafted=drafted)
+        await self._sink.set_policy(self.policy)
 
-    # --- sessions at drafts -------------------------------------------------------------------------
-
-    async def _work(self) -> None:
+    async def _work(self, pods: Pods) -> None:
         """Keep one draft after another at work, beginning when one may pay: even a paused session costs its opening,
         and has the draft read the prompt. Whatever goes wrong here ends no request, except one that needs a draft."""
-        assert self._pods is not None
         await self._wanted.wait()
         tried: set[Pod] = set()  # since a draft was at work, or the last pause
-        while True:
+        while self._given_up is None:
             now = time.monotonic()
             useless = {pod for pod, until in self._useless_until.items() if until > now}
-            pod = self._pods.choose(but=tried | useless)
+            pod = pods.choose(but=tried | useless)
             if pod is not None:
                 was_at_work = await self._draft_at(pod)
                 tried = {pod} if was_at_work else {*tried, pod}
-                continue
-            await self._go_without()
-            if self._given_up is not None:
-                return
-            await asyncio.sleep(self._backoff.pause())
-            tried.clear()
+            else:
+                await self._go_without(pods)
+                await asyncio.sleep(self._backoff.pause())
+                tried.clear()
 
     async def _draft_at(self, pod: Pod) -> bool:
         """Have this pod draft until it fails; return True if it ever sent candidates."""
         pod.breaker.attempt()
-        async with DraftStream(pod, self._timeout(), self._silence) as stream:
+        async with DraftStream(pod, self._context) as stream:
             try:
                 with pod.load.session():
                     await self._relay(stream)
-            except OtherTokenizerError as unfit:
-                pod.found_unfit("tokenizer_mismatch", str(unfit))
-            except UselessError as useless:  # for this text only: the pod goes on with others
-                self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
-                self._record_end(stream, "draft_useless", useless)
-            except LaggingError as lagging:
-                pod.breaker.failed()
-                self._record_end(stream, "draft_useless", lagging)
-            except FloodError as flood:
-                pod.found_unfit("draft_lost", str(flood))
-                self._record_end(stream, "draft_lost", flood)
-            except LostError as lost:
-                pod.breaker.failed(conclusive=lost.conclusive)
-                self._record_end(stream, "draft_lost", lost)
-            except Exception as error:  # the pod is full, or refuses the session
-                if isinstance(error, ModelFailureError | InvalidRequestError):
-                    self._useless_until[pod] = math.inf
-                self._last_failure = "no_draft", f"{pod}: {error}"
+            except Exception as error:
+                self._note_end(stream, error)
             finally:
-                self._draft = self._draft_control = self._flow = None
+                self._session = None
         return stream.at_work
-
-    def _record_end(self, stream: DraftStream, reason: FailoverReason, why: LostError) -> None:
-        """Record the end of a draft's session; a session that was never open counts as having no draft."""
-        if stream.opened:
-            self._events.record(reason, stream.pod, str(why))
-        self._last_failure = reason if stream.opened else "no_draft", f"{stream.pod}: {why}"
 
     async def _relay(self, stream: DraftStream) -> None:
         """Open a session, and send its candidates on to the verifier."""
-        assert self._verifier is not None
-        policy = draft_pb2.DraftPolicy(
-            max_nodes=self._verifier.max_nodes,
-            max_depth=self._sample.speculation.max_depth,
-            max_branches=self._sample.speculation.max_branches,
-        )
-        if not self._forced:
-            policy.paused = not self._drafting_wanted
-            policy.min_path_probability = first_min_probability(self._min_candidate_probability)
-        # The session opens with the text as it is now: commits from here on are queued for it.
-        self._draft, self._draft_control = stream, DraftControl(policy, needed=self._required)
-        self._flow = CandidateFlow(self._verifier.max_nodes)
-        self._fruitless = self._offered = 0
-        await stream.open(self._sample, self._transcript.generated, self._model, policy)
-        await self._speculate(True)
+        # It opens with the text as it is now: commits from here on are queued for it.
+        session = self._session = DraftSession(stream, self._context, self._state)
+        await session.open()
+        await self._set_drafted(True)
         async for extend in stream.candidates():
-            if problem := self._flow.violation(extend):
-                raise FloodError(problem)
+            session.check(extend)
             if self._undrafted:
                 self._undrafted = False
-                self._events.record("draft_back", stream.pod)
-            await self._verifier.extend(extend)
+                self._context.events.record("draft_back", stream.pod)
+            await self._sink.extend(extend)
 
-    async def _go_without(self) -> None:
+    def _note_end(self, stream: DraftStream, error: Exception) -> None:
+        """Note why a draft's session has ended, and for whom its pod is of no use for how long."""
+        pod = stream.pod
+        reason: FailoverReason | None = None  # of an event, unless the session was never open
+        match error:
+            case OtherTokenizerError():
+                pod.found_unfit("tokenizer_mismatch", str(error))
+                return
+            case UselessError():  # for this text only: the pod goes on with others
+                self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
+                reason = "draft_useless"
+            case LaggingError():
+                pod.breaker.failed()
+                reason = "draft_useless"
+            case FloodError():
+                pod.found_unfit("draft_lost", str(error))
+                reason = "draft_lost"
+            case LostError():
+                pod.breaker.failed(conclusive=error.conclusive)
+                reason = "draft_lost"
+            case ModelFailureError() | InvalidRequestError():
+                self._useless_until[pod] = math.inf
+            case _:  # the pod is full, or refuses the session
+                pass
+        if reason is None or not stream.opened:
+            self._last_failure = "no_draft", f"{pod}: {error}"
+        else:
+            self._last_failure = reason, f"{pod}: {error}"
+            self._context.events.record(reason, pod, str(error))
+
+    async def _go_without(self, pods: Pods) -> None:
         """Go on without a draft, since none can be had now; end the request if it needs one and the time is up."""
-        assert self._pods is not None
-        if self._pods and all(pod.unfit for pod in self._pods):
-            pods = list(self._pods)
-            self._last_failure = pods[0].unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
+        if pods and all(pod.unfit for pod in pods):
+            self._last_failure = next(iter(pods)).unfit_reason, "; ".join(f"{pod}: {pod.unfit}" for pod in pods)
+        reason, why = self._last_failure
         self._backoff.failed()
-        if self._required:
+        if self._context.sample.needs_draft:
             if self._backoff.exhausted:
-                log.warning("no_draft", reason=self._last_failure[0], why=self._last_failure[1])
-                self._give_up("none can be had")
+                log.warning("no_draft", reason=reason, why=why)
+                self._given_up = _draft_required("none is available")
+                self._sink.abort(self._given_up)
             return
         if not self._undrafted:
             self._undrafted = True
-            self.undrafted_reason, why = self._last_failure
-            log.info("undrafted", reason=self.undrafted_reason, why=why)
-        await self._speculate(False)
+            self.undrafted_reason = reason
+            log.info("undrafted", reason=reason, why=why)
+        await self._set_drafted(False)
 
-    async def _speculate(self, on: bool) -> None:
-        self._drafted = on
-        if self._verifier is not None:
-            await self._verifier.set_policy(self.policy)
 
-    def _give_up(self, why: str) -> None:
-        self._given_up = PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")
-        if self._verifier is not None:
-            self._verifier.abort(self._given_up)
-
-    def _timeout(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+def _draft_required(why: str) -> ServiceError:
+    return PeerLostError(f"the CONTRASTIVE rule needs a draft: {why}", "DRAFT_REQUIRED")

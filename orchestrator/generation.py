@@ -1,7 +1,7 @@
 """The run of one sample: commits come in, the draft receives them, the client gets the text.
 
-Three objects share the work: the `Transcript` has the text, the `Verification` the session at a verifier, and the
-`Drafting` the session at a draft.
+`Generation` is the only one that knows both sides: `Verification` has the session at a verifier, `Drafting` the session
+at a draft, and neither knows of the other. `Transcript` makes responses of commits.
 """
 
 from __future__ import annotations
@@ -9,51 +9,69 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from orchestrator.committed_text import CommittedText
 from orchestrator.drafting import Drafting
 from orchestrator.failover_events import FailoverEvents
 from orchestrator.peers import Peers
 from orchestrator.request import Model, Sample
+from orchestrator.sample_context import SampleContext
 from orchestrator.transcript import Transcript
 from orchestrator.verification import Verification
 from specdec.decoding.sampling import Rule
-from specdec.v2 import generation_pb2
+from specdec.serving.errors import ServiceError
+from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 
 class Generation:
-    """Runs one sample."""
+    """Runs one sample. It is the `CandidateSink` of its drafting: what that has for a verifier goes to verification."""
 
     def __init__(self, sample: Sample, model: Model, peers: Peers, deadline: float | None) -> None:
-        self._sample = sample
-        self._events = FailoverEvents()
+        self._context = SampleContext(sample, model, peers, deadline, CommittedText(sample), FailoverEvents())
         self._transcript = Transcript(sample, model)
-        self._drafting = Drafting(sample, model, peers, self._transcript, self._events, deadline)
-        self._verification = Verification(
-            sample, model, peers, self._transcript, self._drafting, self._events, deadline
-        )
+        self._drafting = Drafting(self._context, sink=self)
+        self._verification = Verification(self._context, self._drafting.policy)
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Yield the responses of this sample; the last one carries `finish`."""
+        """Yield the responses of this sample; the last one carries `finish`. Asking for the next one says that the
+        client has read this one, or will read it with the next."""
         first = True
         await self._transcript.resume()
-        async with self._drafting, aclosing(self._verification.commits()) as commits:
-            async for commit in commits:
-                self._drafting.on_commit(commit)
-                response = self._transcript.take(commit)
+        async with self._drafting, aclosing(self._verification.messages()) as messages:
+            async for message in messages:
+                if isinstance(message, verifier_pb2.VerifyOpened):
+                    self._drafting.on_opened(message)
+                    continue
+                self._drafting.on_commit(message)
+                response = self._transcript.take(message)
                 if first:
                     response.model_fingerprint = self._verification.revision
                     first = False
                 if response.HasField("finish"):
                     self._sign(response.finish)
-                yield response
-                if response.HasField("finish"):
+                    yield response
                     return
+                yield response
+                await self._verification.consumed(len(self._context.text.generated))
+
+    # --- what drafting has for the verifier (`CandidateSink`) ---------------------------------------
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        await self._verification.extend(extend)
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        await self._verification.set_policy(policy)
+
+    def abort(self, error: ServiceError) -> None:
+        self._verification.abort(error)
+
+    # --- the end ------------------------------------------------------------------------------------
 
     def _sign(self, finish: generation_pb2.Finish) -> None:
         """Enter into `finish` the numerics that made the text, and what happened to its sessions."""
         verification = self._verification
         finish.numerics_fingerprint = verification.identity.numerics_fingerprint
         finish.numerics_mode = verification.identity.numerics_mode
-        finish.reproducible = self._sample.rule is Rule.COUPLED and not verification.numerics_changed
+        finish.reproducible = self._context.sample.rule is Rule.COUPLED and not verification.numerics_changed
         finish.preemptions = verification.preemptions
         finish.speculation.undrafted_reason = self._drafting.undrafted_reason
-        finish.speculation.failover_events.update(self._events.counts)
+        finish.speculation.failover_events.update(self._context.events.counts)

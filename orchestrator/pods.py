@@ -19,7 +19,7 @@ from specdec.serving.process.server import CHANNEL_OPTIONS, PEER_OPTIONS
 log = structlog.get_logger()
 
 UNFIT_SECONDS = 60.0
-"""Seconds in which a pod that serves something else is not asked."""
+"""Seconds in which a pod that serves something else is not asked: then another pod may have its address."""
 
 
 class Pod:

@@ -24,12 +24,21 @@ from specdec.serving.validation import (
 from specdec.v2 import generation_pb2, model_pb2
 
 MOST_SAMPLES = 16
+"""Completions of one request; each has sessions of its own."""
+
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
+"""Stop strings, and characters of each: all are searched for in every piece of text."""
+
 MOST_STOP_TOKENS = 1024
+"""Stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
+
 LONGEST_TENANT = 256
 LONGEST_FINGERPRINT = 128
+"""Characters of a tenant, and of a model's fingerprint, which is a SHA-256 in 64 characters."""
+
 MOST_LOGPROBS = 20
+"""Best tokens whose log-probabilities come with each token, as in the OpenAI API."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,16 @@ class Sample:
     contrast: model_pb2.Contrast
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
+
+    @property
+    def needs_draft(self) -> bool:
+        """True if no token can be chosen without a draft."""
+        return self.rule is Rule.CONTRASTIVE
+
+    @property
+    def forces_drafting(self) -> bool:
+        """True if a draft is at work whether or not it pays."""
+        return self.needs_draft or self.speculation.forced
 
 
 @dataclass(frozen=True)
@@ -122,7 +141,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
         violations.append(("max_tokens", "is 0, must be at least 1"))
     elif len(generated) >= max_tokens or (generated and len(generated) >= room):
         most = min(max_tokens, room)
-        violations.append(("generated_tokens", f"has {len(generated)} tokens, nothing is left of {most}"))
+        violations.append(("generated_tokens", f"has {len(generated)} tokens, must have fewer than {most}"))
     if message.min_tokens > max_tokens:
         violations.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
     if generated and not has_seed:
@@ -196,7 +215,7 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
     if wanted.off:
         for field, is_set in (("drafters", wanted.drafters), ("forced", wanted.forced)):
             if is_set:
-                violations.append((f"speculation.{field}", "is set, and `off` as well"))
+                violations.append((f"speculation.{field}", "is set, must not be set with `off`"))
         drafters = NO_DRAFTERS
     else:
         drafters = drafters_of(wanted.drafters) or ALL_DRAFTERS
@@ -207,7 +226,9 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
     if wanted.HasField("lookahead"):
         wrong = lookahead_violations("speculation.lookahead", wanted.lookahead)
         if Drafter.LOOKAHEAD not in drafters or message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE:
-            wrong.append(("speculation.lookahead", "is set, needs the drafter LOOKAHEAD, and not the CONTRASTIVE rule"))
+            wrong.append(
+                ("speculation.lookahead", "is set, needs the drafter LOOKAHEAD and a rule other than CONTRASTIVE")
+            )
         violations += wrong
         lookahead = lookahead_from(wanted.lookahead)
     return Speculation(
@@ -254,7 +275,7 @@ def _rendered(chat: generation_pb2.ChatPrompt, model: Model) -> str:
     """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
     text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages])
     if (length := len(text.encode())) > model.most_text:
-        raise ChatTemplateError(f"becomes {length} bytes of text, {model.most_text} fit the context at most")
+        raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
     return text
 
 

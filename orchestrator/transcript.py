@@ -1,8 +1,4 @@
-"""The transcript of one sample: its text as it grows, as tokens and characters, where it ends, and what speculation did
-for it.
-
-The committed text is the only source of truth: trees and caches of draft and verifier can be rebuilt from it.
-"""
+"""The transcript of one sample: its commits as the client reads them, spelt, cut where the text ends, and counted."""
 
 from __future__ import annotations
 
@@ -51,12 +47,7 @@ class Transcript:
         self._statistics = Statistics()
         self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
         self._found: int | None = None  # tokens that were in memory already when the text began
-        self.generated = list(sample.generated)  # tokens that are final
-
-    @property
-    def base(self) -> int:
-        """Committed tokens, prompt included."""
-        return len(self._sample.prompt) + len(self.generated)
+        self._completion_tokens = len(sample.generated)
 
     async def resume(self) -> None:
         """Detokenise what the client has already; called before the first commit."""
@@ -91,7 +82,7 @@ class Transcript:
             pieces[-1] += spelt.text
             if spelt.stop:
                 stop, reason = spelt.stop, model_pb2.FINISH_REASON_STOP
-        self.generated += tokens[:kept]
+        self._completion_tokens += kept
         self._count(commit, kept)
         response = generation_pb2.GenerateResponse(
             index=self._sample.index,
@@ -132,7 +123,7 @@ class Transcript:
             stop=stop,
             usage=generation_pb2.Usage(
                 prompt_tokens=len(self._sample.prompt),
-                completion_tokens=len(self.generated),
+                completion_tokens=self._completion_tokens,
                 cached_tokens=self._found or 0,
             ),
             speculation=self._statistics.message(),

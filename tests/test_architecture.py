@@ -138,6 +138,28 @@ def test_rooms_of_benchmarks_share_only_the_systems_under_test() -> None:
         assert rooms <= {path.parent.name, "systems"}, f"{path} imports {rooms}"
 
 
+def _reached(module: str) -> set[str]:
+    """Modules of the orchestrator that this one imports, directly or through others."""
+    found, ahead = set[str](), [module]
+    while ahead:
+        imported = _imports(ROOT / f"{ahead.pop().replace('.', '/')}.py")
+        new = {name for name in imported if name.startswith("orchestrator.")} - found
+        found |= new
+        ahead += new
+    return found
+
+
+def test_verification_and_drafting_know_nothing_of_each_other() -> None:
+    """Only `generation.py` knows both."""
+    verification, drafting = _reached("orchestrator.verification"), _reached("orchestrator.drafting")
+    assert "orchestrator.verifier_stream" in verification
+    assert not [name for name in verification if name.startswith("orchestrator.draft")]
+    assert "orchestrator.draft_stream" in drafting
+    assert not [name for name in drafting if name.startswith("orchestrator.verif")]
+    both = {"orchestrator.verification", "orchestrator.drafting"}
+    assert [path.stem for path in (ROOT / "orchestrator").glob("*.py") if both <= _imports(path)] == ["generation"]
+
+
 @pytest.mark.parametrize(
     ("servicer", "descriptor"),
     [

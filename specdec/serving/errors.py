@@ -183,19 +183,19 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
     addresses and exceptions, which belong in the log. Only the fields that it found wrong are passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return OverloadedError(f"{peer}: has no room for more", _retry_after(error))
+            return OverloadedError(f"{peer}: has no room for more sessions", _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequestError(_violations(error) or [("request", f"the {peer} finds it invalid")])
+            return InvalidRequestError(_violations(error) or [("request", f"was refused by the {peer}")])
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(f"{peer}: the deadline has passed")
         case grpc.StatusCode.UNIMPLEMENTED:
             return NotBuiltError(f"{peer}: speaks another version of the protocol than {PACKAGE}")
         case grpc.StatusCode.FAILED_PRECONDITION:
-            return ProtocolError(f"{peer}: finds the protocol broken")
+            return ProtocolError(f"{peer}: reports a protocol error")
         case grpc.StatusCode.INTERNAL if _ours(error):
             return ModelFailureError(f"{peer}: its model has failed on this text")
         case _:
-            return PeerLostError(f"{peer}: is lost", f"{peer.upper()}_LOST")
+            return PeerLostError(f"{peer}: is unavailable", f"{peer.upper()}_LOST")
 
 
 def _violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:

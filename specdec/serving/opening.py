@@ -32,6 +32,6 @@ class Openings:
                 self._waiting[limit] = None
                 return await anext(aiter(requests), None)
         except TimeoutError:
-            raise DeadlineError(f"no message came in time, {self._seconds:g} s after the call at most") from None
+            raise DeadlineError(f"no message arrived within {self._seconds:g} s after the call began") from None
         finally:
             self._waiting.pop(limit, None)

@@ -121,7 +121,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     async def run(self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Response]) -> None:
         first = await self._openings.first(requests)
         if first is None or _kind(first) != "open":
-            raise ProtocolError("a session begins with `open`")
+            raise ProtocolError("the first message of a session must be `open`")
         self.admit(first)
         self._sessions += 1
         try:
@@ -191,7 +191,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 if over:
                     return
                 if _kind(request) in ("open", None):
-                    responses.send(ProtocolError("a session is opened once, and messages are not empty"))
+                    responses.send(ProtocolError("a message is empty, or opens the session again"))
                     return
                 size = request.ByteSize()  # type: ignore[attr-defined]
                 self._worker.submit(partial(act, request, time.monotonic(), size))

@@ -114,7 +114,7 @@ def text_violations(
         found.append(("prompt_tokens", "is empty, must hold at least 1 token"))
     length = len(prompt) + len(generated)
     if length >= context:
-        found.append(("prompt_tokens", f"with generated_tokens {length} tokens, the context is {context}"))
+        found.append(("prompt_tokens", f"has {length} tokens with generated_tokens, the context is {context}"))
     if max_tokens <= len(generated):
         found.append(("max_tokens", f"is {max_tokens}, must be more than the {len(generated)} generated_tokens"))
     return found
@@ -125,7 +125,7 @@ def rule_violations(
 ) -> list[tuple[str, str]]:
     """Return what is wrong with a rule, its parameters, and the sampling parameters that it excludes."""
     if rule not in RULES:
-        return [("rule", f"is {rule}, which is no AcceptanceRule")]
+        return [("rule", f"is {rule}, must be a value of AcceptanceRule")]
     found: list[tuple[str, str]] = []
     if RULES[rule] is Rule.CONTRASTIVE:
         c = contrast_from(contrast)
@@ -139,13 +139,13 @@ def rule_violations(
         found += [
             (
                 f"sampling.{field}",
-                f"is {getattr(sampling, field):g}: the CONTRASTIVE rule takes the best, and draws none",
+                f"is {getattr(sampling, field):g}, must be unset with the CONTRASTIVE rule, which draws no tokens",
             )
             for field in ("temperature", "top_k", "top_p", "min_p")
             if getattr(sampling, field) != getattr(off, field)
         ]
     elif contrast.ByteSize():
-        found.append(("contrast", "is set, means something to the CONTRASTIVE rule only"))
+        found.append(("contrast", "is set, may be set with the CONTRASTIVE rule only"))
     return found
 
 
@@ -159,9 +159,9 @@ def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, st
     """Return what is wrong with a list of drafters."""
     known = set(map(int, Drafter))
     if len(numbers) > len(known):
-        return [(field, f"has {len(numbers)} entries, may have {len(known)} at most")]
+        return [(field, f"has {len(numbers)} entries, must have at most {len(known)}")]
     if wrong := [number for number in numbers if number not in known]:
-        return [(field, f"has {wrong[0]}, which is no Drafter")]
+        return [(field, f"has {wrong[0]}, must have values of Drafter")]
     if len(set(numbers)) < len(numbers):
         return [(field, "names a drafter twice")]
     return []
@@ -177,5 +177,5 @@ def lookahead_violations(field: str, message: model_pb2.Lookahead) -> list[tuple
     if not 1 <= message.guesses <= MOST_GUESSES:
         found.append((f"{field}.guesses", f"is {message.guesses}, must be 1 to {MOST_GUESSES}"))
     if not found and (rows := lookahead_from(message).most_rows) > MOST_WINDOW_ROWS:
-        found.append((field, f"adds {rows} tokens to a step, may add {MOST_WINDOW_ROWS} at most"))
+        found.append((field, f"adds {rows} tokens to a step, must add at most {MOST_WINDOW_ROWS}"))
     return found

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.admission import AT_ONCE, MOMENT, Admission, LeftAloneError
+from orchestrator.admission import MAX_OPENINGS, REFUSED_SECONDS, Admission, LeftAloneError
 from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import STALE_SECONDS, PodCapacity
 from specdec.serving.errors import OverloadedError, PeerLostError
@@ -67,14 +67,14 @@ async def test_those_beyond_the_room_are_refused_without_asking() -> None:
 
 
 async def test_no_more_at_once_than_are_good_for_it() -> None:
-    verifier = Verifier(room=10 * AT_ONCE)
-    verifier.load.report(model_pb2.PodCapacity(room=10 * AT_ONCE))
-    opening = [asyncio.create_task(verifier.open()) for _ in range(3 * AT_ONCE)]
+    verifier = Verifier(room=10 * MAX_OPENINGS)
+    verifier.load.report(model_pb2.PodCapacity(room=10 * MAX_OPENINGS))
+    opening = [asyncio.create_task(verifier.open()) for _ in range(3 * MAX_OPENINGS)]
     await asyncio.sleep(0)
-    assert verifier.asked == AT_ONCE
+    assert verifier.asked == MAX_OPENINGS
     verifier.answers.set()
     await asyncio.gather(*opening)
-    assert verifier.sessions == 3 * AT_ONCE
+    assert verifier.sessions == 3 * MAX_OPENINGS
 
 
 async def test_who_is_taken_up_again_is_not_held_up() -> None:
@@ -87,7 +87,7 @@ async def test_who_is_taken_up_again_is_not_held_up() -> None:
     assert verifier.sessions == 1
 
 
-@pytest.mark.parametrize(("asked", "seconds"), [(True, MOMENT), (False, STALE_SECONDS)])
+@pytest.mark.parametrize(("asked", "seconds"), [(True, REFUSED_SECONDS), (False, STALE_SECONDS)])
 async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float) -> None:
     verifier = Verifier(room=0)
     verifier.answers.set()

@@ -9,7 +9,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from orchestrator.breaker import FAILURES, LONGEST_PAUSE, SHORTEST_PAUSE, TRIAL_SECONDS, Breaker
+from orchestrator.breaker import FAILURES, FIRST_OPEN_SECONDS, MAX_OPEN_SECONDS, TRIAL_SECONDS, Breaker
 
 
 class Clock:
@@ -56,7 +56,7 @@ def test_one_that_says_all_opens_it(breaker: Breaker) -> None:
 
 def test_after_a_pause_one_goes_through(breaker: Breaker, clock: Clock) -> None:
     breaker.failed(conclusive=True)
-    clock.now += SHORTEST_PAUSE
+    clock.now += FIRST_OPEN_SECONDS
     assert state(breaker) == "half-open"
     breaker.attempt()
     assert state(breaker) == "open"  # to others
@@ -64,14 +64,14 @@ def test_after_a_pause_one_goes_through(breaker: Breaker, clock: Clock) -> None:
 
 def test_a_trial_that_succeeds_closes_it(breaker: Breaker, clock: Clock) -> None:
     breaker.failed(conclusive=True)
-    clock.now += SHORTEST_PAUSE
+    clock.now += FIRST_OPEN_SECONDS
     breaker.attempt()
     breaker.succeeded()
     assert state(breaker) == "closed"
 
 
 def test_a_trial_that_fails_doubles_the_pause(breaker: Breaker, clock: Clock) -> None:
-    pause = SHORTEST_PAUSE
+    pause = FIRST_OPEN_SECONDS
     breaker.failed(conclusive=True)
     for _ in range(6):
         clock.now += 0.9 * pause
@@ -80,19 +80,19 @@ def test_a_trial_that_fails_doubles_the_pause(breaker: Breaker, clock: Clock) ->
         assert state(breaker) == "half-open"
         breaker.attempt()
         breaker.failed()
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_OPEN_SECONDS)
 
 
 def test_those_who_find_the_same_do_not_prolong_it(breaker: Breaker, clock: Clock) -> None:
     for _ in range(50):
         breaker.failed(conclusive=True)
-    clock.now += SHORTEST_PAUSE
+    clock.now += FIRST_OPEN_SECONDS
     assert state(breaker) == "half-open"
 
 
 def test_a_trial_that_comes_to_nothing_is_followed_by_another(breaker: Breaker, clock: Clock) -> None:
     breaker.failed(conclusive=True)
-    clock.now += SHORTEST_PAUSE
+    clock.now += FIRST_OPEN_SECONDS
     breaker.attempt()
     clock.now += TRIAL_SECONDS
     assert state(breaker) == "half-open"
@@ -114,7 +114,7 @@ def test_it_is_told_once_that_a_pod_is_left_alone_and_once_that_it_is_back(
     breaker = Breaker("pod:1", clock)
     for _ in range(5):
         breaker.failed(conclusive=True)
-        clock.now += LONGEST_PAUSE
+        clock.now += MAX_OPEN_SECONDS
         breaker.attempt()
     breaker.succeeded()
     breaker.succeeded()

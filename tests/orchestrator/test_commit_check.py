@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,37 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.commit_check import CommitCheck
-from orchestrator.request import Model, Sample
-from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.speculation import Speculation
 from specdec.v2 import model_pb2, verifier_pb2
+from tests.orchestrator.samples import CONTEXT, END, MODEL, PROMPT, VOCABULARY, sample
 
-VOCABULARY, CONTEXT, END = 50, 40, 7
-PROMPT = [1, 2, 3]
 DRAFT, BONUS, PLAIN = model_pb2.TOKEN_SOURCE_REMOTE_DRAFT, model_pb2.TOKEN_SOURCE_BONUS, model_pb2.TOKEN_SOURCE_PLAIN
 STOP, LENGTH, FULL = model_pb2.FINISH_REASON_STOP, model_pb2.FINISH_REASON_LENGTH, model_pb2.FINISH_REASON_CONTEXT
 NONE = model_pb2.FINISH_REASON_UNSPECIFIED
-
-MODEL: Model = Model("m", SimpleNamespace(), "", CONTEXT, VOCABULARY, frozenset({END}))  # type: ignore[arg-type]
-
-
-def sample(**fields: Any) -> Sample:
-    usual: dict[str, Any] = {
-        "index": 0,
-        "prompt": PROMPT,
-        "generated": [],
-        "sampling": Sampling(),
-        "max_tokens": 20,
-        "min_tokens": 0,
-        "end_tokens": frozenset({END}),
-        "stop": (),
-        "top_logprobs": None,
-        "speculation": Speculation(),
-        "tenant": "",
-        "rule": Rule.COUPLED,
-        "contrast": model_pb2.Contrast(),
-    }
-    return Sample(**(usual | fields))
 
 
 def commit(generated: int, steps: list[tuple[list[int], int]], finish: int = NONE, **fields: Any) -> Any:
@@ -172,8 +146,8 @@ def test_what_it_may_not_send_is_not(lie: str) -> None:
 
 def test_tokens_past_the_limits() -> None:
     many = commit(5, [([], 10)] * 16)
-    assert "the text ends with 23" in violation(many)
-    assert "the text ends with 20" in violation(many, max_tokens=2**32 - 1, context=20)
+    assert "the limit is 23" in violation(many)
+    assert "the limit is 20" in violation(many, max_tokens=2**32 - 1, context=20)
 
 
 def test_a_text_that_is_full_must_end() -> None:

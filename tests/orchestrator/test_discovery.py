@@ -27,7 +27,7 @@ def test_a_place_is_read(text: str, place: Place) -> None:
 
 @pytest.mark.parametrize("text", ["", "host", ":1", "host:", "host:0", "host:65536", "host:x", "dns::5", "dns:host"])
 def test_what_is_no_place_is_said(text: str) -> None:
-    with pytest.raises(ValueError, match="is no HOST:PORT"):
+    with pytest.raises(ValueError, match="is neither HOST:PORT"):
         Place.parse(text)
 
 

@@ -45,8 +45,8 @@ def test_one_more_than_there_may_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafters", "problem"), [([0], "has 0, which is no Drafter"), ([9], "has 9, which is no Drafter"),
-    ([1, 1], "names a drafter twice"), ([1] * 9, "has 9 entries, may have 4 at most")],
+    ("drafters", "problem"), [([0], "has 0, must have values of Drafter"), ([9], "has 9, must have values of Drafter"),
+    ([1, 1], "names a drafter twice"), ([1] * 9, "has 9 entries, must have at most 4")],
 )  # fmt: skip
 def test_drafters_that_cannot_be_are_refused(drafters: list[Any], problem: str) -> None:
     policy = verifier_pb2.VerifyPolicy(drafters=drafters)

@@ -122,7 +122,7 @@ class MuxConnection:
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 if response is None:
-                    raise ProtocolError("a bundle that cannot be read")
+                    raise ProtocolError("a batch of frames cannot be read")
                 for frame in response.frames:
                     self.leaving |= not frame.stream
                     call = self._calls.get(frame.stream)

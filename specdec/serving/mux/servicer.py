@@ -126,7 +126,7 @@ class MuxConnection:
     async def _overflow(self) -> None:
         """Raise once the caller has left too much unread."""
         await self._sending.overflowed.wait()
-        raise OverloadedError(f"{MAX_UNSENT_FRAMES} frames are unread")
+        raise OverloadedError(f"{MAX_UNSENT_FRAMES} frames are unread, the limit is reached")
 
     async def _read(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
         async for request in requests:
@@ -141,18 +141,20 @@ class MuxConnection:
 
     def _open(self, number: int, begin: mux_pb2.Begin) -> None:
         if number in self._served or not number:
-            raise ProtocolError(f"stream {number} begins twice" if number else "a connection begins in itself")
+            raise ProtocolError(f"stream {number} begins twice" if number else "stream 0 is that of the connection")
         method = self._methods.get(begin.method)
         served = ServedStream(number, self._sending, begin, method, self._context.peer())
         if self._draining:
             served.send_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
         elif len(self._served) >= MAX_STREAMS:
             served.send_end(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams are open on this connection, the limit"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{MAX_STREAMS} streams are open on this connection, the limit is reached",
             )
         elif (size := begin.ByteSize()) > MAX_BEGIN_BYTES:
             served.send_end(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"method and metadata have {size} bytes, at most {MAX_BEGIN_BYTES}"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"method and metadata have {size} bytes, must have at most {MAX_BEGIN_BYTES}",
             )
         elif method is None:
             served.send_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no stream {echo(begin.method)} here")

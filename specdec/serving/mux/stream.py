@@ -48,7 +48,7 @@ class Stream:
     async def send(self, message: bytes) -> None:
         """Send a message as soon as there is room for it; InvalidStateError if the stream is closed, TooLargeError."""
         if len(message) > MOST_BYTES:
-            raise TooLargeError(f"a message of {len(message)} bytes, at most {MOST_BYTES}")
+            raise TooLargeError(f"a message of {len(message)} bytes, must have at most {MOST_BYTES}")
         while not self.closed and (self._unread >= WINDOW or self._sending.full):
             self._room.clear()
             if self._sending.full:
@@ -79,18 +79,18 @@ class Stream:
         match frame.WhichOneof("event"):
             case "message":
                 if self._waiting >= WINDOW:
-                    raise ProtocolError(f"{self._waiting} bytes wait to be read, and more came")
+                    raise ProtocolError(f"more was sent while {self._waiting} bytes are unread, {WINDOW} are allowed")
                 self._waiting += len(frame.message) + OVERHEAD
                 self._arrived.put_nowait(frame.message)
             case "credit":
                 if frame.credit > self._unread:
-                    raise ProtocolError(f"{frame.credit} bytes were read, {self._unread} had been sent")
+                    raise ProtocolError(f"credit for {frame.credit} bytes, {self._unread} are unread")
                 self._unread -= frame.credit
                 self._room.set()
             case "end":
                 self.end(frame.end)
             case kind:
-                raise ProtocolError(f"a frame of kind {kind!r} in the midst of a stream")
+                raise ProtocolError(f"a frame of kind {kind!r} on an open stream")
 
     def send_frame(self, frame: mux_pb2.Frame) -> None:
         frame.stream = self.number

@@ -1,0 +1,83 @@
+"""One session at a draft: tells the draft what the target decides, and gives it up if its candidates are of no use."""
+
+from __future__ import annotations
+
+from orchestrator.candidate_flow import CandidateFlow
+from orchestrator.draft_control import DraftControl
+from orchestrator.draft_stream import DraftStream
+from orchestrator.peer_stream import LostError
+from orchestrator.sample_context import SampleContext
+from orchestrator.speculation_state import SpeculationState
+from specdec.v2 import model_pb2, verifier_pb2
+
+USELESS_AFTER_STEPS = 128
+"""Steps in a row in which candidates were wanted and none was accepted, after which a draft is given up: it lags, or
+guesses at random. Of a draft that helps in one step of twenty, so many steps without help have a probability of
+0.14 %."""
+
+
+class UselessError(LostError):
+    """Candidates come in time, and none is right: this text would do as well without a draft."""
+
+
+class LaggingError(LostError):
+    """No candidate comes in time: any text would do as well without a draft."""
+
+
+class FloodError(LostError):
+    """The draft sends candidates without end."""
+
+
+class DraftSession:
+    """A session at a draft. Commits that come before it is open are queued for it."""
+
+    def __init__(self, stream: DraftStream, context: SampleContext, state: SpeculationState) -> None:
+        """Make a session that is not open yet; `state` decides its first policy."""
+        self._stream = stream
+        self._context = context
+        self._policy = state.draft_policy(context.sample)
+        self._control = DraftControl(self._policy, needed=context.sample.needs_draft)
+        self._flow = CandidateFlow(state.max_nodes)
+        self._fruitless = 0  # steps in a row without an accepted candidate
+        self._offered = 0  # candidates verified in them
+
+    async def open(self) -> None:
+        """Open the session with the text as it is now."""
+        await self._stream.open(self._policy)
+
+    def check(self, extend: model_pb2.Extend) -> None:
+        """Count candidates that the draft has sent; FloodError if they are too many."""
+        if problem := self._flow.violation(extend):
+            raise FloodError(problem)
+
+    def on_opened(self, state: SpeculationState) -> None:
+        """Have the draft send its candidates to another verifier, which has none of them."""
+        self._flow = CandidateFlow(state.max_nodes)
+        for message in self._control.another_verifier(state.max_nodes):
+            self._stream.send(message)
+
+    def on_commit(self, commit: verifier_pb2.Commit) -> bool:
+        """Tell the draft what the target has decided; return True if that speaks for the draft."""
+        self._flow.committed()
+        paused = self._control.paused
+        for message in self._control.messages(commit):
+            self._stream.send(message)
+        if not self._stream.at_work:
+            return False
+        if self._control.paused is not paused:
+            self._context.events.record("draft_resumed" if paused else "draft_paused", self._stream.pod)
+        return self._evaluate(commit)
+
+    def _evaluate(self, commit: verifier_pb2.Commit) -> bool:
+        """Return False if candidates were wanted and none was accepted; abort the session if that goes on for too
+        long. A draft without which no token can be chosen is of use in any case."""
+        if commit.accepted or not commit.drafting_wanted or self._context.sample.needs_draft:
+            self._fruitless = self._offered = 0
+            self._stream.pod.breaker.succeeded()
+            return True
+        self._fruitless += commit.steps
+        self._offered += commit.offered
+        if self._fruitless >= USELESS_AFTER_STEPS:
+            kind = UselessError if self._offered else LaggingError
+            self._stream.abort(kind(f"none of {self._offered} candidates in {self._fruitless} steps was accepted"))
+        return False

@@ -1,0 +1,191 @@
+"""The orchestrator's end of a session at a pod, be it a verifier or a draft: how it opens, is read and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import structlog
+
+from orchestrator.pods import Pod
+from orchestrator.sample_context import SampleContext
+from orchestrator.watchdog import Watchdog
+from specdec.serving.echo import cut
+from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
+from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.serving.interceptor import request_id
+from specdec.v2 import model_pb2
+
+DEADLINE_SLACK_SECONDS = 0.1
+"""Seconds before the caller's deadline from which on a peer's DEADLINE_EXCEEDED is believed to be that deadline: the
+two machines count it from moments that are as far apart as a message takes."""
+
+MAX_LOGGED_BYTES = 1024
+"""Bytes of a peer's reason for ending a session that our log repeats: no service of ours gives a longer one."""
+
+MAX_IDENTITY_BYTES = 4096
+"""Bytes of a pod's identity, which is kept with the session: names and fingerprints take some hundred."""
+
+MAX_HEARTBEATS = 64
+HEARTBEATS_A_SECOND = 16
+"""Heartbeats that may come at once, and a second in the long run: four times as many as a peer should send."""
+
+log = structlog.get_logger()
+
+Call = grpc.aio.StreamStreamCall[Any, Any]
+
+STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError)
+"""Exceptions of writing to a stream that has ended."""
+
+
+class LostError(Exception):
+    """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions."""
+
+    def __init__(self, message: str, *, conclusive: bool = False) -> None:
+        super().__init__(message)
+        self.conclusive = conclusive
+
+
+class UnfitError(Exception):
+    """The pod works, but serves something else. `error` is for the client, if there is no other pod."""
+
+    def __init__(self, error: ServiceError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class OtherTokenizerError(UnfitError):
+    """The pod's model has another tokenizer: it can serve no request here."""
+
+
+class PeerStream:
+    """A session at a pod. Used as a context manager: leaving it ends the session."""
+
+    peer = "peer"
+
+    def __init__(self, pod: Pod, context: SampleContext) -> None:
+        self.pod = pod
+        self._context = context
+        self._watchdog = Watchdog(context.peers.silence_seconds, self._on_silence)
+        self.opened = False
+        self._call: Call | None = None
+        self._aborted_by: Exception | None = None
+        # Heartbeats that it may still send, as of the time of the last one.
+        self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), 0.0
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watchdog.stop()
+        self.abort(LostError("the session was closed"))
+
+    def abort(self, error: Exception) -> None:
+        """End the session: a read raises the error, a write does nothing."""
+        if self._aborted_by is None:
+            self._aborted_by = error
+            if self._call is not None:
+                self._call.cancel()
+
+    async def _begin(self, method: Any, request: Any) -> Any:
+        """Start the stream, and return the answer to its first request."""
+        self._call = method(timeout=self._context.timeout, metadata=request_id())
+        self._watchdog.start()
+        with self._watchdog.listening():  # a connection that does not come about is silence too
+            await self._write(request)
+        response = await self._read()
+        if response.WhichOneof("message") != "opened":
+            raise LostError("its first message is not `opened`")
+        return response.opened
+
+    async def _write(self, request: Any) -> None:
+        """Write a request. If the stream is over nothing happens: the next read raises, and tells why."""
+        assert self._call is not None  # nothing is sent before `open`
+        async with self._writing:
+            try:
+                await self._call.write(request)
+            except STREAM_IS_OVER:
+                pass
+            except asyncio.CancelledError:
+                if _being_cancelled():
+                    raise
+
+    async def _read(self) -> Any:
+        """Return the next message. Raise LostError if there is none, UnfitError if the pod does not know the call, and
+        a ServiceError if the peer refuses."""
+        assert self._call is not None
+        try:
+            with self._watchdog.listening():
+                response = await self._call.read()
+        except asyncio.CancelledError:
+            if self._aborted_by is None or _being_cancelled():
+                raise
+            raise self._aborted_by from None
+        except grpc.aio.AioRpcError as error:
+            seen, said = (
+                from_rpc(error, self.peer),
+                f"{error.code().name}: {cut(error.details() or '', MAX_LOGGED_BYTES)}",
+            )
+            match seen:
+                case PeerLostError() | ProtocolError():  # ProtocolError: a message may have broken on its way
+                    gone = error.code() is grpc.StatusCode.UNAVAILABLE
+                    raise LostError(said, conclusive=gone) from error
+                case NotBuiltError():
+                    raise UnfitError(seen) from error
+                case DeadlineError() if not self._over:  # a deadline of the peer, or of a proxy
+                    raise LostError(said) from error
+            log.info("peer_refused", pod=str(self.pod), said=said)
+            raise seen from error
+        if response is grpc.aio.EOF or response is None:  # None: a message that cannot be read
+            raise LostError("the stream ended before the text was complete")
+        return response
+
+    @property
+    def _over(self) -> bool:
+        """True if the caller's deadline has passed, as far as two machines agree on the time."""
+        assert self._call is not None
+        left = self._call.time_remaining()
+        return left is not None and left < DEADLINE_SLACK_SECONDS
+
+    def _count_heartbeat(self) -> None:
+        """Count a heartbeat; LostError if they come faster than any peer sends them. They cost the peer nothing, and
+        nothing else bounds them."""
+        now = asyncio.get_running_loop().time()
+        # Heartbeats of a time in which nobody read the stream come at once.
+        since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
+        self._heartbeats = min(max(MAX_HEARTBEATS, since), self._heartbeats + since) - 1
+        self._last_heartbeat = now
+        if self._heartbeats < 0:
+            raise LostError("it sends too many heartbeats")
+
+    def _check(self, identity: model_pb2.ModelIdentity) -> None:
+        """Raise UnfitError unless the pod has our protocol and tokenizer, LostError if no pod has such an identity."""
+        model = self._context.model
+        if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
+            raise LostError(
+                f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens} tokens"
+            )
+        if identity.protocol_version != PROTOCOL_VERSION:
+            raise UnfitError(
+                ProtocolError(f"{self.peer}: speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}")
+            )
+        if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
+            raise OtherTokenizerError(
+                ProtocolError(
+                    f"{self.peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here"
+                )
+            )
+
+    def _on_silence(self) -> None:
+        self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))
+
+
+def _being_cancelled() -> bool:
+    """Return True if it is this task that is cancelled, not the stream that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

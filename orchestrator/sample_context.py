@@ -1,0 +1,28 @@
+"""The context of one sample: what its verification and its drafting both need to know."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from orchestrator.committed_text import CommittedText
+from orchestrator.failover_events import FailoverEvents
+from orchestrator.peers import Peers
+from orchestrator.request import Model, Sample
+
+
+@dataclass(frozen=True)
+class SampleContext:
+    """A sample, the model and the peers that serve it, its text, and what happens to it."""
+
+    sample: Sample
+    model: Model
+    peers: Peers
+    deadline: float | None  # the caller's, in monotonic time
+    text: CommittedText
+    events: FailoverEvents
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds left of the caller's deadline, which gRPC does not pass on by itself."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())

@@ -1,0 +1,67 @@
+"""The speculation state of one sample: what its verifier has said last, whether there is a draft, and the policies that
+follow from both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from orchestrator.draft_control import first_min_probability
+from orchestrator.request import Sample
+from specdec.decoding.speculation import Drafter, Speculation
+from specdec.serving.messages import lookahead_message
+from specdec.v2 import draft_pb2, verifier_pb2
+
+
+@dataclass(frozen=True)
+class SpeculationState:
+    """A value: whatever changes makes another one."""
+
+    drafted: bool  # there is a draft, or hope of one
+    max_nodes: int = 1  # candidates that the verifier lets the session have alive
+    drafting_wanted: bool = False  # a draft pays, as the verifier is busy now
+    min_candidate_probability: float = 1.0  # from which on a candidate pays, likewise
+
+    def after_opened(self, opened: verifier_pb2.VerifyOpened) -> SpeculationState:
+        """Return the state once a verifier has taken the text."""
+        return replace(
+            self,
+            max_nodes=max(1, opened.max_nodes),
+            drafting_wanted=opened.drafting_wanted,
+            min_candidate_probability=opened.min_candidate_probability,
+        )
+
+    def after_commit(self, commit: verifier_pb2.Commit) -> SpeculationState:
+        """Return the state after a commit."""
+        return replace(
+            self,
+            drafting_wanted=commit.drafting_wanted,
+            min_candidate_probability=commit.min_candidate_probability,
+        )
+
+    def worth_a_draft(self, sample: Sample) -> bool:
+        """Return True if a draft is worth asking. Of a session that it believes to have no draft, a verifier cannot say
+        whether one would pay: it is tried."""
+        return self.drafting_wanted or sample.forces_drafting or not self.drafted
+
+    def verify_policy(self, speculation: Speculation, patience_seconds: float) -> verifier_pb2.VerifyPolicy:
+        """Return the policy of the verifier. It may wait for candidates of a draft only if there is one, or hope."""
+        drafters = speculation.drafters if self.drafted else speculation.drafters - {Drafter.REMOTE}
+        return verifier_pb2.VerifyPolicy(
+            drafters=sorted(drafters),  # type: ignore[arg-type]
+            forced=speculation.forced,
+            max_candidates=speculation.max_candidates,
+            patience_us=int(1e6 * patience_seconds),
+            lookahead=None if speculation.lookahead is None else lookahead_message(speculation.lookahead),
+        )
+
+    def draft_policy(self, sample: Sample) -> draft_pb2.DraftPolicy:
+        """Return the policy with which a session at a draft opens now; `DraftControl` makes the later ones."""
+        policy = draft_pb2.DraftPolicy(
+            max_nodes=self.max_nodes,
+            max_depth=sample.speculation.max_depth,
+            max_branches=sample.speculation.max_branches,
+        )
+        if not sample.forces_drafting:
+            policy.paused = not self.drafting_wanted
+            policy.min_path_probability = first_min_probability(self.min_candidate_probability)
+        return policy

@@ -1,0 +1,91 @@
+"""Verifier choice: which verifier a text asks next, how long it goes on asking, and which error ends the request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from orchestrator.backoff import Backoff
+from orchestrator.pods import Pod
+from orchestrator.sample_context import SampleContext
+from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, ServiceError
+
+log = structlog.get_logger()
+
+
+class VerifierChoice:
+    """The choice of verifiers for one sample."""
+
+    def __init__(self, context: SampleContext) -> None:
+        self._context = context
+        self._pods = context.peers.verifiers
+        self._backoff = Backoff(context.peers.failover_seconds)
+        self._tried: dict[Pod, Exception] = {}  # pods tried since the last progress or pause
+        self._unfit: dict[Pod, ServiceError] = {}  # pods that serve something else, or have failed on this text
+        self._left: Pod | None = None  # the last pod that had the text and was left
+
+    async def next(self, *, numerics: str, resumed: bool) -> Pod:
+        """Return the next pod: at once if there is one that was not tried, else after a pause. Raise the client's error
+        if there is no hope. Pods of these numerics are preferred; a text that is `resumed` tries no pod that has failed
+        lately, if there is another: its client has seen one pause, and that is enough."""
+        while True:
+            pod = self._pods.choose(
+                but=self._tried.keys() | self._unfit.keys(),
+                rather_not=() if self._left is None else (self._left,),
+                numerics=numerics,
+                no_trial=resumed,
+            )
+            if pod is not None:
+                return pod
+            self._backoff.failed()
+            self._despair(resumed)
+            await self._pause()
+            self._tried.clear()
+
+    def _despair(self, resumed: bool) -> None:
+        """Raise the error that ends the request, if nothing is left to be tried."""
+        if self._unfit and (self._backoff.exhausted or all(pod in self._unfit for pod in self._pods)):
+            raise next(reversed(self._unfit.values()))
+        full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
+        if full and not resumed:
+            raise min(full, key=lambda error: error.retry_after)
+        if self._backoff.exhausted:
+            tried = {str(pod): str(self._tried.get(pod, "its circuit breaker is open")) for pod in self._pods}
+            log.warning("no_verifier", tried=tried)
+            raise PeerLostError(f"verifier: none available within {self._backoff.budget:g} s", "VERIFIER_LOST")
+
+    async def _pause(self) -> None:
+        pause, left = self._backoff.pause(), self._context.timeout
+        await asyncio.sleep(pause if left is None else min(pause, left))
+        if left is not None and left <= pause:
+            raise DeadlineError("verifier: none available before the deadline")
+
+    def longest_step(self, pod: Pod) -> float:
+        """Return the seconds that a step of this pod may last in any case. Where no other pod could take the text, it
+        is better to wait for a long step: the pod has all of the text in memory, and would have to begin anew."""
+        elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
+        return self._context.peers.stuck_seconds if elsewhere else self._backoff.budget
+
+    def progressed(self) -> None:
+        """Note that the text has grown: any pod that fits may be asked again."""
+        self._backoff.progressed()
+        self._tried.clear()
+
+    def refused(self, pod: Pod, error: Exception) -> None:
+        """Do not ask this pod again before the next pause."""
+        self._tried[pod] = error
+
+    def lost(self, pod: Pod, error: Exception) -> None:
+        """Do not ask this pod again before the next pause, and then after all others."""
+        self._left = pod
+        self._tried[pod] = error
+
+    def unfit(self, pod: Pod, error: ServiceError) -> None:
+        """Do not ask this pod again; if no other can be had, `error` ends the request."""
+        self._unfit[pod] = error
+
+    def failed(self, pod: Pod, error: ServiceError) -> None:
+        """Do not ask this pod again, which had the text and cannot go on with it."""
+        self._left = pod
+        self._unfit[pod] = error

@@ -1,0 +1,148 @@
+"""The orchestrator's end of a session at a verifier."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+from orchestrator.peer_stream import LostError, PeerStream, UnfitError
+from orchestrator.pods import Pod
+from orchestrator.sample_context import SampleContext
+from specdec.serving import checksum
+from specdec.serving.errors import PeerLostError, ProtocolError
+from specdec.serving.messages import rule_message, sampling_message
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+
+STUCK_STEPS = 20
+"""Steps of its size for whose time a step may last. Load or a busy machine makes a step a few times as long; after this
+it is stuck, or might as well be."""
+
+MAX_GRANTED_NODES = 1 << 16
+"""Candidates that a verifier may grant a session: far more than any does, and so few that what a draft may send for
+them (`CandidateFlow`) is bounded."""
+
+CONSUMED_EVERY = 64
+"""Tokens between two reports to the verifier of how far the client has read: a quarter of what it lets a session be
+ahead (`max_unread_tokens`), so that who reads is not throttled."""
+
+UNREPORTED_CAPACITY = model_pb2.PodCapacity(room=2**16)
+"""Capacity of a pod that does not report any: it is asked without limit, and refuses what it cannot take."""
+
+
+class VerifierStream(PeerStream):
+    """A session at a verifier."""
+
+    peer = "verifier"
+
+    def __init__(self, pod: Pod, context: SampleContext, longest_step: Callable[[], float]) -> None:
+        """Make a stream that is not open yet. `longest_step` returns the seconds that a step may last in any case."""
+        super().__init__(pod, context)
+        self._longest_step = longest_step
+        self._checksum = 0  # of what was sent and received
+        self._policy = verifier_pb2.VerifyPolicy()  # as it was last sent
+        self._consumed = len(context.text.generated)  # tokens that the client has read, as last reported
+
+    async def open(
+        self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
+    ) -> verifier_pb2.VerifyOpened:
+        """Open the session with the text as it is now, and return the verifier's answer; UnfitError if the pod serves
+        something else, such as another `revision` of the model (empty: any)."""
+        self._policy = policy
+        sample = self._context.sample
+        message = verifier_pb2.VerifyOpen(
+            prompt_tokens=sample.prompt,
+            generated_tokens=self._context.text.generated,
+            sampling=sampling_message(sample.sampling),
+            rule=rule_message(sample.rule),
+            contrast=sample.contrast,
+            max_tokens=sample.max_tokens,
+            end_tokens=sorted(sample.end_tokens),
+            min_tokens=sample.min_tokens,
+            top_logprobs=sample.top_logprobs,
+            policy=policy,
+            tenant=sample.tenant,
+            attempt=attempt,
+            coalesce_commits=sample.coalesce_commits,
+        )
+        message.checksum = self._checksum = checksum.of_opening(message)
+        stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
+        opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
+        self._check_opened(opened, revision)
+        self.pod.numerics = opened.identity.numerics_fingerprint
+        self.pod.load.report(opened.capacity if opened.HasField("capacity") else UNREPORTED_CAPACITY)
+        self.opened = True
+        return opened
+
+    def _check_opened(self, opened: verifier_pb2.VerifyOpened, revision: str) -> None:
+        """Raise UnfitError if the verifier serves something else, LostError if it grants what no verifier does."""
+        identity, model = opened.identity, self._context.model
+        self._check(identity)
+        if identity.context_tokens > model.context:
+            raise UnfitError(
+                ProtocolError(
+                    f"verifier: has a context of {identity.context_tokens} tokens, more than the {model.context} "
+                    f"of {model.name!r} here"
+                )
+            )
+        if not 0 <= opened.min_candidate_probability <= 1 or opened.max_nodes > MAX_GRANTED_NODES:
+            raise LostError(
+                f"it grants {opened.max_nodes} candidates, with a min_candidate_probability of "
+                f"{opened.min_candidate_probability}"
+            )
+        if revision and identity.model_fingerprint != revision:
+            raise UnfitError(
+                PeerLostError(
+                    f"verifier: serves revision {identity.model_fingerprint[:16]} of {identity.model!r}, the "
+                    f"text was begun with {revision[:16]}",
+                    "MODEL_CHANGED",
+                )
+            )
+
+    async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
+        """Yield commits until the last one."""
+        while True:
+            response = await self._read()
+            match response.WhichOneof("message"):
+                case "commit":
+                    self._heard(response.commit)
+                    yield response.commit
+                    if response.commit.finish_reason:
+                        return
+                case "heartbeat":
+                    self._count_heartbeat()
+                    self._look_at(response.heartbeat)
+                case _:  # a newer verifier may send what we do not know, now and then
+                    self._count_heartbeat()
+
+    def _heard(self, commit: verifier_pb2.Commit) -> None:
+        self._checksum = checksum.extended(self._checksum, commit.committed.tokens, commit.finish_reason)
+        if commit.checksum != self._checksum:
+            raise LostError("the checksum of a commit is wrong: a message was lost or changed on its way")
+
+    def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
+        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. A worker that steps is alive,
+        one that only answers is not. It need not step for this session, which may have to wait for memory, for its
+        draft or for its reader."""
+        if heartbeat.HasField("capacity"):
+            self.pod.load.report(heartbeat.capacity)
+        age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
+        if age > STUCK_STEPS * expected and age > self._longest_step():
+            raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s is usual", conclusive=True)
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        """Send candidates."""
+        await self._write(verifier_pb2.VerifyRequest(extend=extend))
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        """Have the session speculate by this policy from now on."""
+        if policy != self._policy:
+            self._policy = policy
+            await self._write(verifier_pb2.VerifyRequest(policy=policy))
+
+    async def consumed(self, tokens: int) -> None:
+        """Report now and then that the client has read so many generated tokens. Nothing is read from the stream
+        meanwhile, so this must not take long: the watchdog counts the time."""
+        if tokens - self._consumed < CONSUMED_EVERY:
+            return
+        self._consumed = tokens
+        with self._watchdog.listening():
+            await self._write(verifier_pb2.VerifyRequest(consumed=verifier_pb2.Consumed(tokens=tokens)))

@@ -1,0 +1,46 @@
+"""Samples of a small model, as `parse` would make them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from orchestrator.committed_text import CommittedText
+from orchestrator.failover_events import FailoverEvents
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.request import Model, Sample
+from orchestrator.sample_context import SampleContext
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import Speculation
+from specdec.v2 import model_pb2
+
+VOCABULARY, CONTEXT, END = 50, 40, 7
+PROMPT = [1, 2, 3]
+
+MODEL: Model = Model("m", SimpleNamespace(), "", CONTEXT, VOCABULARY, frozenset({END}))  # type: ignore[arg-type]
+
+
+def sample(**fields: Any) -> Sample:
+    usual: dict[str, Any] = {
+        "index": 0,
+        "prompt": PROMPT,
+        "generated": [],
+        "sampling": Sampling(),
+        "max_tokens": 20,
+        "min_tokens": 0,
+        "end_tokens": frozenset({END}),
+        "stop": (),
+        "top_logprobs": None,
+        "speculation": Speculation(),
+        "tenant": "",
+        "rule": Rule.COUPLED,
+        "contrast": model_pb2.Contrast(),
+    }
+    return Sample(**(usual | fields))
+
+
+def context(peers: Peers | None = None, **fields: Any) -> SampleContext:
+    """The context of a sample with these fields, that has no deadline."""
+    wanted = sample(**fields)
+    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, CommittedText(wanted), FailoverEvents())

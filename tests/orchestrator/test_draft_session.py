@@ -1,0 +1,107 @@
+"""A draft is told what the target decides, and given up when it is of no use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from orchestrator.candidate_flow import MESSAGES_A_COMMIT
+from orchestrator.draft_session import USELESS_AFTER_STEPS, DraftSession, FloodError, LaggingError, UselessError
+from orchestrator.draft_stream import DraftStream
+from orchestrator.pods import Pod
+from orchestrator.speculation_state import SpeculationState
+from specdec.decoding.sampling import Rule
+from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
+from tests.orchestrator.samples import context
+
+NODES = 16
+STATE = SpeculationState(True, max_nodes=NODES, drafting_wanted=True, min_candidate_probability=0.5)
+
+
+class Stream:
+    """Notes what a draft is sent, and why it is given up."""
+
+    def __init__(self, at_work: bool = True) -> None:
+        self.pod = Pod("draft", SimpleNamespace())  # type: ignore[arg-type]
+        self.at_work = at_work
+        self.sent: list[draft_pb2.DraftRequest] = []
+        self.aborted_by: Exception | None = None
+
+    def send(self, message: draft_pb2.DraftRequest) -> None:
+        self.sent.append(message)
+
+    def abort(self, error: Exception) -> None:
+        self.aborted_by = error
+
+    @property
+    def kinds(self) -> list[str | None]:
+        return [message.WhichOneof("message") for message in self.sent]
+
+
+def session_over(stream: Stream, **fields: Any) -> DraftSession:
+    return DraftSession(cast("DraftStream", stream), context(**fields), STATE)
+
+
+def commit(**fields: Any) -> verifier_pb2.Commit:
+    usual: dict[str, Any] = {"drafting_wanted": True, "min_candidate_probability": 0.5, "steps": 1}
+    return verifier_pb2.Commit(committed=model_pb2.Committed(base=3, tokens=[5]), **(usual | fields))
+
+
+@pytest.mark.parametrize(("offered", "why"), [(4, UselessError), (0, LaggingError)])
+def test_a_draft_without_an_accepted_candidate_is_given_up(offered: int, why: type[Exception]) -> None:
+    stream = Stream()
+    session = session_over(stream)
+    assert not any(session.on_commit(commit(offered=offered)) for _ in range(USELESS_AFTER_STEPS - 1))
+    assert stream.aborted_by is None
+    assert not session.on_commit(commit(offered=offered))
+    assert isinstance(stream.aborted_by, why)
+
+
+def test_an_accepted_candidate_speaks_for_the_draft() -> None:
+    stream = Stream()
+    session = session_over(stream)
+    for _ in range(3):
+        assert not any(session.on_commit(commit(offered=4)) for _ in range(USELESS_AFTER_STEPS - 1))
+        assert session.on_commit(commit(offered=4, accepted=1))
+    assert stream.aborted_by is None
+
+
+@pytest.mark.parametrize(
+    ("stream", "fields", "rule"),
+    [
+        (Stream(at_work=False), {}, Rule.COUPLED),  # it has not begun
+        (Stream(), {"drafting_wanted": False}, Rule.COUPLED),
+        (Stream(), {}, Rule.CONTRASTIVE),  # its distributions are used, whatever is accepted
+    ],
+)
+def test_a_draft_that_cannot_be_judged_is_kept(stream: Stream, fields: dict[str, Any], rule: Rule) -> None:
+    session = session_over(stream, rule=rule)
+    for _ in range(2 * USELESS_AFTER_STEPS):
+        session.on_commit(commit(**fields))
+    assert stream.aborted_by is None
+
+
+def test_pauses_are_events_once_it_is_at_work() -> None:
+    for at_work, counted in ((False, 0), (True, 1)):
+        given = context()
+        session = DraftSession(cast("DraftStream", Stream(at_work)), given, STATE)
+        for wanted in (True, False, False, True):
+            session.on_commit(commit(drafting_wanted=wanted, accepted=1))
+        assert given.events.counts["draft_paused"] == given.events.counts["draft_resumed"] == counted
+
+
+def test_another_verifier_gets_all_candidates_and_takes_as_many_as_it_grants() -> None:
+    stream = Stream()
+    session = session_over(stream)
+    spent = 2 * NODES + MESSAGES_A_COMMIT + NODES // 4
+    for _ in range(2):
+        for _ in range(spent):
+            session.check(model_pb2.Extend(tokens=[5]))
+        session.on_opened(STATE)
+    assert stream.kinds == ["resend", "resend"]
+    for _ in range(spent):
+        session.check(model_pb2.Extend(tokens=[5]))
+    with pytest.raises(FloodError):
+        session.check(model_pb2.Extend(tokens=[5]))

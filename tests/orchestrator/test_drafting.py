@@ -1,0 +1,61 @@
+"""What a text does that has no draft to ask."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.drafting import Drafting
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
+from specdec.serving.errors import PeerLostError, ServiceError
+from specdec.v2 import model_pb2, verifier_pb2
+from tests.orchestrator.samples import context
+
+
+class Sink:
+    """Notes what drafting has for a verifier."""
+
+    def __init__(self) -> None:
+        self.policies: list[verifier_pb2.VerifyPolicy] = []
+        self.errors: list[ServiceError] = []
+
+    async def extend(self, extend: model_pb2.Extend) -> None:
+        raise AssertionError("there is nobody to send candidates")
+
+    async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
+        self.policies.append(policy)
+
+    def abort(self, error: ServiceError) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "reason"), [(ALL_DRAFTERS, "no_draft"), (OWN_DRAFTERS, "off"), (NO_DRAFTERS, "off")]
+)
+async def test_without_drafts_only_others_may_propose(drafters: frozenset[Drafter], reason: str) -> None:
+    async with Drafting(context(speculation=Speculation(drafters)), Sink()) as drafting:
+        drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
+        assert drafting.undrafted_reason == reason
+        assert model_pb2.DRAFTER_REMOTE not in drafting.policy.drafters
+
+
+async def test_contrast_without_drafts_is_ended_by_every_verifier_that_opens_it() -> None:
+    sink = Sink()
+    async with Drafting(context(rule=Rule.CONTRASTIVE), sink) as drafting:
+        assert not sink.errors
+        for opened in range(1, 3):
+            drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
+            assert len(sink.errors) == opened
+    error = sink.errors[0]
+    assert isinstance(error, PeerLostError)
+    assert error.reason == "DRAFT_REQUIRED"
+
+
+async def test_a_draft_is_hoped_for_where_one_may_be_asked() -> None:
+    peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
+    async with Drafting(context(peers), Sink()) as drafting:
+        assert model_pb2.DRAFTER_REMOTE in drafting.policy.drafters
+        assert not drafting.undrafted_reason
+    await peers.close()

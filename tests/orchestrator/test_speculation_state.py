@@ -1,0 +1,65 @@
+"""What a verifier and a draft are told follows from what is known of a text's speculation."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.draft_control import FIRST_MIN_PROBABILITY
+from orchestrator.speculation_state import SpeculationState
+from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, Speculation, drafters_of
+from specdec.v2 import verifier_pb2
+from tests.orchestrator.samples import sample
+
+FORCED = Speculation(forced=True)
+
+
+def test_what_changes_makes_another_state() -> None:
+    begun = SpeculationState(drafted=True)
+    opened = begun.after_opened(
+        verifier_pb2.VerifyOpened(max_nodes=64, drafting_wanted=True, min_candidate_probability=0.25)
+    )
+    committed = opened.after_commit(verifier_pb2.Commit(min_candidate_probability=0.5))
+    assert begun == SpeculationState(drafted=True)
+    assert opened == SpeculationState(True, max_nodes=64, drafting_wanted=True, min_candidate_probability=0.25)
+    assert committed == SpeculationState(True, max_nodes=64, drafting_wanted=False, min_candidate_probability=0.5)
+
+
+def test_a_verifier_that_grants_nothing_grants_one() -> None:
+    assert SpeculationState(drafted=True).after_opened(verifier_pb2.VerifyOpened()).max_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("drafted", "wanted", "fields", "worth"),
+    [
+        (True, False, {}, False),
+        (True, True, {}, True),
+        (False, False, {}, True),  # of one that has no draft, a verifier cannot say
+        (True, False, {"speculation": FORCED}, True),
+        (True, False, {"rule": Rule.CONTRASTIVE}, True),
+    ],
+)
+def test_when_a_draft_is_worth_asking(drafted: bool, wanted: bool, fields: dict[str, object], worth: bool) -> None:
+    assert SpeculationState(drafted, drafting_wanted=wanted).worth_a_draft(sample(**fields)) is worth
+
+
+def test_a_verifier_waits_for_a_draft_only_while_there_is_one() -> None:
+    for drafted, drafters in ((True, ALL_DRAFTERS), (False, OWN_DRAFTERS)):
+        policy = SpeculationState(drafted).verify_policy(Speculation(max_candidates=9), 0.05)
+        assert set(drafters_of(policy.drafters)) == drafters
+        assert (policy.forced, policy.max_candidates, policy.patience_us) == (False, 9, 50_000)
+
+
+def test_a_draft_opens_with_what_pays_now() -> None:
+    state = SpeculationState(True, max_nodes=64, drafting_wanted=False, min_candidate_probability=0.5)
+    policy = state.draft_policy(sample(speculation=Speculation(max_depth=3, max_branches=2)))
+    assert (policy.max_nodes, policy.max_depth, policy.max_branches) == (64, 3, 2)
+    assert policy.paused
+    assert policy.min_path_probability == pytest.approx(FIRST_MIN_PROBABILITY)
+
+
+@pytest.mark.parametrize("fields", [{"speculation": FORCED}, {"rule": Rule.CONTRASTIVE}])
+def test_a_draft_that_is_forced_opens_with_all_that_it_finds(fields: dict[str, object]) -> None:
+    policy = SpeculationState(True, drafting_wanted=False).draft_policy(sample(**fields))
+    assert not policy.paused
+    assert not policy.min_path_probability
