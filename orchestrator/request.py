@@ -117,37 +117,15 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
     generated = list(message.generated_tokens)
     violations += token_violations("generated_tokens", generated, model.vocabulary)
 
-    asked = message.sampling
-    has_seed = asked.HasField("seed")
-    seed = asked.seed if has_seed else secrets.randbits(64)
-    sampling = Sampling(
-        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
-        frequency_penalty=asked.frequency_penalty,
-        presence_penalty=asked.presence_penalty,
-        logit_bias=dict(asked.logit_bias),
-        banned_tokens=frozenset(asked.banned_tokens),
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
-        min_p=asked.min_p,
-    )
+    seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64)
+    sampling = _sampling(message.sampling)
     end_tokens = frozenset(message.stop_tokens) | (frozenset() if message.ignore_end_token else model.end_tokens)
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
     violations += rule_violations(message.rule, message.contrast, sampling)
 
     room = model.context - len(prompt)
     max_tokens = message.max_tokens if message.HasField("max_tokens") else max(1, room) + 1
-    if max_tokens < 1:
-        violations.append(("max_tokens", "is 0, must be at least 1"))
-    elif len(generated) >= max_tokens or (generated and len(generated) >= room):
-        most = min(max_tokens, room)
-        violations.append(("generated_tokens", f"has {len(generated)} tokens, must have fewer than {most}"))
-    if message.min_tokens > max_tokens:
-        violations.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
-    if generated and not has_seed:
-        violations.append(("sampling.seed", "is not set, must be given with generated_tokens"))
-    if generated and message.n > 1:
-        violations.append(("n", f"is {message.n}, must be 1 with generated_tokens"))
+    violations += _length_violations(message, max_tokens, room)
     top_logprobs = message.logprobs if message.HasField("logprobs") else None
     if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
@@ -180,6 +158,39 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
             for i in range(max(1, message.n))
         ],
     )
+
+
+def _sampling(asked: generation_pb2.SamplingParameters) -> Sampling:
+    """Return the sampling parameters of a request, all but the seed; what is not set has its neutral value."""
+    return Sampling(
+        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
+        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=asked.presence_penalty,
+        logit_bias=dict(asked.logit_bias),
+        banned_tokens=frozenset(asked.banned_tokens),
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
+        min_p=asked.min_p,
+    )
+
+
+def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:
+    """Return what is wrong with how long the text is and may get, where the context has `room` after the prompt, and
+    with how it is resumed."""
+    found: list[tuple[str, str]] = []
+    generated = len(message.generated_tokens)
+    if max_tokens < 1:
+        found.append(("max_tokens", "is 0, must be at least 1"))
+    elif generated >= max_tokens or (generated and generated >= room):
+        found.append(("generated_tokens", f"has {generated} tokens, must have fewer than {min(max_tokens, room)}"))
+    if message.min_tokens > max_tokens:
+        found.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
+    if generated and not message.sampling.HasField("seed"):
+        found.append(("sampling.seed", "is not set, must be given with generated_tokens"))
+    if generated and message.n > 1:
+        found.append(("n", f"is {message.n}, must be 1 with generated_tokens"))
+    return found
 
 
 def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:

@@ -22,10 +22,11 @@ from typing import Literal
 import onnx
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
-from specdec.engine.hf.pretrained import DTYPES, attention_of, load, window_of
+from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.padded.attention import Group, PaddedAttention
@@ -98,6 +99,31 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
     ReferenceCheck.of(model, directory.vocabulary)  # raises an error if the model does not run in this dtype
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
     attends = attention_of(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    try:
+        with _quiet(directory.name):
+            _write_graph(model, attends, partial / GRAPH)
+        onnx.save(copy_graph(dtype), partial / COPY_GRAPH)
+        description = {
+            "dtype": dtype,
+            "pools": [[each.kv_heads, each.width, each.value_width] for each in attends],
+            "window": window_of(model),
+            "model": directory.name,
+            "model_fingerprint": directory.model_fingerprint,
+        }
+        (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (directory.path / name).is_file():
+                shutil.copy(directory.path / name, partial / name)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_graph(model: PreTrainedModel, attends: list[LayerAttention], path: Path) -> None:
+    """Write the graph of a forward pass over a padded batch, whose sizes are all free."""
     layers = len(attends)
     dim = torch.export.Dim
     t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
@@ -128,37 +154,17 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
         [{0: s}] * (2 * layers),
     )
     pool_names = [f"{kind}_{layer}" for kind in ("key", "value") for layer in range(layers)]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
-    try:
-        with _quiet(directory.name):
-            torch.onnx.export(
-                _Graph(model, layers).eval(),
-                example,
-                partial / GRAPH,
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=[*INPUTS, *pool_names],
-                output_names=["logits", *(f"new_{name}" for name in pool_names)],
-                dynamic_shapes=shapes_of_inputs,
-                external_data=True,
-            )
-        onnx.save(copy_graph(dtype), partial / COPY_GRAPH)
-        description = {
-            "dtype": dtype,
-            "pools": [[each.kv_heads, each.width, each.value_width] for each in attends],
-            "window": window_of(model),
-            "model": directory.name,
-            "model_fingerprint": directory.model_fingerprint,
-        }
-        (partial / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            if (directory.path / name).is_file():
-                shutil.copy(directory.path / name, partial / name)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    torch.onnx.export(
+        _Graph(model, layers).eval(),
+        example,
+        path,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=[*INPUTS, *pool_names],
+        output_names=["logits", *(f"new_{name}" for name in pool_names)],
+        dynamic_shapes=shapes_of_inputs,
+        external_data=True,
+    )
 
 
 def copy_graph(dtype: Dtype) -> onnx.ModelProto:
