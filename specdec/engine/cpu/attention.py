@@ -143,7 +143,9 @@ def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -
 
 @functools.cache
 def kernel(width: int, value_width: int) -> Callable[..., None]:
-    """Return the loop for heads of these widths, which are compiled into it."""
+    """Return the loop for heads of these widths, which are compiled into it.
+
+    It is one function: LLVM keeps its accumulators in registers only where it sees all of the loop."""
     dots_of_one, dots_of_row, dots_of_rows = (
         dots(1, width, fetched=value_width),
         dots(GROUP, width, fetched=value_width),

@@ -232,7 +232,8 @@ def _read(
     WINDOW: tl.constexpr,
     WIDENED: tl.constexpr,
 ) -> None:
-    """Compute the partials of one split-KV tile and key head: a program for each pair."""
+    """Compute the partials of one split-KV tile and key head: a program for each pair. It is one function, since Triton
+    keeps what a program shares (keys, maxima, sums) in registers of that program."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     count = tl.load(tile_counts + tile)
