@@ -26,7 +26,7 @@ SERVICES = ("draft_service", "verifier_service", "orchestrator")
         ("orchestrator.__main__", ("torch", "transformers", "onnxruntime")),
         ("draft_service.__main__", ("torch", "transformers")),
         ("specdec.engine.onnx.engine", ("torch", "transformers")),
-        ("specdec.engine.torch_engine", ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels")),  # Triton
+        ("specdec.engine.cpu.engine", ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels")),  # Triton
         ("specdec.decoding.choice", ("torch", "grpc", "transformers")),
         ("specdec.decoding.tree", ("torch", "grpc", "numpy")),
     ],
