@@ -27,7 +27,7 @@ from orchestrator.servicer import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import Engine
-from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.identity import identity_of
@@ -195,17 +195,17 @@ def as_it_is(number: int, identity: model_pb2.ModelIdentity) -> None:
     """A verifier that says what is true."""
 
 
-_idle_engines: defaultdict[tuple[Any, ...], list[TorchEngine]] = defaultdict(list)
+_idle_engines: defaultdict[tuple[Any, ...], list[CpuEngine]] = defaultdict(list)
 """By what they were made with. A loop begins with nothing in memory, whatever an earlier one has left there."""
 _costs: dict[tuple[Any, ...], StepLatency] = {}
 """Of a step as first measured, by what the engine was made with and what slows it."""
 
 
 @contextmanager
-def torch_engine(directory: Path, **options: Any) -> Iterator[TorchEngine]:
+def torch_engine(directory: Path, **options: Any) -> Iterator[CpuEngine]:
     """One that nobody else has: made, and checked by itself, only where none is idle."""
     idle = _idle_engines[directory, torch.get_num_threads(), *sorted(options.items())]
-    engine = idle.pop() if idle else TorchEngine(ModelDirectory(directory), **options)
+    engine = idle.pop() if idle else CpuEngine(ModelDirectory(directory), **options)
     try:
         yield engine
     finally:

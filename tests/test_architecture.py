@@ -26,10 +26,7 @@ SERVICES = ("draft_service", "verifier_service", "orchestrator")
         ("orchestrator.__main__", ("torch", "transformers", "onnxruntime")),
         ("draft_service.__main__", ("torch", "transformers")),
         ("specdec.engine.onnx.engine", ("torch", "transformers")),
-        (
-            "specdec.engine.engines.torch_engine",
-            ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels"),
-        ),  # Triton
+        ("specdec.engine.engines.cpu_engine", ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels")),  # Triton
         ("specdec.decoding.choice", ("torch", "grpc", "transformers")),
         ("specdec.decoding.tree", ("torch", "grpc", "numpy")),
         ("bench.systems.vllm", ("specdec", "numpy", "torch")),  # it runs under an interpreter that has vLLM alone

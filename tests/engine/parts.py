@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.engine.cpu.backend import RaggedBackend
 from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import Engine, UnsupportedModelError, hidden_states
 from specdec.engine.engines.parallel_engine import FollowingCpuEngine, FollowingEngine, LeadingCpuEngine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.padded.backend import PaddedBackend
 from tests.models import VOCABULARY
 
 CAPACITY = 512
@@ -89,7 +91,8 @@ def run_all(cases: list[Case], results: Path) -> None:
     with Ranks.joined("cpu") as ranks:
         kind = FollowingCpuEngine if ranks.rank else LeadingCpuEngine
         for case in cases:
-            options: dict[str, Any] = {"capacity": CAPACITY, "padded": case.padded, "threads": (1,)}
+            backend = PaddedBackend if case.padded else RaggedBackend
+            options: dict[str, Any] = {"capacity": CAPACITY, "backend": backend, "threads": (1,)}
             try:
                 engine = kind(ModelDirectory(case.directory), ranks=ranks, **options)
             except UnsupportedModelError as error:

@@ -25,12 +25,15 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.engine import Engine, UnsupportedModelError, cpu_threads, hidden_states
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.hf.pretrained import attention_of
 from specdec.engine.kv.slots import KVPool, Slots
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import copy_graph, export, exported
+from specdec.engine.padded.backend import PaddedBackend
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make, save
 
 CAPACITY = 512
@@ -104,14 +107,14 @@ def oracle(model: Path) -> Oracle:
 
 
 @pytest.fixture(scope="session")
-def torch_engine(model: Path) -> TorchEngine:
-    return TorchEngine(ModelDirectory(model), capacity=CAPACITY)
+def torch_engine(model: Path) -> CpuEngine:
+    return CpuEngine(ModelDirectory(model), capacity=CAPACITY)
 
 
 @pytest.fixture(scope="session")
-def padded_engine(model: Path) -> TorchEngine:
+def padded_engine(model: Path) -> CpuEngine:
     """As on devices other than the CPU: attention by tensor operations, which masks; and not exact."""
-    return TorchEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, padded=True)
+    return CpuEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, backend=PaddedBackend)
 
 
 @pytest.fixture(scope="session")
@@ -396,9 +399,10 @@ class TestExport:
         assert target.end_tokens == source.end_tokens == {END}
         assert exported(target) == onnx_directory
 
-    def test_both_engines_look_back_equally_far(self, torch_engine: TorchEngine, onnx_engine: OnnxEngine) -> None:
+    def test_both_engines_look_back_equally_far(self, torch_engine: CpuEngine, onnx_engine: OnnxEngine) -> None:
         windowed = type(torch_engine.model).__name__.startswith(("Mistral", "Gemma"))
-        assert torch_engine.window == onnx_engine.window == (WINDOW if windowed else None)
+        backend = PaddedBackend(attention_of(torch_engine.model), 1, torch.float32, torch.device("cpu"))
+        assert backend.packer(None).window == onnx_engine.window == (WINDOW if windowed else None)
 
 
 class TestVariants:
@@ -417,7 +421,7 @@ class TestVariants:
     )
     def test_own_forward(self, name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
         directory = make(name, tmp_path, **overrides)
-        subject = Subject(TorchEngine(ModelDirectory(directory), capacity=CAPACITY), Oracle(directory))
+        subject = Subject(CpuEngine(ModelDirectory(directory), capacity=CAPACITY), Oracle(directory))
         session = prefilled(subject, words(6, 61))
         step = Step(subject)
         tree = Tree(session, step)
@@ -427,7 +431,7 @@ class TestVariants:
     def test_float16_stays_close(self, tmp_path: Path) -> None:
         """With padded batches, as GPUs run it."""
         directory = make("gemma2", tmp_path)
-        engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="float16", exact=False, padded=True)
+        engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="float16", exact=False)
         got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
         assert got.dtype == np.float32
         assert 1e-5 < np.abs(got - want).max() / np.abs(want).max() < 0.02
@@ -435,7 +439,7 @@ class TestVariants:
     def test_bfloat16_stays_close(self, tmp_path: Path) -> None:
         """Head and logits are float32 all the same."""
         directory = make("llama", tmp_path)
-        engine = TorchEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="bfloat16")
+        engine = CpuEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="bfloat16")
         got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
         assert got.dtype == np.float32
         assert len(np.unique(got)) == VOCABULARY  # rounded to bfloat16 some would be equal
@@ -477,8 +481,8 @@ class TestRefusals:
         return make("llama", tmp_path / "llama")
 
     @staticmethod
-    def load(directory: Path) -> TorchEngine:
-        return TorchEngine(ModelDirectory(directory), capacity=64)
+    def load(directory: Path) -> CpuEngine:
+        return CpuEngine(ModelDirectory(directory), capacity=64)
 
     def test_a_state_space_model(self, tmp_path: Path) -> None:
         shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
@@ -577,11 +581,11 @@ class TestRefusals:
         size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
         config = transformers.BertConfig(vocab_size=VOCABULARY, is_decoder=True, **size)
         directory = save(transformers.BertLMHeadModel(config), tmp_path)
-        TorchEngine(ModelDirectory(directory), capacity=64, exact=False)
+        CpuEngine(ModelDirectory(directory), capacity=64, exact=False)
 
     def test_float16_on_the_cpu(self, llama: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="float16 is for GPUs"):
-            TorchEngine(ModelDirectory(llama), capacity=64, dtype="float16")
+            CpuEngine(ModelDirectory(llama), capacity=64, dtype="float16")
 
     def test_no_directory(self, tmp_path: Path) -> None:
         with pytest.raises(ModelDirectoryError, match=r"nowhere: no such directory"):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import UnsupportedModelError, hidden_states
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import ARCHITECTURES, VOCABULARY, make
@@ -61,9 +62,10 @@ def oracle(directory: Path) -> Oracle:
     return Oracle(directory)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["ragged", "padded"])
+@pytest.fixture(scope="module", params=[CpuEngine, TorchEngine], ids=["ragged", "padded"])
 def engine(request: pytest.FixtureRequest, directory: Path) -> TorchEngine:
-    return TorchEngine(ModelDirectory(directory), capacity=256, exact=False, padded=request.param)
+    loaded: TorchEngine = request.param(ModelDirectory(directory), capacity=256, exact=False)
+    return loaded
 
 
 def step(engine: TorchEngine) -> PackedBatch:
@@ -152,7 +154,7 @@ def test_a_pass_that_fails_leaves_no_hook(engine: TorchEngine, monkeypatch: pyte
 def test_where_tiles_make_rows_exact_too(tmp_path: Path) -> None:
     """A narrower dtype's numbers become float32 as they are."""
     directory = ModelDirectory(make("qwen3", tmp_path))
-    engine = TorchEngine(directory, capacity=1024, dtype="bfloat16")
+    engine = CpuEngine(directory, capacity=1024, dtype="bfloat16")
     logits, hidden = engine.forward_hidden(step(engine))
     assert np.array_equal(logits, engine.forward(step(engine)))
     assert len(hidden) == len(logits)  # padding aside

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.linear import PackedLinear, is_plain
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.v2 import generation_pb2, model_pb2
@@ -54,7 +54,7 @@ def int8(llama: Path) -> Path:
 @needs_torchao
 class TestTorchao:
     def test_packed_logits_are_the_quantised_models_own(self, int8: Path) -> None:
-        engine = TorchEngine(ModelDirectory(int8), capacity=64)
+        engine = CpuEngine(ModelDirectory(int8), capacity=64)
         text = np.random.default_rng(1).integers(3, VOCABULARY, 40).tolist()
         packer = engine.packer()
         rows = packer.add_rows(text, 0, np.arange(1, 41))
@@ -67,7 +67,7 @@ class TestTorchao:
         assert np.abs(got - want).max() / np.abs(want).max() < 1e-4
 
     def test_quantised_layers_stay_what_they_are(self, int8: Path) -> None:
-        engine = TorchEngine(ModelDirectory(int8), capacity=64)
+        engine = CpuEngine(ModelDirectory(int8), capacity=64)
         products: Any = engine.model.model.layers[0].mlp
         assert type(products.up_proj) is torch.nn.Linear
         assert type(products.up_proj.weight).__module__.startswith("torchao")
@@ -106,18 +106,18 @@ class TestRefusals:
         with pytest.raises(
             ModelDirectoryError, match=r"llama \(quantised by vptq\): cannot be loaded: .*pip install"
         ) as told:
-            TorchEngine(directory, capacity=64)
+            CpuEngine(directory, capacity=64)
         assert "\n" not in str(told.value)
 
     def test_an_unknown_method(self, model: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="llama: quantised by magic, which this transformers does not"):
-            TorchEngine(self.refused(model, quant_method="magic"), capacity=64)
+            CpuEngine(self.refused(model, quant_method="magic"), capacity=64)
 
     def test_outliers_of_the_whole_batch(self, model: Path) -> None:
         """LLM.int8 (Dettmers et al. 2022) computes columns in which any row of the batch is large otherwise."""
         directory = self.refused(model, quant_method="bitsandbytes", load_in_8bit=True)
         with pytest.raises(UnsupportedModelError, match="would depend on its neighbours"):
-            TorchEngine(directory, capacity=64)
+            CpuEngine(directory, capacity=64)
 
 
 class TestPlainLayers:

@@ -8,11 +8,11 @@ from pathlib import Path
 import onnxruntime  # noqa: F401 - for drafts
 import torch
 
-from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 
 torch.set_num_threads(1)  # what is forked from a process with more would wait for threads it has not
 
 with tempfile.TemporaryDirectory() as directory:
-    TorchEngine(ModelDirectory(make("llama", Path(directory))), capacity=2048)
+    CpuEngine(ModelDirectory(make("llama", Path(directory))), capacity=2048)

@@ -1,26 +1,97 @@
-"""The torch engine on CPU threads, whose number can be changed."""
+"""The torch engine on a CPU: ragged batches, prepacked products in the quickest tiles, threads that can be changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from specdec.engine.batch import Packer
+from specdec.engine.cpu.attention import RaggedAttention
+from specdec.engine.cpu.backend import RaggedBackend
+from specdec.engine.cpu.decoder import Decoder
+from specdec.engine.cpu.gemm_tiles import largest_tiles
+from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.hf import llama_like
+from specdec.engine.hf.attention_backend import AttentionBackend
+from specdec.engine.hf.attention_hook import PackedAttention
+from specdec.engine.hf.batch_invariance import CANDIDATES, tile
+from specdec.engine.hf.linear import PackedLinear, can_pack, lay_out
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.row_counts import Shape, ShapeRowCounts
 
 
 class CpuEngine(TorchEngine):
     """A torch engine on the CPU that computes with each of `threads`, thread counts with the largest first; with as
-    many as torch has now, if there are none."""
+    many as torch has now, if there are none. No bit depends on their number if rows are exact.
 
-    def __init__(self, directory: ModelDirectory, *, threads: Sequence[int] = (), **options: Any) -> None:
+    In ragged batches layers of the Llama kind run in `cpu/decoder.py`; all others are the model's own code.
+    """
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        *,
+        dtype: str = "float32",
+        threads: Sequence[int] = (),
+        backend: type[AttentionBackend] = RaggedBackend,
+        **options: Any,
+    ) -> None:
+        self._ragged = backend is RaggedBackend
+        if self._ragged and dtype == "float16":
+            raise UnsupportedModelError("float16 is for GPUs: on the CPU the torch engine takes float32 or bfloat16")
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
-        super().__init__(directory, **options)
+        super().__init__(directory, dtype=dtype, backend=backend, **options)
+
+    def packer(self) -> Packer:
+        if self._rows is None and self._usual is not None:
+            return self._backend.packer(self._usual.batch)
+        return super().packer()
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)
-        if self._memory is not None:
-            self._memory.threads = count
+
+    def tile(self, classes: ShapeRowCounts | None) -> None:
+        """Run products at their invariant row counts only; with None at any number of rows, or prepacked ones at the
+        usual counts. Prepacked products use no tiles larger than those measured to be the quickest."""
+        super().tile(None if classes is None else classes.cut(self._largest_tiles))
+        self._classes = classes  # the fingerprint names them uncut: tiles change no bit
+        if classes is None and self._usual is not None:
+            tile(self.model, self._usual, packed_only=True)
+        self._decoder = Decoder(self.model, self._layers) if self._joined else None
+
+    def _lay_out(self, dtype: torch.dtype) -> None:
+        self._joined = self._ragged and llama_like.fits(self.model)
+        if self._joined:
+            llama_like.join_products(self.model)
+        self._packed = can_pack(dtype)
+        lay_out(self.model, packed=self._packed)
+
+    @cached_property
+    def _largest_tiles(self) -> dict[Shape, int]:
+        """The rows of the quickest tile of each shape of prepacked product, measured once there are pools."""
+        head = set(self.model.get_output_embeddings().modules())  # left out: it has fewer rows
+        products = [each for each in self.model.modules() if isinstance(each, PackedLinear) and each not in head]
+        return largest_tiles(products)
+
+    @cached_property
+    def _usual(self) -> ShapeRowCounts | None:
+        """The row counts of prepacked products where rows need not be exact; None: any. For each one oneDNN compiles a
+        product, which takes milliseconds, and keeps it: a quarter of a megabyte."""
+        largest = self._largest_tiles
+        return ShapeRowCounts.alike(CANDIDATES, largest).cut(largest) if self._packed and self._ragged else None
+
+    def _execution(self) -> tuple[str, ...]:
+        threads = "-".join(map(str, self.threads))
+        return f"threads-{threads}", "packed" if self._packed else "plain", "joined" if self._joined else "layers"
+
+    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
+        if self._decoder is None:
+            return super()._run(tokens, positions, wanted, packed)
+        assert isinstance(packed, RaggedAttention)  # of the ragged backend
+        return self._decoder(tokens, positions, wanted, packed)

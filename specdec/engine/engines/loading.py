@@ -15,6 +15,7 @@ from specdec.engine.onnx.providers import place_of, providers
 
 if TYPE_CHECKING:  # imports torch
     from specdec.engine.distributed.ranks import Ranks
+    from specdec.engine.hf.attention_backend import AttentionBackend
 
 log = structlog.get_logger()
 
@@ -59,7 +60,7 @@ def load_engine(
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
     if ranks is not None:
-        return _part(ranks, directory, device, threads, padded=kind == "eager", **options)
+        return _part(ranks, kind, directory, device, threads=threads, **options)
     check_torch(device)
     if device == "cpu" and dtype == "bfloat16" and not has_bfloat16():
         log.warning("slow_arithmetic", dtype="bfloat16", why="this processor has none of it: float32 is much faster")
@@ -96,20 +97,38 @@ def _torch(
     """Load a torch engine in one process, on a device that torch has."""
     import torch
 
-    from specdec.engine.engines.cpu_engine import CpuEngine
-    from specdec.engine.engines.torch_engine import TorchEngine
-
     try:
         if device == "cpu":
-            return CpuEngine(directory, threads=threads, compiled=compiled, padded=kind == "eager", **options)
+            return _cpu(kind, directory, threads=threads, compiled=compiled, **options)
         if kind == "torch":
             return _gpu(directory, device, **options)
+        from specdec.engine.engines.torch_engine import TorchEngine
+
         return TorchEngine(directory, device=device, **options)
     except torch.OutOfMemoryError as error:  # raised for GPU memory only
         reason = str(error).partition(". ")[0]  # only statistics follow
         raise UnsupportedModelError(
             f"device {device}: {reason}; a smaller model may fit, or fewer --kv-tokens"
         ) from error
+
+
+def _cpu(kind: Kind, directory: ModelDirectory, *, compiled: bool, **options: Any) -> Engine:
+    """Load the engine for CPUs."""
+    if compiled:
+        from specdec.engine.engines.compiled_engine import CompiledEngine
+
+        return CompiledEngine(directory, **options)
+    from specdec.engine.engines.cpu_engine import CpuEngine
+
+    return CpuEngine(directory, backend=_backend(kind), **options)
+
+
+def _backend(kind: Kind) -> type[AttentionBackend]:
+    """Return the attention backend of a kind of torch engine on CPUs."""
+    from specdec.engine.cpu.backend import RaggedBackend
+    from specdec.engine.padded.backend import PaddedBackend
+
+    return PaddedBackend if kind == "eager" else RaggedBackend
 
 
 def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
@@ -145,14 +164,16 @@ def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capaci
     return OnnxEngine(directory, capacity=capacity, threads=threads, dtype=dtype, device=device)
 
 
-def _part(ranks: Ranks, directory: ModelDirectory, device: str, threads: Sequence[int], **options: Any) -> Engine:
+def _part(
+    ranks: Ranks, kind: Kind, directory: ModelDirectory, device: str, *, threads: Sequence[int], **options: Any
+) -> Engine:
     """Load this rank's part of a parallel engine."""
     from specdec.engine.engines import parallel_engine as parts
 
     own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
     if own == "cpu":
-        kind = parts.LeadingCpuEngine if ranks.rank == 0 else parts.FollowingCpuEngine
-        return kind(directory, ranks=ranks, threads=threads, **options)
+        cpu_part = parts.LeadingCpuEngine if ranks.rank == 0 else parts.FollowingCpuEngine
+        return cpu_part(directory, ranks=ranks, threads=threads, backend=_backend(kind), **options)
     part = parts.LeadingEngine if ranks.rank == 0 else parts.FollowingEngine
     return part(directory, ranks=ranks, device=own, **options)
 

@@ -64,7 +64,7 @@ class LeadingEngine(PartEngine):
 class FollowingEngine(PartEngine):
     """The part of any rank but 0."""
 
-    def _settle(self, own: ReferenceCheck, *, exact: bool, compiled: bool) -> None:
+    def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
         """Do nothing: rank 0 checks and decides."""
 
     def follow(self) -> NoReturn:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from specdec.engine.cpu.gemm_tiles import largest_tiles
-from specdec.engine.engines import torch_engine
-from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.engines import cpu_engine
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.batch_invariance import TiledLinear
 from specdec.engine.hf.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.padded.backend import PaddedBackend
 from tests.models import make
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="no packed products here")
@@ -42,11 +43,11 @@ def test_each_shape_has_its_own() -> None:
 def test_an_engine_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     directory = ModelDirectory(make("llama", tmp_path))
 
-    def engine(most: int) -> TorchEngine:
-        monkeypatch.setattr(torch_engine, "largest_tiles", lambda layers: dict.fromkeys(_shapes(layers), most))
-        return TorchEngine(directory, capacity=512, exact=exact)
+    def engine(most: int) -> CpuEngine:
+        monkeypatch.setattr(cpu_engine, "largest_tiles", lambda layers: dict.fromkeys(_shapes(layers), most))
+        return CpuEngine(directory, capacity=512, exact=exact)
 
-    def logits(engine: TorchEngine) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    def logits(engine: CpuEngine) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         packer = engine.packer()
         slots = np.arange(1, 301)
         packer.add_path(slots, packer.add_rows([3, 4, 5] * 100, 0, slots))
@@ -66,8 +67,8 @@ def test_an_engine_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
 
 def test_batches_that_are_not_padded_are_not_tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With padded batches, in fast numerics, any number of rows comes."""
-    monkeypatch.setattr(torch_engine, "largest_tiles", lambda layers: dict.fromkeys(_shapes(layers), 64))
-    engine = TorchEngine(ModelDirectory(make("llama", tmp_path)), capacity=512, exact=False, padded=True)
+    monkeypatch.setattr(cpu_engine, "largest_tiles", lambda layers: dict.fromkeys(_shapes(layers), 64))
+    engine = CpuEngine(ModelDirectory(make("llama", tmp_path)), capacity=512, exact=False, backend=PaddedBackend)
     packer = engine.packer()
     slots = np.arange(1, 131)
     packer.add_path(slots, packer.add_rows([3, 4] * 65, 0, slots))

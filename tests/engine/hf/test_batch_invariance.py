@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
-from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.batch_invariance import CANDIDATES, TiledLinear, find, rows_are_independent, tile, untile
 from specdec.engine.hf.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
@@ -240,7 +240,7 @@ class TestCheck:
 
 
 def test_an_engine_whose_rows_depend_on_the_batch_says_so(tmp_path: Path) -> None:
-    engine = TorchEngine(ModelDirectory(odd_models.make("crowded", tmp_path)), capacity=256)
+    engine = CpuEngine(ModelDirectory(odd_models.make("crowded", tmp_path)), capacity=256)
     assert not engine.exact
     assert engine.numerics.endswith("/fast")
     packer = engine.packer()
@@ -249,6 +249,6 @@ def test_an_engine_whose_rows_depend_on_the_batch_says_so(tmp_path: Path) -> Non
 
 
 def test_exactness_is_for_who_asks(tmp_path: Path) -> None:
-    engine = TorchEngine(ModelDirectory(make("llama", tmp_path)), capacity=256, exact=False)
+    engine = CpuEngine(ModelDirectory(make("llama", tmp_path)), capacity=256, exact=False)
     assert not engine.exact
     assert engine.numerics.endswith("/fast")

@@ -10,11 +10,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 import torch._inductor.config
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.attention_hook import PackedAttention
+from specdec.engine.hf.batch_invariance import CANDIDATES, rows_are_independent
+from specdec.engine.hf.linear import lay_out
+from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.row_counts import InvariantRowCounts
+
+LEAST_ROWS = 2
+"""Rows of the smallest batch: a single row would be compiled by itself, with kernels that may round differently."""
 
 _running: dict[int, PackedAttention] = {}
 """The attention of each pass under way, by the number of its `CompiledModel`: an operator takes no objects."""
@@ -94,5 +106,49 @@ def frozen() -> AbstractContextManager[None]:
     return patch
 
 
-LEAST_ROWS = 2
-"""Rows of the smallest batch: a single row would be compiled by itself, with kernels that may round differently."""
+class CompiledEngine(CpuEngine):
+    """An engine on the CPU whose layers, the model's own, are compiled."""
+
+    _compiled: CompiledModel | None = None
+
+    def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Raise UnsupportedModelError: the output head is compiled with the layers."""
+        raise UnsupportedModelError("a compiled model gives no hidden states: leave out --compile")
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        # In inference mode torch's compiler does not freeze the weights, and is then slower than no compiler.
+        with torch.no_grad():
+            return self._pass(batch)
+
+    def _lay_out(self, dtype: torch.dtype) -> None:
+        self._joined = self._packed = False
+        lay_out(self.model, packed=False)
+
+    def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
+        reference.check(self)
+        self._compile()
+        self.exact = exact and rows_are_independent(self)  # compiled layers cannot be tiled
+
+    def _compile(self) -> None:
+        self._rows = InvariantRowCounts(tuple(count for count in CANDIDATES if count >= LEAST_ROWS))
+        self._compiled = CompiledModel(self.model)
+        packer = self.packer()
+        rows = packer.add_rows([0, 0, 0], 0, [1, 2, 3])
+        packer.add_path(np.arange(1, 4), rows)
+        packer.want(rows[-1])
+        try:
+            with frozen():
+                self.forward(packer.pack())
+        except Exception as error:  # the compiler's errors have no common base
+            reason = str(error).strip().partition("\n")[0]
+            name = type(self.model).__name__
+            raise UnsupportedModelError(f"{name} cannot be compiled: {type(error).__name__}: {reason}") from error
+
+    def _execution(self) -> tuple[str, ...]:
+        threads, *_ = super()._execution()
+        return threads, "compiled", "layers"
+
+    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
+        if self._compiled is None:
+            return super()._run(tokens, positions, wanted, packed)
+        return self._compiled(tokens, positions, wanted, packed)

@@ -1,0 +1,49 @@
+"""The attention backend for ragged batches, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.cpu.arithmetic import NUMBA
+from specdec.engine.cpu.attention import RaggedAttention, RaggedMemory
+from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
+from specdec.engine.hf.pretrained import LayerAttention
+from specdec.engine.kv.slots import Slots
+from specdec.engine.row_counts import InvariantRowCounts
+
+
+class RaggedBackend:
+    """Keys and values of all layers, [kv_heads, slots, width] each, read by the threads that torch has."""
+
+    name = f"vectors-numba-{NUMBA}"
+
+    def __init__(
+        self, layers: Sequence[LayerAttention], capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        keys = _pool([(each.kv_heads, capacity, each.width) for each in layers], dtype)
+        values = _pool([(each.kv_heads, capacity, each.value_width) for each in layers], dtype)
+        self._memory = RaggedMemory(keys, values)
+
+    def packer(self, rows: InvariantRowCounts | None) -> RaggedPacker:
+        return RaggedPacker(rows=rows)
+
+    def attention(self, batch: PackedBatch) -> RaggedAttention:
+        assert isinstance(batch, RaggedBatch)  # from our own packer
+        self._memory.threads = torch.get_num_threads()
+        return RaggedAttention(self._memory, batch)
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        source_rows, target_rows = torch.from_numpy(source), torch.from_numpy(target)
+        for pool in (*self._memory.keys, *self._memory.values):
+            pool.index_copy_(1, target_rows, pool.index_select(1, source_rows))
+
+
+def _pool(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Sequence[Tensor] | Tensor:
+    """Return memory of these shapes: one tensor if all are the same, else a list."""
+    if len(set(shapes)) == 1:
+        return torch.zeros(len(shapes), *shapes[0], dtype=dtype)
+    return [torch.zeros(*shape, dtype=dtype) for shape in shapes]
