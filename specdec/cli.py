@@ -251,10 +251,10 @@ def generate(
         list[str] | None, typer.Option(help="Stop string: the text ends before it. May be repeated.")
     ] = None,
     speculation: Annotated[
-        Literal["auto", "off", "always", "draft", "lookahead"],
+        Literal["auto", "off", "always", "draft", "local"],
         typer.Option(
             help="Who proposes candidates. auto: all drafters, where that pays. draft: the remote draft alone, where "
-            "that pays. always: the remote draft alone, even at a loss. lookahead: the verifier's own proposers alone, "
+            "that pays. always: the remote draft alone, even at a loss. local: the verifier's own proposers alone, "
             "where that pays. off: nobody, which is plain decoding."
         ),
     ] = "auto",
