@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 STYLES = {
-    "draft": "green",
+    "remote_draft": "green",
     "local_model": "green",
     "ngram": "yellow",
     "lookahead": "magenta",
