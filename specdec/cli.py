@@ -300,8 +300,8 @@ def generate(
     }
     try:
         with Client(address, timeout=timeout) as client:
-            for where in _prompts(prompt, prompt_file):
-                _run(client, where, options, json_output)
+            for each in _prompts(prompt, prompt_file):
+                _complete(client, each, options, json_output)
     except (SpecdecError, ValueError, TypeError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -329,7 +329,7 @@ def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
         yield entry
 
 
-def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_output: bool) -> None:
+def _complete(client: Client, prompt: dict[str, Any], options: dict[str, Any], json_output: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     start = time.monotonic()
     first: float | None = None
@@ -337,7 +337,7 @@ def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_ou
     text: list[str] = []
     seed: int | None = None
     finish: Finish | None = None
-    with client.generate(where.get("text"), tokens=where.get("tokens"), **options) as stream:
+    with client.generate(prompt.get("text"), tokens=prompt.get("tokens"), **options) as stream:
         for chunk in stream:
             if first is None and chunk.tokens:
                 first = time.monotonic() - start

@@ -146,14 +146,16 @@ def main(
 
     def start(ranks: Ranks | None = None) -> VerifierServicer:
         directory = ModelDirectory(model) if ranks is None else ranks.together(lambda: ModelDirectory(model))
-        small = None if draft_model is None else ModelDirectory(draft_model)
-        if small is not None:
-            small.check_pair(directory)
+        draft_directory = None if draft_model is None else ModelDirectory(draft_model)
+        if draft_directory is not None:
+            draft_directory.check_pair(directory)
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
-        own = None if small is None else DraftModelProposer(load_engine(engine, small, **common), small.context)
-        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=own)
+        local_draft = None
+        if draft_directory is not None:
+            local_draft = DraftModelProposer(load_engine(engine, draft_directory, **common), draft_directory.context)
+        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
