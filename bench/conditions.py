@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("specdec-serve", "torch", "transformers", "onnxruntime", "grpcio")
+PACKAGES = ("specdec-serve", "torch", "transformers", "onnxruntime", "onnxruntime-gpu", "grpcio")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _ROOT = Path(__file__).parent.parent
 
@@ -28,5 +28,13 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of what specdec runs on; other systems report their own."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True)
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    found = {name: version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "commit": commit.stdout.strip() or "unknown"} | found
+
+
+def version(package: str) -> str:
+    """Return the version of an installed package; "absent" for one that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

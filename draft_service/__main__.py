@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import structlog
 import typer
@@ -12,7 +12,7 @@ from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer, Limits
-from specdec.durations import duration
+from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
 from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
 from specdec.engine.model_directory import ModelDirectory
@@ -24,33 +24,52 @@ log = structlog.get_logger()
 
 def main(
     model: Annotated[
-        Path, typer.Option(help="Directory of the draft model: exported by `specdec export`, or Hugging Face's layout.")
+        Path,
+        typer.Option(help="Directory of the draft model: one that `specdec export` wrote, or Hugging Face's layout."),
     ],
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    engine: Annotated[Kind, typer.Option(help="onnx exports a Hugging Face directory on first use.")] = "onnx",
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    engine: Annotated[
+        Kind,
+        typer.Option(
+            help="onnx uses ONNX Runtime: it exports a directory in Hugging Face's layout on first use. torch is the "
+            "engine made for the device. eager runs the model's own layers, slowly, to compare with."
+        ),
+    ] = "onnx",
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="float16: for GPUs. bfloat16: with --engine torch. By default an exported model's own, else float32."
+            help="Data type that the draft computes in; float16 is for GPUs, and onnx has no bfloat16. By default that "
+            "of the export, or else float32."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="Threads of the forward pass.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="Device to compute on: cpu, cuda, or cuda:N for one of several GPUs.")
+    ] = "cpu",
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_THREADS,
+            help="CPU threads of the forward pass; give it one for each core that the draft may use.",
+        ),
+    ] = 1,
     kv_tokens: Annotated[
         int | None,
         typer.Option(
-            min=512, help="Tokens of key/value memory; for 64 full texts by default, half of what is free at most."
+            min=512,
+            help="Tokens that the KV cache has room for. By default 64 texts as long as the model's context, but no "
+            "more than half of the free memory.",
         ),
     ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 256,
-    drain_seconds: Annotated[
-        float, duration("Time that running requests are given when the service is told to end.")
-    ] = 30.0,
-    log_level: Literal["debug", "info", "warning", "error"] = "info",
-    stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
+    max_sessions: Annotated[
+        int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
+    ] = 256,
+    drain_seconds: DrainSeconds = 30.0,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
 ) -> None:
-    """Serve a draft model, which proposes candidates ahead of the target."""
+    """Serve a draft model: propose candidates ahead of the target."""
     share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
@@ -70,4 +89,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -94,15 +94,15 @@ class DraftLoop(EngineWorker[Session]):
 
     def _expand(self, runnable: list[Session]) -> None:
         """Have sessions expanded, the best first; one that is suspected of making steps fail is expanded alone."""
-        suspect = self._retry.next(set(runnable))
+        retried = self._retry.next(set(runnable))
         try:
-            failed = self.drafter.expand(runnable if suspect is None else [suspect])
+            failed = self.drafter.expand(runnable if retried is None else [retried])
         except ExpansionError as error:  # the whole step is void; its sessions are tried again
             self.step_failed(error.sessions, error.cause)
             return
         self.steps += 1
-        if suspect is not None:
-            self._retry.forget(suspect)
+        if retried is not None:
+            self._retry.forget(retried)
         for session, why in failed.items():
             log.error("session_failed", exc_info=why)
             self.end_session(session, why)

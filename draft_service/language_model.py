@@ -66,26 +66,26 @@ class LanguageModelDrafter(Drafter):
         share = max(1, min(self._rows_per_session, rows // len(sessions)))
         planned: list[ModelSession] = []
         try:
-            for known in (self._sessions[session] for session in sessions):
-                if known.pending_text:
+            for each in (self._sessions[session] for session in sessions):
+                if each.pending_text:
                     if prompt_budget > 0:
-                        planned.append(known)
-                        prompt_budget -= known.plan_text(packer, prompt_budget)
+                        planned.append(each)
+                        prompt_budget -= each.plan_text(packer, prompt_budget)
                 elif rows > 0:
-                    planned.append(known)
-                    rows -= known.plan_nodes(packer, min(share, rows))
+                    planned.append(each)
+                    rows -= each.plan_nodes(packer, min(share, rows))
             logits = self.engine.forward(packer.pack())
         except Exception as error:  # nothing of the pass counts; its sessions are tried again
             self._written = np.asarray(packer.slots, dtype=np.int64)
-            for known in planned:
-                known.undo_plan()
-            raise ExpansionError([known.session for known in planned], error) from error
+            for each in planned:
+                each.undo_plan()
+            raise ExpansionError([each.session for each in planned], error) from error
         failed: dict[Session, Exception] = {}
-        for known in planned:
+        for each in planned:
             try:
-                known.expand(logits)
+                each.expand(logits)
             except Exception as error:  # one session's error does not end the others
-                failed[known.session] = error
+                failed[each.session] = error
         return failed
 
     def recover(self) -> bool:

@@ -104,8 +104,8 @@ class SendQueue:
         """Return True if the node is probable enough and, itself included, at most `max_nodes` are offered.
 
         The likeliest next token is always sent: else a verifier would wait for nothing."""
-        near = path_logprob >= self._policy.min_sent_logprob and self.offered <= self._policy.max_nodes
-        return near or node is self._likeliest
+        sendable = path_logprob >= self._policy.min_sent_logprob and self.offered <= self._policy.max_nodes
+        return sendable or node is self._likeliest
 
     @property
     def _likeliest(self) -> Node | None:
@@ -127,8 +127,8 @@ class SendQueue:
         held_back, policy = self._held_back, self._policy
         while held_back:
             path_logprob, node = held_back.best()  # the likeliest next token comes first if it is held back
-            near = path_logprob >= policy.min_sent_logprob and self.offered < policy.max_nodes
-            if not near and node is not self._likeliest:
+            sendable = path_logprob >= policy.min_sent_logprob and self.offered < policy.max_nodes
+            if not sendable and node is not self._likeliest:
                 break
             self._offer(held_back.take()[1])
 

@@ -67,10 +67,10 @@ class Session:
         without it (CONTRASTIVE).
         """
         tree = self.tree
-        news = self._new_tokens(base, tokens)
-        followed, passed = self._follow(news)
+        new_tokens = self._new_tokens(base, tokens)
+        followed, passed = self._follow(new_tokens)
         self._restore_deep()
-        tree.commit(news)
+        tree.commit(new_tokens)
         if self.request.distributions_required and tree.base >= self.request.context:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
         alive = frozenset(tree.root.walk())
@@ -79,7 +79,7 @@ class Session:
         if tree.root not in self._expanded:
             self._frontier.add(0.0, tree.root)
         self.outgoing.follow_root(passed, alive)
-        return RootMove(news, followed, alive)
+        return RootMove(new_tokens, followed, alive)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
         """Expand and send by another policy from now on."""
@@ -92,12 +92,12 @@ class Session:
         known = self.tree.base - base
         if known < 0:
             raise ValueError(f"commit at {base}, the committed text has {self.tree.base} tokens")
-        overlap, news = tokens[:known], tokens[known:]
+        overlap, new_tokens = tokens[:known], tokens[known:]
         if self.tree.committed[base : base + len(overlap)] != overlap:
             raise ValueError(f"commit at {base} contradicts the committed text")
         if max(tokens, default=0) >= self.vocabulary:
             raise ValueError(f"token {max(tokens)} is not in the draft's vocabulary of {self.vocabulary}")
-        return news
+        return new_tokens
 
     def _follow(self, tokens: Sequence[int]) -> tuple[list[Node], float]:
         """Return the nodes that committed tokens go through, and the logprob of their path. Calibrate by which

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ from orchestrator.request import Model
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import supervise
-from specdec.durations import duration
+from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, duration, run_command
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.process.server import ServerSettings, run, run_program
 
@@ -28,37 +28,52 @@ def _place(text: str) -> Place:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Directory of the target model; its tokenizer and config are read.")],
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Directory of the target model. Its tokenizer and configuration are read, its weights are not needed."
+        ),
+    ],
     verifier: Annotated[
         list[Place],
         typer.Option(
             parser=_place,
-            metavar="PLACE",
-            help="A verifier, HOST:PORT, or dns:NAME:PORT for one at each of a name's addresses. May be repeated.",
+            metavar="ADDRESS",
+            help="Address of a verifier: HOST:PORT, or dns:NAME:PORT for every address of a name. May be repeated.",
         ),
     ],
     draft: Annotated[
         list[Place] | None,
-        typer.Option(parser=_place, metavar="PLACE", help="A draft, likewise; without any, undrafted."),
+        typer.Option(
+            parser=_place,
+            metavar="ADDRESS",
+            help="Address of a draft service, in the same form. May be repeated. By default no remote draft is used.",
+        ),
     ] = None,
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port; each uses a core.")] = 1,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    workers: Annotated[
+        int, typer.Option(min=1, max=256, help="Processes that share the port; each uses at most one core.")
+    ] = 1,
     patience_ms: Annotated[
-        float, duration("Longest time a step may be put off for expected candidates.", max=60_000.0)
+        float,
+        duration(
+            "Longest step delay in milliseconds: how long a verifier may put a step off for candidates that are on "
+            "their way.",
+            max=60_000.0,
+        ),
     ] = 50.0,
     silence_seconds: Annotated[
-        float, duration("A draft or verifier that says nothing for so long is lost.", min=0.5, max=3600.0)
+        float,
+        duration("Seconds without a message after which a verifier or draft counts as lost.", min=0.5, max=3600.0),
     ] = 1.5,
-    failover_seconds: Annotated[float, duration("Longest time without progress until a request is given up.")] = 30.0,
-    drain_seconds: Annotated[
-        float, duration("Time that running requests are given when the service is told to end.")
-    ] = 30.0,
-    log_level: Literal["debug", "info", "warning", "error"] = "info",
-    stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
+    failover_seconds: Annotated[float, duration("Seconds without progress after which a request fails.")] = 30.0,
+    drain_seconds: DrainSeconds = 30.0,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
     share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # set when a worker is started
 ) -> None:
-    """Serve completions to backend applications."""
+    """Serve completions to applications: run every request with verifiers and, if there are any, draft services."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin, share_port)
     if workers > 1:
@@ -95,4 +110,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
@@ -21,16 +20,16 @@ except ImportError:  # the client alone was installed
 
 from specdec import __version__
 from specdec.client import Chunk, Client, Finish, SpecdecError
-from specdec.durations import duration
-from specdec.roles import FOLDER, environment
+from specdec.command_line import LogLevel, duration, run_command
+from specdec.roles import FOLDER, load
 
 if TYPE_CHECKING:
     from specdec.v2.verifier_pb2 import GetStatsResponse
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 STYLES = {
-    "draft": "green",
+    "remote_draft": "green",
     "local_model": "green",
     "ngram": "yellow",
     "lookahead": "magenta",
@@ -42,7 +41,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def main() -> None:
-    app()
+    app(prog_name="specdec")
 
 
 def _version(wanted: bool) -> None:
@@ -53,45 +52,50 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def specdec(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    """Speculative decoding as three gRPC services."""
+    """Speculative decoding as three gRPC services.
+
+    `specdec COMMAND --help` lists the options of a command.
+    """
 
 
 # --- services ------------------------------------------------------------------------------------
 
 
-def _replace_with(module: str, context: typer.Context) -> None:
-    os.execve(sys.executable, [sys.executable, "-m", module, *context.args], environment())
+def _serve(package: str, context: typer.Context) -> None:
+    run_command(load(f"{package}.__main__").main, context.command_path, context.args)
 
 
 @app.command(context_settings=PASS_ON)
 def draft(context: typer.Context) -> None:
-    """Start a draft service (`specdec draft --help` for its options)."""
-    _replace_with("draft_service", context)
+    """Serve a draft model (draft service)."""
+    _serve("draft_service", context)
 
 
 @app.command(context_settings=PASS_ON)
 def verifier(context: typer.Context) -> None:
-    """Start a verifier service (`specdec verifier --help`)."""
-    _replace_with("verifier_service", context)
+    """Serve a target model (verifier)."""
+    _serve("verifier_service", context)
 
 
 @app.command(context_settings=PASS_ON)
 def orchestrator(context: typer.Context) -> None:
-    """Start an orchestrator (`specdec orchestrator --help`)."""
-    _replace_with("orchestrator", context)
+    """Serve completions to applications (orchestrator)."""
+    _serve("orchestrator", context)
 
 
 @app.command()
 def export(
-    model: Annotated[Path, typer.Argument(help="Directory of a model in Hugging Face's layout.")],
-    target: Annotated[Path, typer.Argument(help="Directory to write; replaced if it exists.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of the model in Hugging Face's layout.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; an older export there is replaced.")],
     dtype: Annotated[
-        Literal["float32", "float16"], typer.Option(help="What it computes in; float16 is for GPUs.")
+        Literal["float32", "float16"], typer.Option(help="Data type that the export computes in; float16 is for GPUs.")
     ] = "float32",
 ) -> None:
-    """Export a model for the ONNX draft, so that the draft's machine needs no torch."""
+    """Export a model to ONNX. A draft service then runs it without torch."""
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
@@ -102,30 +106,42 @@ def export(
         logs.configure("export", "warning")  # before libraries that write to stderr are imported
         from specdec.engine.onnx.export import export as run  # takes seconds: a wrong path is reported before
 
-        run(directory, target, dtype)
+        run(directory, out, dtype)
     except (ModelDirectoryError, UnsupportedModelError) as error:
         _fail(str(error))
-    print(target)
+    print(out)
 
 
 @app.command()
 def up(
-    target: Annotated[Path | None, typer.Option(help="Directory of the target model; the demo's by default.")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Directory of the target model. By default the demo's target.")
+    ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Directory of the draft model, or `none`; the demo's by default.")
+        str | None,
+        typer.Option(
+            help="Directory of the draft model, or `none` for no draft service. By default the demo's draft, or none "
+            "with --target or --local-draft."
+        ),
     ] = None,
     local_draft: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a small model that the verifier guesses with itself, instead of a draft service."
+            help="Directory of a local draft: a small model that the verifier itself runs, in place of a draft service."
         ),
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the target computes in.")] = "float32",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the client API; 0 takes a free one.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the address as a JSON object.")] = False,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "warning",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Data type that the target computes in.")
+    ] = "float32",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the orchestrator, for clients; 0 takes a free one.")
+    ] = 0,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the addresses of all services as one JSON object.")
+    ] = False,
+    log_level: LogLevel = "warning",
 ) -> None:
-    """Start verifier, draft and orchestrator on this machine; end them all with Ctrl-C."""
+    """Start all three services on this machine. Ctrl-C stops them."""
     from specdec.local import LocalError, Stack
 
     stop: list[int] = []
@@ -152,9 +168,11 @@ def up(
 
 @app.command()
 def stats(
-    address: Annotated[str, typer.Argument(help="Of a verifier.")],
-    every: Annotated[float | None, duration("Seconds; look again and again.", min=0.1)] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a look.")] = False,
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Address of a verifier, HOST:PORT.")],
+    every: Annotated[
+        float | None, duration("Seconds between two lines. By default one line is printed.", min=0.1)
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print each line as a JSON object.")] = False,
 ) -> None:
     """Show how full and how busy a verifier is."""
     import grpc
@@ -175,13 +193,13 @@ def stats(
                 )
                 print(json.dumps({name: int(value) for name, value in values.items()}), flush=True)
             else:
-                print(_load_line(seen), flush=True)
+                print(_stats_line(seen), flush=True)
             if every is None:
                 return
             time.sleep(every)
 
 
-def _load_line(seen: GetStatsResponse) -> str:
+def _stats_line(seen: GetStatsResponse) -> str:
     memory = 100 / max(1, seen.kv_tokens)
     return (
         f"{seen.running} running, {seen.waiting} waiting; "
@@ -199,38 +217,74 @@ def _load_line(seen: GetStatsResponse) -> str:
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; `-` reads stdin.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="One JSON object a line, each with `text` or `tokens`.")
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads it from stdin.")
     ] = None,
-    address: Annotated[str, typer.Option(help="Of an orchestrator; of several, joined by commas.")] = "127.0.0.1:50050",
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
-    min_p: float = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Drawn and reported if not given.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="File of prompts, in place of PROMPT: on each line a JSON object with `text` or `tokens`."),
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="Address of the orchestrator, HOST:PORT; several are joined by commas.")
+    ] = "127.0.0.1:50050",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of sampling; 0 is greedy: always the most probable token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample from the fewest tokens whose probabilities add up to this much; 1 keeps all."),
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from so many of the most probable tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample from tokens whose probability, relative to the most probable token's, is at least this; 0 "
+            "keeps all."
+        ),
+    ] = 0.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**64 - 1, help="Seed of sampling. By default the server draws one, which is printed."),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop string: the text ends before it. May be repeated.")
+    ] = None,
     speculation: Annotated[
-        Literal["auto", "off", "always", "draft", "lookahead"],
-        typer.Option(help="auto: what pays; draft, lookahead: that alone; always: the draft, paying or not."),
+        Literal["auto", "off", "always", "draft", "local"],
+        typer.Option(
+            help="Who proposes candidates. auto: all drafters, where that pays. draft: the remote draft alone, where "
+            "that pays. always: the remote draft alone, even at a loss. local: the verifier's own proposers alone, "
+            "where that pays. off: nobody, which is plain decoding."
+        ),
     ] = "auto",
     lookahead: Annotated[
         tuple[int, int, int] | None,
-        typer.Option(help="Of the lookahead window, W N G; if not given, one that pays."),
+        typer.Option(
+            metavar="W N G",
+            help="Size of the lookahead window, used even at a loss: W positions, n-grams of N tokens, G guesses. By "
+            "default a size that pays, if one does.",
+        ),
     ] = None,
     rule: Annotated[
-        Literal["coupled", "rejection", "contrastive"], typer.Option(help="How candidates become tokens.")
+        Literal["coupled", "rejection", "contrastive"],
+        typer.Option(help="Acceptance rule: how candidates become tokens."),
     ] = "coupled",
     alpha: Annotated[
-        float | None, typer.Option(help="Contrastive: least probability, relative to the most probable token's.")
+        float | None,
+        typer.Option(
+            help="For --rule contrastive: the least probability of a token that may be chosen, relative to the most "
+            "probable token's. By default 0.1."
+        ),
     ] = None,
-    timeout: Annotated[float | None, duration("Seconds for one prompt.", min=0.001)] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
+    timeout: Annotated[
+        float | None, duration("Seconds that a prompt may take, retries included. By default no limit.", min=0.001)
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
 ) -> None:
-    """Continue prompts, each token coloured by where it came from."""
+    """Continue prompts. On a terminal, each token has the colour of its source."""
     if (prompt is None) == (prompt_file is None):
-        _fail("give a PROMPT or --prompt-file, one of them")
+        _fail("give either PROMPT or --prompt-file")
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -246,8 +300,8 @@ def generate(
     }
     try:
         with Client(address, timeout=timeout) as client:
-            for where in _prompts(prompt, prompt_file):
-                _run(client, where, options, json_output)
+            for each in _prompts(prompt, prompt_file):
+                _complete(client, each, options, json_output)
     except (SpecdecError, ValueError, TypeError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -271,11 +325,11 @@ def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             _fail(f"{file}:{number}: not JSON: {error}")
         if not isinstance(entry, dict) or ("text" in entry) == ("tokens" in entry):
-            _fail(f"{file}:{number}: must be an object with `text` or `tokens`, one of them")
+            _fail(f"{file}:{number}: must be an object with either `text` or `tokens`")
         yield entry
 
 
-def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_output: bool) -> None:
+def _complete(client: Client, prompt: dict[str, Any], options: dict[str, Any], json_output: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     start = time.monotonic()
     first: float | None = None
@@ -283,7 +337,7 @@ def _run(client: Client, where: dict[str, Any], options: dict[str, Any], json_ou
     text: list[str] = []
     seed: int | None = None
     finish: Finish | None = None
-    with client.generate(where.get("text"), tokens=where.get("tokens"), **options) as stream:
+    with client.generate(prompt.get("text"), tokens=prompt.get("tokens"), **options) as stream:
         for chunk in stream:
             if first is None and chunk.tokens:
                 first = time.monotonic() - start
@@ -348,10 +402,10 @@ def _report(
 
 @app.command(context_settings=PASS_ON)
 def bench(context: typer.Context) -> None:
-    """Measure, where specdec runs from its source (`specdec bench` lists what)."""
+    """Run a benchmark, or list them all. Needs a checkout."""
     if not (FOLDER / "bench").is_dir():
-        _fail("benchmarks come with the source: run this from an installation of a checkout")
-    _replace_with("bench", context)
+        _fail("benchmarks come with the source: install specdec from a checkout")
+    load("bench.__main__").main(context.args)
 
 
 def _fail(message: str) -> NoReturn:

@@ -87,7 +87,7 @@ class Stack:
         orchestrator is given. With these, benchmarks run variants of a service, and put a proxy between two.
         """
         target_path, draft_path = _models(target, draft, local_draft)
-        own = () if local_draft is None else ("--draft-model", str(local_draft))
+        local = () if local_draft is None else ("--draft-model", str(local_draft))
         _check_port(port)
         children: dict[str, Child] = {}
         try:
@@ -100,7 +100,7 @@ class Stack:
                     "--dtype",
                     dtype,
                     *_threads(draft_path is not None),
-                    *own,
+                    *local,
                     *verifier_options,
                 ),
                 log_level,
@@ -142,13 +142,13 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None) ->
         raise LocalError("this installation has no demo pair: give --target and --draft")
     target_path = target or DEMO / "target"
     # The demo's draft fits no other target than the demo's.
-    usual = None if target or local_draft else DEMO / "draft"
-    draft_path = None if draft == "none" else Path(draft) if draft else usual
+    default = None if target or local_draft else DEMO / "draft"
+    draft_path = None if draft == "none" else Path(draft) if draft else default
     try:
         target_directory = ModelDirectory(target_path)
-        for small in (draft_path, local_draft):
-            if small is not None:
-                ModelDirectory(small).check_pair(target_directory)
+        for each in (draft_path, local_draft):
+            if each is not None:
+                ModelDirectory(each).check_pair(target_directory)
     except ModelDirectoryError as error:
         raise LocalError(str(error)) from error
     return target_path, draft_path

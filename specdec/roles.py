@@ -6,8 +6,11 @@ process only.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 _INSTALLED = Path(__file__).parent / "roles"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parent.parent
@@ -18,3 +21,11 @@ def environment() -> dict[str, str]:
     """Return the environment of a process that runs a service by `python -m`."""
     path = os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path}
+
+
+def load(module: str) -> ModuleType:
+    """Import a module from the folder into this process, which becomes that service's: from now on the folder is on
+    its path and on its children's."""
+    sys.path.insert(0, str(FOLDER))
+    os.environ.update(environment())
+    return importlib.import_module(module)

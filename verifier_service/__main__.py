@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
 import typer
 
-from specdec.durations import duration
+from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
 from specdec.engine.engine import Engine
 from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
 from specdec.engine.memory import share_memory_among_threads
@@ -29,71 +29,108 @@ log = structlog.get_logger()
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Directory of the target model, in Hugging Face's layout.")],
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Directory of the target model in Hugging Face's layout: config.json, tokenizer.json, *.safetensors."
+        ),
+    ],
+    host: Host = "127.0.0.1",
+    port: Port = 0,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="What the model computes in; by default an exported model's own, else float32. float16: for GPUs."
+            help="Data type that the target computes in; float16 is for GPUs. By default float32; with --engine onnx, "
+            "that of the export."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Device to compute on: cpu, cuda, or cuda:N for one of several GPUs.")
+    ] = "cpu",
     engine: Annotated[
         Kind,
         typer.Option(
-            help="onnx exports a Hugging Face directory on first use, and is not exact. eager: the model's own layers."
+            help="torch is the engine made for the device. eager runs the model's own layers, slowly, to compare with. "
+            "onnx uses ONNX Runtime: it exports the model on first use and is never exact."
         ),
     ] = "torch",
-    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="Threads of the forward pass.")] = 1,
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_THREADS,
+            help="CPU threads of the forward pass; give it one for each core that the verifier may use.",
+        ),
+    ] = 1,
     threads_while_drafting: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_THREADS, help="Threads of it at most while drafts on this machine are at work."),
+        typer.Option(
+            min=1,
+            max=MOST_THREADS,
+            help="CPU threads of the forward pass while drafts are at work: fewer than --threads where a draft service "
+            "shares the machine. By default as many as --threads.",
+        ),
     ] = None,
     kv_tokens: Annotated[
         int | None,
         typer.Option(
-            min=512, help="Tokens of key/value memory; for 64 full texts by default, half of what is free at most."
+            min=512,
+            help="Tokens that the KV cache has room for. By default 64 texts as long as the model's context, but no "
+            "more than half of the free memory.",
         ),
     ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once at most.")] = 512,
+    max_sessions: Annotated[
+        int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
+    ] = 512,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Sessions that wait for memory at most; more are refused.")
+        int, typer.Option(min=1, help="Most sessions that wait for room in the KV cache; more are refused.")
     ] = 128,
     step_rows: Annotated[
-        int, typer.Option(min=8, help="Rows up to which prompts fill a step; fewer if a row costs less then.")
+        int,
+        typer.Option(
+            min=8,
+            help="Rows (tokens) up to which prompts fill a step. The verifier takes fewer if a row then costs less, as "
+            "it measures at start.",
+        ),
     ] = 512,
     max_candidates: Annotated[
-        int, typer.Option(min=1, max=128, help="Candidates a session verifies in a step at most.")
+        int, typer.Option(min=1, max=128, help="Most candidates of one session that a step verifies.")
     ] = Limits.max_candidates,
     suffix_cache_tokens: Annotated[
         int,
         typer.Option(
             min=0,
             max=1 << 20,
-            help="Tokens of each tenant's finished texts that its next requests guess from; 0: none.",
+            help="Tokens that each tenant's suffix cache holds: its latest finished texts, which n-gram lookup "
+            "searches for its next requests. 0 turns it off.",
         ),
     ] = 0,
     exact: Annotated[
-        bool, typer.Option(help="Tokens do not depend on who shares a step; checked at start, where it can be.")
+        bool,
+        typer.Option(
+            help="Compute exactly: a token's logits have the same bits whatever shares its step. The verifier checks "
+            "this at start, and warns if it cannot be had."
+        ),
     ] = True,
     compile: Annotated[
-        bool, typer.Option(help="Fuse the model's layers: faster steps for half a minute at start and a C++ compiler.")
+        bool,
+        typer.Option(
+            help="Compile the model's own layers with torch: half a minute at start for faster steps of models that "
+            "are not of the Llama kind. Works on CPUs only and needs a C++ compiler."
+        ),
     ] = False,
     draft_model: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a small model that guesses here, between steps: where a draft service would take cores "
-            "from the target."
+            help="Directory of a local draft: a small model that the verifier itself runs between steps, where a draft "
+            "service would take cores from the target. By default there is none."
         ),
     ] = None,
-    drain_seconds: Annotated[
-        float, duration("Time that running requests are given when the service is told to end.")
-    ] = 30.0,
-    log_level: Literal["debug", "info", "warning", "error"] = "info",
-    stop_with_stdin: Annotated[bool, typer.Option(help="End when stdin closes.")] = False,
+    drain_seconds: DrainSeconds = 30.0,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
 ) -> None:
-    """Serve a target model: verify candidates, decide every token."""
+    """Serve a target model: verify candidates and decide every token."""
     share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
@@ -109,14 +146,16 @@ def main(
 
     def start(ranks: Ranks | None = None) -> VerifierServicer:
         directory = ModelDirectory(model) if ranks is None else ranks.together(lambda: ModelDirectory(model))
-        small = None if draft_model is None else ModelDirectory(draft_model)
-        if small is not None:
-            small.check_pair(directory)
+        draft_directory = None if draft_model is None else ModelDirectory(draft_model)
+        if draft_directory is not None:
+            draft_directory.check_pair(directory)
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
-        own = None if small is None else DraftModelProposer(load_engine(engine, small, **common), small.context)
-        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=own)
+        local_draft = None
+        if draft_directory is not None:
+            local_draft = DraftModelProposer(load_engine(engine, draft_directory, **common), draft_directory.context)
+        loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
@@ -139,4 +178,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

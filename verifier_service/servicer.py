@@ -192,8 +192,8 @@ class VerifierServicer(
     def parse(self, request: verifier_pb2.VerifyRequest) -> BackendSession:
         """Return the session that `open` asks for; every value is checked, whoever sent it."""
         message = request.open
-        heard = checksum.of_opening(message)
-        if message.HasField("checksum") and message.checksum != heard:
+        opening_checksum = checksum.of_opening(message)
+        if message.HasField("checksum") and message.checksum != opening_checksum:
             raise ProtocolError("`open` is not what was said, by its checksum")
         vocabulary, context = self.identity.vocabulary_size, self.identity.context_tokens
         if violations := open_size_violations(message, vocabulary, context):
@@ -220,7 +220,7 @@ class VerifierServicer(
             message.top_logprobs if message.HasField("top_logprobs") else None,
             context,
             message.tenant,
-            heard,
+            opening_checksum,
             message.coalesce_commits,
         )
         return cast(

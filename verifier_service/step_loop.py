@@ -161,10 +161,10 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         """Return the sessions that a step can take; only one, and True, if it is to show whether a step with it
         fails."""
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
-        suspect = self._retry.next({entry.session for entry in ready}) if ready else None
-        if suspect is None:
+        retried = self._retry.next({entry.session for entry in ready}) if ready else None
+        if retried is None:
             return ready, False
-        return [entry for entry in ready if entry.session is suspect], True
+        return [entry for entry in ready if entry.session is retried], True
 
     def _seconds_to_wait(self, sessions: Sequence[Session]) -> float | None:
         """Return for how long to delay the step, since candidates that are on their way are worth it; None: step."""

@@ -1,11 +1,11 @@
-"""Measure bytes on the wire per committed token, by rule and direction, and how often a step's outcome was foreseen.
+"""Measure bytes on the wire per committed token, by rule and direction, and how often drafts were ready.
 
     python -m bench wire
 
 The services run the demo pair, one stream at a time, speculation always on (or, with `--speculation draft`, where it
 pays), through a proxy that counts all bytes, HTTP/2's frames included. With `--step-ms` the target's steps last as long
-as a larger one's (`bench.systems.long_steps`). An outcome is foreseen if candidates below it were at the verifier when
-its step ended: the next step then starts at once, whatever the network takes.
+as a larger one's (`bench.systems.long_steps`). A draft is ready if candidates below the outcome of a step were at the
+verifier when it ended: the next step then starts at once, whatever the network takes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(given)
-    print("| rule | T | to the verifier | from it | to the draft | from it | all | tokens a step | foreseen |")
+    print("| rule | T | to the verifier | from it | to the draft | from it | all | tokens a step | draft ready |")
     print("|---|---|---|---|---|---|---|---|---|")
     with Counted.start(args.dtype, args.step_ms) as counted, Client(counted.stack.address) as client:
         for rule, temperature in SETTINGS:

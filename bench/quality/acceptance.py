@@ -47,7 +47,7 @@ from verifier_service.verification.verify_trees import verify_trees
 REMOTE = frozenset({Drafter.REMOTE})
 
 CAPACITY = 4096
-SCRATCH = 256
+TREE_SLOTS = 256
 CREDIT = 64
 """Most nodes that a draft may have alive; the verifier takes the best of them."""
 
@@ -107,7 +107,7 @@ class Pair:
 
         loop = DraftLoop(LanguageModelDrafter(self.draft))
         loop.attach(RunningSession(draft, pushed.append, fail))
-        verifier.allocate(BlockPool((CAPACITY - SCRATCH) // 64))
+        verifier.allocate(BlockPool((CAPACITY - TREE_SLOTS) // 64))
         count = Count()
         while True:
             while draft.best_logprob() > -math.inf:
@@ -126,8 +126,8 @@ class Pair:
         assert session.table is not None
         session.table.reserve(max([session.tree.base, *(node.position + 1 for node in nodes)]))
         packer = self.target.packer()
-        scratch = list(range(CAPACITY - SCRATCH, CAPACITY))
-        planned = session.plan(packer, session.remaining_prompt + 1, nodes, scratch)
+        tree_slots = list(range(CAPACITY - TREE_SLOTS, CAPACITY))
+        planned = session.plan(packer, session.remaining_prompt + 1, nodes, tree_slots)
         verification = TreeVerification(session, planned)
         verify_trees([verification], HostLogits(self.target.forward(packer.pack())))
         if verification.error is not None:

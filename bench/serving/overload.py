@@ -77,7 +77,11 @@ def report(answers: list[tuple[float, object]]) -> None:
     served = [(seconds, result) for seconds, result in answers if isinstance(result, int)]
     refused = [(seconds, error) for seconds, error in answers if isinstance(error, grpc.aio.AioRpcError)]
     complete = sum(tokens == TOKENS for _, tokens in served)
-    print(f"served {len(served)}, of which complete {complete}; the last after {max(s for s, _ in served):.1f} s")
+    last = f"; the last after {max(seconds for seconds, _ in served):.1f} s" if served else ""
+    print(f"served {len(served)}, of which complete {complete}{last}")
+    if not refused:
+        print("  refused none")
+        return
     codes = {error.code().name for _, error in refused}
     delays = [from_rpc(error).retry_after for _, error in refused]
     times = [1e3 * seconds for seconds, _ in refused]

@@ -38,7 +38,7 @@ def isolated_tenant() -> str:
 
 @dataclass
 class Specdec:
-    """A running stack. The mode of a load is its requests' `speculation`; "lookahead 7,4,7" sets the window's size."""
+    """A running stack. The mode of a load is its requests' `speculation`; "local 7,4,7" sets the window's size."""
 
     about: Mapping[str, Any]
     stack: Stack
@@ -123,8 +123,8 @@ def launches(setup: Setup, windows: Sequence[Window] = ()) -> list[Launch]:
     start = partial(Specdec.start, setup)
     sizes = (",".join(map(str, window)) for window in windows)
     lookahead = (
-        Configuration("specdec lookahead", "lookahead", adaptive=True),
-        *(Configuration(f"specdec lookahead {size}", f"lookahead {size}", adaptive=True) for size in sizes),
+        Configuration("specdec lookahead", "local", adaptive=True),
+        *(Configuration(f"specdec lookahead {size}", f"local {size}", adaptive=True) for size in sizes),
     )
     fast = partial(start, verifier_options=("--no-exact",))
     found = [

@@ -47,8 +47,9 @@ class GenerateOptions(TypedDict, total=False):
     banned_tokens: Iterable[int]  # token ids that are never chosen
     seed: int | None  # default: drawn by the server and sent in the first chunk
 
-    # draft: with draft services alone; always: likewise, even where that is found not to pay; lookahead: without them
-    speculation: Literal["auto", "off", "always", "draft", "lookahead"]
+    # draft: with draft services alone; always: likewise, even where that is found not to pay; local: without them, by
+    # the verifier's own proposers
+    speculation: Literal["auto", "off", "always", "draft", "local"]
     drafters: Iterable[Literal["remote", "ngram", "lookahead", "local_model"]]  # instead of `speculation`: only these
     forced: bool  # with `drafters`: even where they are found not to pay
     rule: Literal["coupled", "rejection", "contrastive"]  # how candidates become tokens
@@ -75,7 +76,7 @@ _SPECULATIONS = {
     "off": pb.Speculation(off=True),
     "always": pb.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True),
     "draft": pb.Speculation(drafters=[model_pb2.DRAFTER_REMOTE]),
-    "lookahead": pb.Speculation(
+    "local": pb.Speculation(
         drafters=[model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD, model_pb2.DRAFTER_LOCAL_MODEL]
     ),
 }

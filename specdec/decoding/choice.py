@@ -80,12 +80,12 @@ def _decider(sampler: RequestSampler) -> Decide | None:
 
 def _draw(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     """Choose by Gumbel-max over whole rows."""
-    from specdec.decoding.gumbel_pruning import contenders  # compiled; only a verifier needs it
+    from specdec.decoding.gumbel_pruning import possible_winners  # compiled; only a verifier needs it
 
     divisors, streams = temperatures([query.sampler.sampling for query in queries]), streams_of(queries)
-    runners = contenders(z, divisors, streams)
-    values = z.ravel()[runners] / divisors[runners // z.shape[1]]
-    return winners(values, runners, z.shape[1], streams)
+    possible = possible_winners(z, divisors, streams)
+    values = z.ravel()[possible] / divisors[possible // z.shape[1]]
+    return winners(values, possible, z.shape[1], streams)
 
 
 def _draw_truncated(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
@@ -94,8 +94,8 @@ def _draw_truncated(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     z = tempered(z, samplings)
     offsets = range(0, z.size, z.shape[1])
     kept = [survivors(*of_row) + offset for *of_row, offset in zip(z, samplings, offsets, strict=True)]
-    runners = np.concatenate(kept)
-    return winners(z.ravel()[runners], runners, z.shape[1], streams_of(queries))
+    possible = np.concatenate(kept)
+    return winners(z.ravel()[possible], possible, z.shape[1], streams_of(queries))
 
 
 def streams_of(queries: Sequence[SamplingQuery]) -> NDArray[np.uint64]:

@@ -13,16 +13,16 @@ from specdec.decoding.noise import token_words, word_gumbel
 
 
 def winners(
-    values: NDArray[np.float32], runners: NDArray[np.int64], vocabulary: int, streams: NDArray[np.uint64]
+    values: NDArray[np.float32], possible: NDArray[np.int64], vocabulary: int, streams: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
     """Return int64 [n]: for each of n rows over one vocabulary the token with the largest sum of logit and noise, the
     lowest id on ties.
 
-    `runners` are the pruned candidates: indices into the flattened rows, ascending, at least one for each row. `values`
+    `possible` are the ids that can win: indices into the flattened rows, ascending, at least one for each row. `values`
     are their logits, divided by the temperature; `streams` [n] are the noise streams of the rows.
     """
-    rows, ids = np.divmod(runners, vocabulary)
-    if len(runners) == len(streams):
+    rows, ids = np.divmod(possible, vocabulary)
+    if len(possible) == len(streams):
         return np.asarray(ids)  # each row has one only
     scores = values + word_gumbel(token_words(streams[rows], ids))
     every = np.arange(len(streams))

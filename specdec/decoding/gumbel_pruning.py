@@ -23,20 +23,20 @@ ROUNDING = 1e-6
 """Relative slack: more than the error of a few float32 operations (6e-8 each)."""
 
 STRIDE = 256
-"""Number of bounds that are compared together first: most such stretches hold no candidate."""
+"""Number of bounds that are compared together first: most such stretches hold no id that can win."""
 
 ROOM = 8
-"""Candidates per row that the first attempt has room for."""
+"""Ids per row that the first attempt has room for."""
 
 
-def contenders(
+def possible_winners(
     z: NDArray[np.float32], temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
-    """Return the pruned candidates: indices into the flattened z [n, V], ascending, among them the winner of every row
+    """Return the ids that can win: indices into the flattened z [n, V], ascending, among them the winner of every row
     of z / temperature.
 
-    A candidate's upper bound of logit plus noise is not below a sum that some id of the row reaches; mostly that is one
-    or two ids a row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
+    Their upper bound of logit plus noise is not below a sum that some id of the row reaches; mostly that is one or two
+    ids a row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)
@@ -65,8 +65,8 @@ def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
-    """Write as many candidates to `found` as it has room for; return how many there are. A row's bounds stay in the
-    core's cache."""
+    """Write to `found` as many of the ids that can win as it has room for; return how many there are. A row's bounds
+    stay in the core's cache."""
     count, vocabulary = 0, z.shape[1]
     bound = np.empty(vocabulary, dtype=np.float32)
     for row in range(len(z)):

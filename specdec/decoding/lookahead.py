@@ -58,12 +58,12 @@ class Window:
         """Tokens of each column below level 0; the first column is the one below the root."""
         return [list(column) for column in zip(*self.levels[1:], strict=True)]
 
-    def advance(self, tip: int, chosen: Sequence[int], committed: int = 1) -> list[list[int]]:
+    def advance(self, root: int, chosen: Sequence[int], committed: int = 1) -> list[list[int]]:
         """Add the target's choices to the window and return the n-grams that they complete.
 
-        `tip` is the root of the step, from which the text went on by `committed` tokens. `chosen` holds the target's
-        choice after every column (while there are none, after the root and every token of level 0). The window moves on
-        by one token, however many were committed; with N = 2, by all of them.
+        `root` is the token at the root of the step, from which the text went on by `committed` tokens. `chosen` holds
+        the target's choice after every column (while there are none, after the root and every token of level 0). The
+        window moves on by one token, however many were committed; with N = 2, by all of them.
         """
         first_level = self.levels[0]
         if self.jacobi:
@@ -74,7 +74,7 @@ class Window:
             # The first choice belongs to the old root's column, which leaves the window.
             self.levels = [level[1:] for level in self.levels] + [list(chosen[1:])]
             return []
-        firsts = [tip, *first_level]
+        firsts = [root, *first_level]
         ngrams = [[first, *column, last] for first, column, last in zip(firsts, self.columns, chosen, strict=True)]
         self.levels = [self.levels[1][1:], *self.levels[2:], list(chosen)]
         return ngrams

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding.noise import request_state
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
 
 
 class PenaltyState:
@@ -42,7 +42,7 @@ class RequestSampler:
     end_tokens: frozenset[int] = frozenset()
     first_end_position: int = 0
     rule: Rule = Rule.COUPLED
-    contrast: Contrast = USUAL_CONTRAST
+    contrast: Contrast = DEFAULT_CONTRAST
 
     @cached_property
     def state(self) -> int:

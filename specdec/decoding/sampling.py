@@ -32,7 +32,7 @@ class Contrast:
     """Divides the draft's logits. Above 0."""
 
 
-USUAL_CONTRAST = Contrast()
+DEFAULT_CONTRAST = Contrast()
 
 
 @dataclass(frozen=True)

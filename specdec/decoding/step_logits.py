@@ -39,9 +39,9 @@ class HostLogits:
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         count = len(rows)
         in_place = list(rows) == list(range(count))  # rows that are not asked for may follow
-        here = self._logits[:count] if in_place else self._logits[np.asarray(rows)]
-        tokens = choose(here, queries)
-        return tokens, np.isfinite(here[np.arange(len(rows)), tokens])  # a NaN is every argmax's first choice
+        wanted = self._logits[:count] if in_place else self._logits[np.asarray(rows)]
+        tokens = choose(wanted, queries)
+        return tokens, np.isfinite(wanted[np.arange(len(rows)), tokens])  # a NaN is every argmax's first choice
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
         return logprobs(self._logits[np.asarray(rows)], tokens, tops)

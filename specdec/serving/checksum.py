@@ -25,7 +25,7 @@ def of_opening(message: verifier_pb2.VerifyOpen) -> int:
 def extended(checksum: int, tokens: Iterable[int], finish: int = 0) -> int:
     """Return the checksum extended over `tokens`, and over the reason that ends the text with them; each has 4 bytes in
     native order, which is little-endian wherever this is known to run."""
-    told = array("I", tokens)
+    numbers = array("I", tokens)
     if finish:
-        told.append(finish & 0xFFFFFFFF)
-    return zlib.crc32(told, checksum)
+        numbers.append(finish & 0xFFFFFFFF)
+    return zlib.crc32(numbers, checksum)

@@ -9,7 +9,7 @@ import numpy as np
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
-from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.tree import Paths
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
@@ -49,10 +49,10 @@ def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
 
 
 def contrast_from(message: model_pb2.Contrast) -> Contrast:
-    usual = USUAL_CONTRAST
+    default = DEFAULT_CONTRAST
     return Contrast(
-        message.alpha if message.HasField("alpha") else usual.alpha,
-        message.amateur_temperature if message.HasField("amateur_temperature") else usual.amateur_temperature,
+        message.alpha if message.HasField("alpha") else default.alpha,
+        message.amateur_temperature if message.HasField("amateur_temperature") else default.amateur_temperature,
     )
 
 

@@ -83,13 +83,13 @@ class ResponseQueue(Generic[Response]):
 
     async def _send_heartbeats(self, heartbeat: Callable[[], Response]) -> None:
         """Send heartbeats. Other messages count as well: else 64 busy sessions would have 256 heartbeats a second."""
-        told = self._loop.time()
+        last_heartbeat = self._loop.time()
         while True:
             await asyncio.sleep(self._last_append + HEARTBEAT_SECONDS - self._loop.time())
             now = self._loop.time()
-            if now < min(self._last_append + HEARTBEAT_SECONDS, told + BUSY_HEARTBEAT_SECONDS):
+            if now < min(self._last_append + HEARTBEAT_SECONDS, last_heartbeat + BUSY_HEARTBEAT_SECONDS):
                 continue
             self._last_append = now
             if self._queue.empty():  # else what waits there will do
-                told = now
+                last_heartbeat = now
                 self._queue.put_nowait(heartbeat())

@@ -6,13 +6,13 @@ import re
 import tomllib
 from pathlib import Path
 
-from bench.conditions import PACKAGES, machine, versions
+from bench.conditions import PACKAGES, machine, version, versions
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
-    """By their names in pyproject.toml: one that is not installed would fail every report."""
+    """By their names in pyproject.toml: one of another name would be absent from every report."""
     needed = [
         *PROJECT["dependencies"],
         *(each for extra in PROJECT["optional-dependencies"].values() for each in extra),
@@ -23,6 +23,11 @@ def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
     found = versions()
     assert found.keys() == {"python", "commit", *PACKAGES}
     assert found[PROJECT["name"]] == PROJECT["version"]
+
+
+def test_a_package_that_is_not_installed_is_absent() -> None:
+    """As one of onnxruntime and onnxruntime-gpu is, which exclude each other."""
+    assert version("no-such-package-anywhere") == "absent"
 
 
 def test_a_machine_has_cores_and_memory() -> None:

@@ -136,6 +136,7 @@ def test_one_stop_string_is_not_its_letters() -> None:
         ("tokens", [2**32], ValueError),
         ("messages", [{"name": "x"}], ValueError),
         ("speculation", "on", ValueError),
+        ("speculation", "lookahead", ValueError),
         ("rule", "exact", ValueError),
     ],
 )
@@ -143,6 +144,14 @@ def test_what_does_not_fit_is_named(option: str, value: Any, error: type[Excepti
     with pytest.raises(error, match=f"^{option} = ") as caught:
         build_request(**{option: value})
     assert repr(value) in str(caught.value)
+
+
+def test_who_may_propose_goes_by_one_name() -> None:
+    unknown: Any = "on"
+    own = [model_pb2.DRAFTER_NGRAM, model_pb2.DRAFTER_LOOKAHEAD, model_pb2.DRAFTER_LOCAL_MODEL]
+    assert build_request("hi", speculation="local").speculation == pb.Speculation(drafters=own)
+    with pytest.raises(ValueError, match=r"^speculation = 'on': not one of auto, off, always, draft, local$"):
+        build_request("hi", speculation=unknown)
 
 
 def test_misspelt_options_are_refused() -> None:

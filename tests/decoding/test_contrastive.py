@@ -13,12 +13,12 @@ from specdec.decoding.choice import choose
 from specdec.decoding.contrastive import amateur_distribution
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import RequestSampler, SamplingQuery
-from specdec.decoding.sampling import USUAL_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
 
 logits = st.lists(st.floats(-20, 20, width=16), min_size=2, max_size=12)
 
 
-def chosen(target: list[float], draft: list[float], contrast: Contrast = USUAL_CONTRAST, **sampling: object) -> int:
+def chosen(target: list[float], draft: list[float], contrast: Contrast = DEFAULT_CONTRAST, **sampling: object) -> int:
     row = amateur_distribution(np.asarray(draft, dtype=np.float32), contrast)
     sampler = RequestSampler(Sampling(**sampling), rule=Rule.CONTRASTIVE, contrast=contrast)  # type: ignore[arg-type]
     query = SamplingQuery(sampler, 3, proposal=Proposal(None, row))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specdec.decoding.gumbel_max import winners
-from specdec.decoding.gumbel_pruning import BOUND_ERROR, ROOM, bounds, contenders
+from specdec.decoding.gumbel_pruning import BOUND_ERROR, ROOM, bounds, possible_winners
 from specdec.decoding.noise import stream, token_words, word_gumbel
 from tests.decoding.test_noise import unmix
 
@@ -34,8 +34,8 @@ def ones(z: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.ones(len(z), dtype=np.float32)
 
 
-def won(z: NDArray[np.float32], streams: NDArray[np.uint64], runners: NDArray[np.int64]) -> list[int]:
-    return list(winners(z.ravel()[runners], runners, z.shape[1], streams).tolist())
+def won(z: NDArray[np.float32], streams: NDArray[np.uint64], possible: NDArray[np.int64]) -> list[int]:
+    return list(winners(z.ravel()[possible], possible, z.shape[1], streams).tolist())
 
 
 def scores(z: NDArray[np.float32], streams: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -64,33 +64,33 @@ class TestBound:
 class TestPruning:
     @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0, 1e5, 1e25])
     @pytest.mark.parametrize("vocabulary", [1, 2, 300, 4096])
-    def test_the_winner_is_among_few_contenders(self, scale: float, vocabulary: int) -> None:
+    def test_the_winner_is_among_few_possible_ones(self, scale: float, vocabulary: int) -> None:
         rng = np.random.default_rng(vocabulary)
         z = (rng.normal(0, 1, (64, vocabulary)) * scale).astype(np.float32)
         z[:, rng.integers(1, vocabulary + 1, 3) - 1] = np.float32(scale)  # equals, often the largest
         z[3::4, 1:] = -np.inf
         streams = np.array([stream(seed, 5) for seed in range(len(z))], dtype=np.uint64)
-        runners = contenders(z, ones(z), streams)
+        possible = possible_winners(z, ones(z), streams)
         want = scores(z, streams).argmax(axis=1)
-        assert set((np.arange(len(z)) * vocabulary + want).tolist()) <= set(runners.tolist())
-        assert won(z, streams, runners) == want.tolist()
-        assert len(runners) < 4 * len(z)
+        assert set((np.arange(len(z)) * vocabulary + want).tolist()) <= set(possible.tolist())
+        assert won(z, streams, possible) == want.tolist()
+        assert len(possible) < 4 * len(z)
 
     def test_temperatures_divide_each_row_by_its_own(self) -> None:
         z = np.random.default_rng(1).normal(0, 3, (5, 1000)).astype(np.float32)
         temperatures = np.array([0.1, 0.7, 1.0, 1.3, 50.0], dtype=np.float32)
         streams = np.arange(5, dtype=np.uint64)
-        runners = contenders(z, temperatures, streams)
-        assert runners.tolist() == contenders(z / temperatures[:, None], ones(z), streams).tolist()
-        assert runners.tolist() != contenders(z, ones(z), streams).tolist()
+        possible = possible_winners(z, temperatures, streams)
+        assert possible.tolist() == possible_winners(z / temperatures[:, None], ones(z), streams).tolist()
+        assert possible.tolist() != possible_winners(z, ones(z), streams).tolist()
 
-    def test_there_may_be_more_contenders_than_there_is_room_for_at_first(self) -> None:
+    def test_there_may_be_more_possible_winners_than_there_is_room_for_at_first(self) -> None:
         """Where logits are so large that rounding takes in all of the noise."""
         z = np.full((3, 300), 1e7, dtype=np.float32)
         streams = np.arange(3, dtype=np.uint64)
-        runners = contenders(z, ones(z), streams)
-        assert len(runners) > ROOM * len(z)
-        assert won(z, streams, runners) == scores(z, streams).argmax(axis=1).tolist()
+        possible = possible_winners(z, ones(z), streams)
+        assert len(possible) > ROOM * len(z)
+        assert won(z, streams, possible) == scores(z, streams).argmax(axis=1).tolist()
 
     @pytest.mark.parametrize("level", [0.0, 3.3, 1e6])
     def test_rounding_of_the_bound_loses_no_winner(self, level: float) -> None:
@@ -101,7 +101,7 @@ class TestPruning:
         assert token_words(streams, np.zeros(2000, dtype=np.int64)).tolist() == large
         z = np.full((2000, 2), level, dtype=np.float32)
         z[:, 1] = -np.inf
-        assert won(z, streams, contenders(z, ones(z), streams)) == [0] * 2000
+        assert won(z, streams, possible_winners(z, ones(z), streams)) == [0] * 2000
 
     @settings(max_examples=200, deadline=None)
     @given(st.data(), st.integers(1, 6), st.integers(1, 8))

@@ -79,11 +79,11 @@ class StepLatency:
         right = int(np.searchsorted(self._rows, rows))
         left = max(0, right - 1)
         span = self._rows[right] - self._rows[left]
-        nearness = (rows - self._rows[left]) / span if span else 1.0
-        surprise = math.log(seconds / float(np.interp(rows, self._rows, self._seconds)))
-        self._seconds *= math.exp(self._tuning.scale_learns * surprise)
-        self._seconds[left] *= math.exp(self._tuning.shape_learns * (1.0 - nearness) * surprise)
-        self._seconds[right] *= math.exp(self._tuning.shape_learns * nearness * surprise)
+        right_weight = (rows - self._rows[left]) / span if span else 1.0
+        log_error = math.log(seconds / float(np.interp(rows, self._rows, self._seconds)))
+        self._seconds *= math.exp(self._tuning.scale_learns * log_error)
+        self._seconds[left] *= math.exp(self._tuning.shape_learns * (1.0 - right_weight) * log_error)
+        self._seconds[right] *= math.exp(self._tuning.shape_learns * right_weight * log_error)
         self._tabulate()
 
     def become(self, rows: int, seconds: float) -> None:

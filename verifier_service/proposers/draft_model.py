@@ -186,10 +186,10 @@ class DraftModelProposer(Proposer):
     def _close(self, prefix: PrefixState, *, wipe: bool = False) -> None:
         """End proposing for a session, and give its memory back."""
         prefix.over = True
-        spoiled = prefix.table.close(wipe=wipe)
-        if len(spoiled) and self.works:
+        to_wipe = prefix.table.close(wipe=wipe)
+        if len(to_wipe) and self.works:
             try:
-                self.engine.copy(np.full(len(spoiled), PADDING_SLOT), spoiled)
+                self.engine.copy(np.full(len(to_wipe), PADDING_SLOT), to_wipe)
             except Exception as error:
                 self._fail(error)
 

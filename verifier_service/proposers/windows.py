@@ -49,12 +49,12 @@ def open_windows(
 
 def observe_windows(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
     """Tell the windows of a step what the target has chosen below their rows."""
-    looking = [each for each in verifications if each.error is None and each.lookahead_count]
-    if not looking:
+    with_window = [each for each in verifications if each.error is None and each.lookahead_count]
+    if not with_window:
         return
-    rows, queries = zip(*(asked for each in looking for asked in each.lookahead_queries()), strict=True)
+    rows, queries = zip(*(pair for each in with_window for pair in each.lookahead_queries()), strict=True)
     chosen = iter(logits.choose(rows, queries)[0].tolist())
-    for each in looking:
+    for each in with_window:
         each.session.ngrams.observe_window(
             list(itertools.islice(chosen, each.lookahead_count)), len(each.result.tokens)
         )

@@ -102,10 +102,10 @@ class RunQueue:
             assert session.table is not None
             session.table.reserve(len(session.slots) + missing)
 
-    def copy_rows(self, moves: list[tuple[int, int]]) -> None:
+    def copy_rows(self, kv_copies: list[tuple[int, int]]) -> None:
         """Copy keys and values from slot to slot."""
-        if moves:
-            pairs = np.asarray(moves)
+        if kv_copies:
+            pairs = np.asarray(kv_copies)
             self._copy(pairs[:, 0], pairs[:, 1])
 
     def _admit(self, entry: RunningSession) -> bool:
@@ -139,8 +139,8 @@ class RunQueue:
         log.info("preempted", tokens=entry.session.tree.base, running=len(self.running))
 
     def _take_memory(self, session: Session, *, wipe: bool = False) -> None:
-        spoiled = session.free(wipe=wipe)
-        self._copy(np.full(len(spoiled), PADDING_SLOT), spoiled)
+        to_wipe = session.free(wipe=wipe)
+        self._copy(np.full(len(to_wipe), PADDING_SLOT), to_wipe)
 
     def _copy(self, source: Slots, target: Slots) -> None:
         if len(source):

@@ -213,11 +213,11 @@ def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:
 
 def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
     """Return a window's rows as a tree of its own below the root: it sees no candidates, nor do they see it."""
-    tip = Node(tree.root.token, tree.root.position, None, 0.0, 0)
-    first_level = _chain(tip, window.levels[0])
+    root = Node(tree.root.token, tree.root.position, None, 0.0, 0)
+    first_level = _chain(root, window.levels[0])
     if len(window.levels) == 1:
-        return LookaheadRows(first_level, [tip, *first_level], [])
-    columns = [_chain(above, column) for above, column in zip([tip, *first_level], window.columns, strict=True)]
+        return LookaheadRows(first_level, [root, *first_level], [])
+    columns = [_chain(above, column) for above, column in zip([root, *first_level], window.columns, strict=True)]
     nodes = first_level + [node for column in columns for node in column]
     return LookaheadRows(nodes, [column[-1] for column in columns], [])
 

@@ -66,15 +66,14 @@ def plan_tree(
         inner.add(id(node.parent))
     nodes = candidates
     if lookahead is not None:
-        ahead = [
-            node for node in lookahead.nodes if id(node) not in row_of
-        ]  # a window's first level may be among the candidates
-        for node in ahead:
+        # A window's first level may be among the candidates.
+        window_nodes = [node for node in lookahead.nodes if id(node) not in row_of]
+        for node in window_nodes:
             tree.slots[id(node)] = slot = tree_slots.pop()
             row_of[id(node)] = packer.add_row(node.token, node.position, slot)
             inner.add(id(node.parent))
         tree.lookahead_results = [_result(packer, root_row, tree, node, row_of) for node in lookahead.queried]
-        nodes = candidates + ahead
+        nodes = candidates + window_nodes
     prefix, rows = text_slots[: root.position + 1], text
     for leaf in nodes:
         if id(leaf) in inner:
@@ -90,5 +89,5 @@ def _result(packer: Packer, root_row: int, tree: TreeRows, node: Node, row_of: d
     """Return the index of a window node's logits among the results; the node may be the root or a candidate."""
     if node.parent is None:
         return root_row
-    known = tree.results.get(id(node))
-    return packer.want(row_of[id(node)]) if known is None else known
+    index = tree.results.get(id(node))
+    return packer.want(row_of[id(node)]) if index is None else index

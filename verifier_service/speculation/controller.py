@@ -157,8 +157,8 @@ class SpeculationController:
         kind = _kind(batch)
         if now - self._seen <= self._tuning.linger_seconds:
             kind = self._at_least(kind)
-        known = self._stats.get(kind)
-        return known.mode if known is not None else self._likely(kind)
+        stats = self._stats.get(kind)
+        return stats.mode if stats is not None else self._likely(kind)
 
     def select(self, batch: BatchProfile, now: float) -> None:
         """Select the mode for the next step of this batch. Steps that contain prefill select a mode as well, and do not
@@ -178,9 +178,9 @@ class SpeculationController:
         A measurement goes on where it stopped when such a batch comes again.
         """
         kind = _kind(batch)
-        known = self._of(kind)
-        if known.mode is self._mode:  # else the step was planned for other sessions
-            known.update(tokens, seconds, plain_rate, speculated=speculated)
+        stats = self._of(kind)
+        if stats.mode is self._mode:  # else the step was planned for other sessions
+            stats.update(tokens, seconds, plain_rate, speculated=speculated)
         self._mode = self._of(self._at_least(kind)).mode
 
     def _at_least(self, kind: BatchProfile) -> BatchProfile:
@@ -188,20 +188,20 @@ class SpeculationController:
         return kind._replace(sessions=max(kind.sessions, self._held))
 
     def _of(self, kind: BatchProfile) -> ModeStats:
-        known = self._stats.get(kind)
-        if known is None:
+        stats = self._stats.get(kind)
+        if stats is None:
             best, first_pause = self._likely(kind), self._tuning.first_probe_pause
             probes = {mode: Probe(0.0, first_pause) for mode in kind.modes if mode is not best}
-            known = self._stats[kind] = ModeStats(self._tuning, best, probes)
-        return known
+            stats = self._stats[kind] = ModeStats(self._tuning, best, probes)
+        return stats
 
     def _likely(self, kind: BatchProfile) -> Mode:
         """The mode for the first batch of a kind: that of the next larger batch, which some sessions have just left, or
         of the nearest smaller one, since speculation brings no more where there are more sessions. Where only much
         larger batches are known, the most promising mode is tried; whether it pays is soon seen."""
         sizes = (kind.sessions + 1, *reversed(range(kind.sessions)))
-        near = (self._stats.get(kind._replace(sessions=size)) for size in sizes)
-        return next((known.best for known in near if known is not None), kind.modes[0])
+        neighbours = (self._stats.get(kind._replace(sessions=size)) for size in sizes)
+        return next((stats.best for stats in neighbours if stats is not None), kind.modes[0])
 
 
 def _kind(batch: BatchProfile) -> BatchProfile:

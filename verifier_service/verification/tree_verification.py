@@ -90,9 +90,9 @@ class TreeVerification:
 
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
         """Return the candidate that was chosen, if it was in this step; let the n-gram proposer learn from its own."""
-        for guessed in self._node.children.values():
-            if guessed.origin != REMOTE_DRAFT and id(guessed) in tree.results:
-                self.session.ngrams.learn(guessed, guessed.token == token)
+        for candidate in self._node.children.values():
+            if candidate.origin != REMOTE_DRAFT and id(candidate) in tree.results:
+                self.session.ngrams.learn(candidate, candidate.token == token)
         child = self._node.children.get(token)
         return child if child is not None and id(child) in tree.results else None
 

@@ -37,13 +37,13 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
     """Verify the trees of all walkers, each until it ends or fails."""
     while walkers:
         tokens, sound = rows.choose([walker.row for walker in walkers], [walker.query() for walker in walkers])
-        going: list[TreeWalker] = []
+        remaining: list[TreeWalker] = []
         for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
                 walker.fail(FloatingPointError("the model's logits are not finite"))
             elif walker.take(token):
-                going.append(walker)
-        walkers = going
+                remaining.append(walker)
+        walkers = remaining
 
 
 def warm_up(vocabulary: int) -> None:

@@ -89,5 +89,5 @@ def _descriptor(stream: TextIO | None) -> int:
     try:
         return os.dup(fd)
     except OSError:  # it is closed: what is opened next must not become its place
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        return nowhere if nowhere == 2 else os.dup2(nowhere, 2)
+        devnull_fd = os.open(os.devnull, os.O_WRONLY)
+        return devnull_fd if devnull_fd == 2 else os.dup2(devnull_fd, 2)

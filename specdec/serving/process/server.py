@@ -152,14 +152,14 @@ def announce(address: str) -> None:
 
 async def report_health(service: Service, checks: health.aio.HealthServicer) -> None:
     """Keep the answers to health checks, for the service and for the process, up to date."""
-    told: bool | None = None
+    reported: bool | None = None
     while True:
-        if service.works is not told:
-            told = service.works
-            status = SERVING if told else NOT_SERVING
+        if service.works is not reported:
+            reported = service.works
+            status = SERVING if reported else NOT_SERVING
             for name in (service.name, ""):
                 await checks.set(name, status)
-            if not told:
+            if not reported:
                 log.error("not_serving", service=service.name)
         await asyncio.sleep(HEALTH_SECONDS)
 

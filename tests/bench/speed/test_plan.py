@@ -42,8 +42,8 @@ def test_a_draft_brings_configurations_of_every_system() -> None:
 def test_windows_and_bad_drafts_are_more_configurations_of_specdec() -> None:
     found = launches(parsed(["--windows", "2,2,1", "7,4,7", "--bad-drafts", "--peers", "none"]))
     modes = {configuration.name: configuration.mode for launch in found for configuration in launch.configurations}
-    assert modes["specdec lookahead 2,2,1"] == "lookahead 2,2,1"
-    assert modes["specdec lookahead 7,4,7"] == "lookahead 7,4,7"
+    assert modes["specdec lookahead 2,2,1"] == "local 2,2,1"
+    assert modes["specdec lookahead 7,4,7"] == "local 7,4,7"
     bad = ["draft of 1 ms a step", "draft of 5 ms a step", "draft of 50 ms a step"]
     bad += ["random draft", "draft of another tokenizer"]
     assert list(modes)[-5:] == [f"specdec {kind}" for kind in bad]

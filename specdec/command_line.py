@@ -1,0 +1,51 @@
+"""Command lines: how a function becomes a command, and the options that several commands share.
+
+Help and errors are plain text: in 80 columns rich's tables would cut long names of options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+
+DAY = 86_400.0
+"""Seconds."""
+
+
+def duration(help: str, *, min: float = 0.0, max: float = DAY) -> Any:
+    """Return an option for a duration. A value that does not fit is refused with the option, the value and the limits;
+    "nan" never fits."""
+
+    def check(value: float | None) -> float | None:
+        if value is not None and math.isnan(value):
+            raise typer.BadParameter(f"{value} is not a number; should be from {min:g} to {max:g}")
+        return value
+
+    return typer.Option(min=min, max=max, help=help, callback=check)
+
+
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+DrainSeconds = Annotated[
+    float,
+    duration("Seconds that running requests get to finish when the service is told to stop; the rest is cancelled."),
+]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest level of log messages to write.")
+]
+StopWithStdin = Annotated[
+    bool, typer.Option(help="Stop when stdin closes, so that a child process does not outlive its parent.")
+]
+
+
+def run_command(command: Callable[..., None], name: str | None = None, arguments: Sequence[str] | None = None) -> None:
+    """Run a function as a command, with its docstring and options as the help, and end the process.
+
+    By default the arguments are this process's, and usage lines call the command by the program that was started.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(command)
+    app(arguments, prog_name=name)

@@ -1,0 +1,63 @@
+"""What commands say of themselves: usage lines name the command that was typed, and every option has its help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from draft_service.__main__ import main as draft
+from orchestrator.__main__ import main as orchestrator
+from specdec import cli
+from specdec.roles import environment
+from verifier_service.__main__ import main as verifier
+
+
+def command_of(main: Callable[..., None]) -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    return typer.main.get_command(app)
+
+
+SERVICES = {"draft": command_of(draft), "verifier": command_of(verifier), "orchestrator": command_of(orchestrator)}
+COMMANDS: dict[str, Any] = {**vars(typer.main.get_command(cli.app))["commands"], **SERVICES}
+PROGRAMS = [("specdec.cli", service, f"specdec {service}") for service in SERVICES]
+PROGRAMS += [(f"{service}_service", "", f"python -m {service}_service") for service in ("draft", "verifier")]
+PROGRAMS += [("orchestrator", "", "python -m orchestrator")]
+"""(module, its first argument, how usage lines call it)"""
+
+
+def run(module: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *filter(None, arguments)]
+    narrow = {**environment(), "COLUMNS": "80"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder, env=narrow)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_and_its_options_have_their_help(name: str) -> None:
+    command = COMMANDS[name]
+    assert command.help
+    assert not [each.name for each in command.params if not each.help and not getattr(each, "hidden", False)]
+
+
+@pytest.mark.parametrize(("module", "service", "name"), PROGRAMS)
+def test_a_usage_line_names_what_was_typed(module: str, service: str, name: str, tmp_path: Path) -> None:
+    shown = run(module, service, "--help", folder=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"Usage: {name} [OPTIONS]\n")
+    refused = run(module, service, "--modle", "m", folder=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"Usage: {name} [OPTIONS]\nTry '{name} --help' for help.\n")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_name_of_an_option_is_cut_off_in_a_narrow_terminal(service: str, tmp_path: Path) -> None:
+    shown = run("specdec.cli", service, "--help", folder=tmp_path).stdout
+    names = [name for each in SERVICES[service].params if not each.hidden for name in each.opts + each.secondary_opts]
+    assert "--threads-while-drafting" in names or service != "verifier"
+    assert not [name for name in names if name not in shown]
