@@ -315,15 +315,17 @@ def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
         return
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        _fail(f"{file}: {error}")
+    except OSError as error:
+        _fail(f"{file}: {error.strerror}")
+    except UnicodeDecodeError:
+        _fail(f"{file}: is not UTF-8 text")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
         except ValueError as error:
-            _fail(f"{file}:{number}: not JSON: {error}")
+            _fail(f"{file}:{number}: is not JSON: {error}")
         if not isinstance(entry, dict) or ("text" in entry) == ("tokens" in entry):
             _fail(f"{file}:{number}: must be an object with either `text` or `tokens`")
         yield entry

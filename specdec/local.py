@@ -30,7 +30,7 @@ PROGRAMS = {"verifier": ("verifier_service",), "draft": ("draft_service",), "orc
 
 
 class LocalError(Exception):
-    """An error that says, in one line for a person, why the services do not run."""
+    """The services do not run; the message says why, in one line for a person."""
 
 
 @dataclass
@@ -127,11 +127,11 @@ class Stack:
             _stop(children.values())
 
     def check(self) -> None:
-        """Raise LocalError if the verifier or the orchestrator has ended; without its draft, the stack serves on."""
+        """Raise LocalError if the verifier or the orchestrator has ended; without its draft, the stack still serves."""
         for name in ("verifier", "orchestrator"):
             status = self.children[name].process.poll()
             if status is not None:
-                raise LocalError(f"{name} ended by itself with status {status}")
+                raise LocalError(f"{name} ended unexpectedly, with exit status {status}")
 
 
 def _models(target: Path | None, draft: str | None, local_draft: Path | None) -> tuple[Path, Path | None]:
@@ -139,7 +139,7 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None) ->
     from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
     if target is None and not (DEMO / "target" / "config.json").is_file():
-        raise LocalError("this installation has no demo pair: give --target and --draft")
+        raise LocalError("this installation has no demo pair: give --target")
     target_path = target or DEMO / "target"
     # The demo's draft fits no other target than the demo's.
     default = None if target or local_draft else DEMO / "draft"
@@ -159,7 +159,7 @@ def _check_port(port: int) -> None:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise LocalError(f"127.0.0.1:{port}: cannot listen there: {error.strerror}") from error
+        raise LocalError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}") from error
 
 
 def _threads(drafted: bool) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ class VerifierServicer(
         message = request.open
         opening_checksum = checksum.of_opening(message)
         if message.HasField("checksum") and message.checksum != opening_checksum:
-            raise ProtocolError("`open` is not what was said, by its checksum")
+            raise ProtocolError("`open` does not have the checksum that was sent with it")
         vocabulary, context = self.identity.vocabulary_size, self.identity.context_tokens
         if violations := open_size_violations(message, vocabulary, context):
             raise InvalidRequestError(violations)

@@ -107,7 +107,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     if len(prompts) > 1:
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
     if "speculation" in given and "drafters" in given:
-        raise ValueError("speculation and drafters: one of them says who may propose candidates")
+        raise ValueError("give either speculation or drafters: both say who may propose candidates")
     request = pb.GenerateRequest()
     for name, value in given.items():
         if name in _PLAIN:
@@ -135,7 +135,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
                 raise ValueError(f"drafters = {value!r}: not a list of names")
             found = [_named(_DRAFTERS, name, each) for each in value]
             if not found:
-                raise ValueError("drafters = []: speculation='off' is for none")
+                raise ValueError("drafters = []: no drafters at all is speculation='off'")
             request.speculation.drafters.extend(found)
         elif name == "lookahead":
             if not isinstance(value, Sequence) or len(value) != 3:

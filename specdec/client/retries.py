@@ -76,6 +76,6 @@ class Retries:
         if left is not None and pause >= left:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise DeadlineExceeded(
-                f"no time is left to try again after: {seen}", code=code, reason=seen.reason
+                f"the timeout leaves no time for another try: {seen}", code=code, reason=seen.reason
             ) from error
         return pause

@@ -72,7 +72,7 @@ class Transcript:
         if self._samples > 1:
             raise _not_resumed(f"a stream of {self._samples} samples cannot be resumed", error) from error
         if not self._request.sampling.HasField("seed"):
-            raise _not_resumed("the server told no seed to resume with", error) from error
+            raise _not_resumed("the server sent no seed to resume with", error) from error
         pause = self._retries.pause(error, begun=True)
         self._tally.broke_off()
         return pause
