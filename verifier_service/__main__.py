@@ -168,7 +168,7 @@ def main(
 
     for name in PLACE:
         if not (value := os.environ.get(name, "")).isdecimal():
-            raise typer.BadParameter(f"the environment sets WORLD_SIZE, but {name} is {value!r}: torchrun sets both")
+            raise typer.BadParameter(f"the environment has WORLD_SIZE, and {name} is {value!r}: torchrun sets both")
     logs.configure("verifier", log_level)
     with Ranks.joined(device) as ranks:
         if ranks.rank == 0:
