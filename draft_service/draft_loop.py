@@ -95,10 +95,14 @@ class DraftLoop(EngineWorker[Session]):
     def _expand(self, runnable: list[Session]) -> None:
         """Have sessions expanded, the best first; one that is suspected of making steps fail is expanded alone."""
         retried = self._retry.next(set(runnable))
+        asked = runnable if retried is None else [retried]
         try:
-            failed = self.drafter.expand(runnable if retried is None else [retried])
+            failed = self.drafter.expand(asked)
         except ExpansionError as error:  # the whole step is void; its sessions are tried again
-            self.step_failed(error.sessions, error.cause)
+            self.step_failed(error.sessions or asked, error.cause)
+            return
+        except Exception as error:  # a mistake in the drafter does not say which session has caused it
+            self.step_failed(asked, error)
             return
         self.steps += 1
         if retried is not None:

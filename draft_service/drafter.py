@@ -44,7 +44,8 @@ class Drafter(ABC):
     def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
         """Give the best nodes of sessions children, as many as make a good step. Each session has something to expand;
         the one with the most probable node comes first. Return the sessions that cannot go on, and why; ExpansionError
-        if all of it failed."""
+        if all of it failed. Any other error counts as a failure of all these sessions: they are tried one by one, and
+        one that fails alone ends."""
 
     def close(self, session: Session) -> None:  # noqa: B027 -- as with `open`
         """Forget an open session."""

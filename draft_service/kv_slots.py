@@ -38,7 +38,7 @@ class SessionSlots:
         if text:
             self._free += self.text[-text:]
             del self.text[-text:]
-        self._free += [self.nodes.pop(node) for node in nodes]
+        self._free += [self.nodes.pop(node) for node in nodes if node in self.nodes]
 
     def follow_root(self, followed: Sequence[Node], alive: Collection[Node]) -> None:
         """Make the slots of the nodes that the text has `followed` the text's, up to the first that is not computed;

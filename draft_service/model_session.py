@@ -1,4 +1,4 @@
-"""What a language model keeps of a draft session: KV slots, penalties, and the plan of the coming forward pass."""
+"""What a language model keeps of a draft session: KV slots, and the plan of the coming forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draft_service.tree_rows import add_nodes
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.candidates import draft_candidates
 from specdec.decoding.processing import MAX_ABS_LOGIT
-from specdec.decoding.query import PenaltyState, SamplingQuery
+from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -25,13 +25,8 @@ class ModelSession:
     def __init__(self, session: Session, slots: Slots) -> None:
         self.session = session
         self.slots = SessionSlots(slots)
-        request = session.request
-        self._penalty_state = (
-            PenaltyState(session.vocabulary, request.prompt, request.generated)
-            if request.sampler.sampling.penalises
-            else None
-        )
-        self._planned: list[tuple[Node, int]] = []  # (node, index of its row among the pass's logits)
+        self._planned: list[Node] = []  # whose logits the planned pass computes
+        self._wanted: list[int] = []  # for each of them, the index of its row among the logits
         self._planned_text = 0  # tokens of the text that the planned pass computes
 
     @property
@@ -42,8 +37,6 @@ class ModelSession:
     def commit(self, move: RootMove) -> None:
         """Follow a commit."""
         self.slots.follow_root(move.followed, move.alive)
-        if self._penalty_state is not None:
-            self._penalty_state.extend(move.tokens)
 
     # --- a forward pass -----------------------------------------------------------------------------
 
@@ -56,32 +49,33 @@ class ModelSession:
         rows = packer.add_rows(text, start, self.slots.add_text(len(text)))
         packer.add_path(np.asarray(self.slots.text), list(rows))
         if not self.pending_text:
-            self._planned.append((self.session.take_best(), packer.want(rows[-1])))
+            self._planned.append(self.session.take_best())
+            self._wanted.append(packer.want(rows[-1]))
         return len(text)
 
     def plan_nodes(self, packer: Packer, most: int) -> int:
         """Plan to compute the most probable nodes, `most` at most; return how many."""
-        nodes: list[Node] = []
-        while len(nodes) < most and self.session.best_logprob() > -np.inf:
+        planned = self._planned
+        while len(planned) < most and self.session.best_logprob() > -np.inf:
             node = self.session.take_best()
+            planned.append(node)
             self.slots.add_node(node)
-            nodes.append(node)
-        rows = add_nodes(packer, self.slots.text, self.slots.nodes, nodes)
-        self._planned += [(node, packer.want(row)) for node, row in zip(nodes, rows, strict=True)]
-        return len(nodes)
+        rows = add_nodes(packer, self.slots.text, self.slots.nodes, planned)
+        self._wanted = [packer.want(row) for row in rows]
+        return len(planned)
 
     def undo_plan(self) -> None:
         """Undo the plan of a pass that has failed: its text and nodes are to be computed again."""
         root = self.session.tree.root
-        self.slots.remove(self._planned_text, [node for node, _ in self._planned if node is not root])
-        for node, _ in self._planned:
+        self.slots.remove(self._planned_text, [node for node in self._planned if node is not root])
+        for node in self._planned:
             self.session.put_back(node)
         self._forget_plan()
 
     def expand(self, logits: NDArray[np.float32]) -> None:
         """Give the nodes that the pass has computed children, from its logits [wanted rows, vocabulary]. A broken row
         gives none; FloatingPointError if the rule cannot do without it."""
-        for node, index in self._planned:
+        for node, index in zip(self._planned, self._wanted, strict=True):
             row = logits[index, : self.session.vocabulary]
             if abs(row.max()) < MAX_ABS_LOGIT:
                 self._add_children(node, row)
@@ -90,13 +84,13 @@ class ModelSession:
         self._forget_plan()
 
     def _forget_plan(self) -> None:
-        self._planned, self._planned_text = [], 0
+        self._planned, self._wanted, self._planned_text = [], [], 0
 
     def _add_children(self, node: Node, logits: NDArray[np.float32]) -> None:
         """Give a node children, by the request's rule."""
         session, sampler = self.session, self.session.request.sampler
         path = [ancestor.token for ancestor in node.path()]
-        query = SamplingQuery(sampler, node.position + 1, self._penalty_state, path)
+        query = SamplingQuery(sampler, node.position + 1, session.penalty_state, path)
         if sampler.rule is Rule.REJECTION:
             if (proposal := rejection.propose(logits, query)) is not None:
                 assert proposal.token is not None

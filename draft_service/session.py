@@ -12,6 +12,7 @@ from draft_service.send_queue import SendQueue
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import PenaltyState
 from specdec.decoding.tree import Node, TokenTree
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
@@ -50,6 +51,9 @@ class Session:
             last_position=self.end - 1,
             end_tokens=request.end_tokens,
         )
+        self.penalty_state = (
+            PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
+        )
         self.outgoing = SendQueue(self.tree, request.sampler.rule, policy)
         self._calibration = calibration  # shared with sessions of one rule and about one temperature
         self._frontier = Frontier()  # nodes that may have children
@@ -73,6 +77,8 @@ class Session:
         tree.commit(new_tokens)
         if self.request.distributions_required and tree.base >= self.request.context:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
+        if self.penalty_state is not None:
+            self.penalty_state.extend(new_tokens)
         alive = frozenset(tree.root.walk())
         self._frontier.descend(passed, alive)
         self._expanded = {node for node in self._expanded if node in alive or node is tree.root}

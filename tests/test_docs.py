@@ -1,4 +1,4 @@
-"""Links of documents lead somewhere: to a file, a folder or a heading; every plot is shown."""
+"""Links of documents lead somewhere: to a file, a folder or a heading; every plot is shown; names of code exist."""
 
 from __future__ import annotations
 
@@ -77,3 +77,29 @@ def test_every_plot_is_shown() -> None:
     pages = tracked("docs/*.md")
     shown = {(page.parent / link).resolve() for page in pages for link in links(page)}
     assert set(tracked("docs/plots/*")) <= shown
+
+
+FOLDERS = "specdec", "draft_service", "verifier_service", "orchestrator", "bench", "proto", "testing", "demo", "tests"
+SOURCES = "\n".join(
+    path.read_text(encoding="utf-8")
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".proto")
+)
+WORDS = frozenset(re.findall(r"\w+", SOURCES))
+FOREIGN = frozenset({"OMP_NUM_THREADS", "TORCH_INDEX", "VLLM_BATCH_INVARIANT", "XDG_CACHE_HOME"})
+"""Names of other programs, and of the Makefile."""
+
+
+PRESENT = [page for page in tracked("*.md") if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
+"""Pages about what is, rather than about what was."""
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_names_of_code_exist(page: Path) -> None:
+    """Constants, and classes with their attributes: a rename leaves no page behind."""
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)`", text)) - FOREIGN
+    for owner, attribute in re.findall(r"`([A-Z][a-z]\w+)\.(\w+)", text):
+        named |= {owner, attribute}
+    assert named <= WORDS, sorted(named - WORDS)

@@ -50,7 +50,7 @@ RETIRED = {
     "GrowthLoop": "DraftLoop",
     "GrowthPolicy": "ExpansionPolicy",
     "Guard": "SpeculationController",
-    "Guesser": "NgramProposer",
+    "Guesser": "SessionNgrams",
     "HostRows": "HostLogits",
     "Outbox": "ResponseQueue",
     "OwnDraft": "DraftModelProposer",

@@ -65,6 +65,7 @@ class PlainLoop(EngineWorker[Session]):
             self._written = np.asarray(packer.slots, dtype=np.int64)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
+        verified.add_logprobs()
         now = time.monotonic()
         results = verified.apply(now)
         for entry, why in verified.failed:

@@ -11,6 +11,7 @@ from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
 from verifier_service.speculation.controller import BatchProfile, SpeculationController
 from verifier_service.speculation.eligibility import Eligibility
@@ -43,6 +44,13 @@ class Speculator:
             return False, price
         price = min(1.0, select_candidates([], self._threads.latency, sessions, 0).price)
         return price < 1.0, price
+
+    def share_threads(self, running: Sequence[RunningSession]) -> None:
+        """Decide whether prompts get the CPU cores that drafts would take: they do while most running sessions prefill,
+        since beside drafts prompts would take twice as long."""
+        if self._threads.yields:
+            prefilling = sum(bool(entry.session.remaining_prompt) for entry in running)
+            self.eligibility.prefilling = 2 * prefilling > len(running)
 
     def select(self, sessions: Sequence[Session]) -> BatchProfile | None:
         """Select the mode of the coming step; return the profile of its batch, None if nothing is to be learned from

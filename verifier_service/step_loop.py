@@ -143,7 +143,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         sessions = [entry.session for entry in ready]
         for entry in ready:
             entry.count_draft_ready(self.stats)
-        self._planner.share_threads()
+        self._speculator.share_threads(self._queue.running)
         batch = None if on_trial else self._speculator.select(sessions)
         self._speculator.propose(Phase.BEFORE_DELAY, sessions, self._planner.price)
         if (delay := self._seconds_to_wait(sessions)) is not None:
@@ -194,6 +194,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         for entry, _ in plan.entries:
             self._retry.forget(entry.session)
         self._queue.copy_rows(verified.kv_copies)
+        verified.add_logprobs()
         begin = start - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
@@ -207,9 +208,10 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         if batch is not None and plan.decodes_only and batch.sessions == len(results):
             tokens = sum(len(result.tokens) for _, result in results)
             self._speculator.update(batch, rows=plan.rows, tokens=tokens, seconds=end - begin, proposed=proposed)
-        self._planner.share_threads()
+        self._speculator.share_threads(self._queue.running)
         self._publisher.publish(results, StepSeconds(verified.forward_seconds, end - start, waited))
         for entry, result in results:
+            entry.awaiting_draft = entry.session.policy.remote
             if result.finish:
                 self._finish(entry)
 

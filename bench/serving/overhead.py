@@ -57,7 +57,13 @@ async def decode(address: str, streams: int, speculation: Any, profile: list[str
         raise SystemExit(f"py-spy: {errors.decode().strip()}")
 
 
-STEP_FUNCTIONS = "StepLoop._run_step", "StepLoop.step", "EngineWorker.turn"
+STEP_FUNCTIONS = (
+    "VerifiedStep.__init__",
+    "VerifiedStep.apply",
+    "StepLoop._run_step",
+    "StepLoop.step",
+    "EngineWorker.turn",
+)
 """Functions of the step thread, the innermost first."""
 
 

@@ -1,1 +1,1 @@
-"""Models for measurements: made larger, and in other formats."""
+"""Tools: models made larger or written in other formats, and tables made of results."""

@@ -93,4 +93,6 @@ def hidden_states(engine: Engine) -> HiddenStates:
     """Return the engine as what gives hidden states; UnsupportedModelError if it gives none."""
     if isinstance(engine, HiddenStates):
         return engine
-    raise UnsupportedModelError(f"{type(engine).__name__} gives no hidden states beside logits; --engine torch does")
+    raise UnsupportedModelError(
+        f"{type(engine).__name__} gives no hidden states beside logits; --engine torch without --compile does"
+    )

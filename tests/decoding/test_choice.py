@@ -1,6 +1,6 @@
 """Proves that the choice rule is the one the design spells out, step by step and bit by bit.
 
-`RequestSampler.choose` is compared with a slow reference written here in plain Python: float32 where the design
+`choose_token` is compared with a slow reference written here in plain Python: float32 where the design
 says float32 (by rounding every operation), float64 for top-p's sums and the noise. Vocabularies are small and
 logits lie on a coarse grid, so that ties occur at every step. `choose` answers many rows as it answers each
 alone, whatever the others are, and over vocabularies of real size as a plain sort and the noise of every

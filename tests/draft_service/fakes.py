@@ -29,7 +29,6 @@ class Engine:
     """As sure of every next token as `sureness`, the same one everywhere."""
 
     numerics, exact, vocabulary = "fake", False, VOCABULARY
-    threads: tuple[int, ...] = (1,)
 
     def __init__(self, capacity: int = 100_000, sureness: float = 5.0) -> None:
         self.capacity = capacity
@@ -48,9 +47,6 @@ class Engine:
     def copy(self, source: Slots, target: Slots) -> None:
         """Only what overwrites the memory of a step that has failed."""
         assert not source.any()
-
-    def use_threads(self, count: int) -> None:
-        raise AssertionError("there is one")
 
 
 def session(tokens: int = 200, prompt: Sequence[int] = (1, 2, 3), **policy: Any) -> Session:

@@ -13,6 +13,7 @@ from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.send_queue import Extension
 from specdec.engine.batch import PackedBatch
+from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
@@ -156,6 +157,41 @@ def test_a_step_that_fails_is_made_up_for() -> None:
         pod.run(40)
         assert not pod.failed
         trees.append([[node.token for node in each.tree.root.walk()] for each in several])
+    assert trees[0] == trees[1]
+
+
+class Unpackable(Engine):
+    """One whose batches cannot be packed as often as it is told."""
+
+    refusals = 0
+
+    def packer(self) -> RaggedPacker:
+        if not self.refusals:
+            return super().packer()
+        self.refusals -= 1
+        return Refusing()
+
+
+class Refusing(RaggedPacker):
+    def add_tree(self, *_: object) -> None:
+        raise MemoryError
+
+
+def test_nodes_of_a_batch_that_cannot_be_packed_are_computed_later() -> None:
+    """None keeps a slot that nothing was written into, and none is forgotten."""
+    pods = Pod(Unpackable()), Pod(Engine())
+    trees = []
+    for pod in pods:
+        each = session(max_nodes=24)
+        pod.attach(each)
+        pod.run(4)
+        if isinstance(pod.engine, Unpackable):
+            pod.engine.refusals = 1
+        pod.run(40)
+        pod.commit(each, [7, 7])
+        pod.run(40)
+        assert not pod.failed
+        trees.append([node.token for node in each.tree.root.walk()])
     assert trees[0] == trees[1]
 
 

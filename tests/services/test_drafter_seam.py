@@ -15,7 +15,7 @@ from draft_service.servicer import DraftServicer, Limits
 from draft_service.session import Session
 from orchestrator.servicer import GenerationServicer
 from specdec.serving.engine_worker import CHECK_SECONDS
-from specdec.serving.errors import EngineLostError
+from specdec.serving.errors import EngineLostError, ModelFailureError
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.draft_service.fakes import Listener, session
 from tests.services.conftest import Directories
@@ -99,3 +99,23 @@ def test_one_that_does_not_recover_serves_nobody_until_it_does() -> None:
     drafter.mended = True
     loop.turn()
     Listener(loop, session())
+
+
+class Mistaken(RepeatLastToken):
+    """Has a mistake that one session's text reveals."""
+
+    def expand(self, sessions: Sequence[Session]) -> Mapping[Session, Exception]:
+        if any(each.tree.root.token == 9 for each in sessions):
+            raise KeyError(9)
+        return super().expand(sessions)
+
+
+def test_a_mistake_in_a_drafter_ends_the_session_that_reveals_it() -> None:
+    """Neither the service nor the other sessions."""
+    loop = DraftLoop(Mistaken())
+    doomed, good = session(prompt=[1, 9]), session()
+    listeners = Listener(loop, doomed), Listener(loop, good)
+    for _ in range(20):
+        loop.turn()
+    assert [[type(error) for error in each.failed] for each in listeners] == [[ModelFailureError], []]
+    assert good.tree.size

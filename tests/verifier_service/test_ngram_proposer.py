@@ -31,7 +31,7 @@ from tests.verifier_service.fakes import (
 )
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.result import NGRAM, PLAIN
-from verifier_service.sessions.ngram import Confidence, NgramProposer
+from verifier_service.sessions.ngram import Confidence, SessionNgrams
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
@@ -330,7 +330,7 @@ NEVER = -1e9
 
 def test_who_finds_nothing_looks_less_often_and_at_once_again_when_it_does() -> None:
     tree = TokenTree([1, 2, 3, 1], vocabulary=12, last_position=500)
-    ngrams = NgramProposer(tree.committed, 500, RequestSampler(Sampling()))
+    ngrams = SessionNgrams(tree.committed, 500, RequestSampler(Sampling()))
     looks = []
     for _ in range(400):
         looks.append(ngrams.propose(tree, 0.0, None, every=False, sampled=False))
@@ -376,7 +376,7 @@ def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
     """A session's own verify results move its logprobs."""
     loop = step_loop(Parrot(8))
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
-    before = NgramProposer([2], 9, client.session.request.sampler).lookup_confidence
+    before = SessionNgrams([2], 9, client.session.request.sampler).lookup_confidence
     for _ in range(60):
         loop.turn()
     assert client.session.ngrams.lookup_confidence.logprobs(12, 1, NEVER) > before.logprobs(12, 1, NEVER)

@@ -24,7 +24,7 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_chain import DraftChain, PrefixState
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.sessions.session import Session
-from verifier_service.settings.tuning import DEFAULTS, DraftModelTuning
+from verifier_service.settings.tuning import DEFAULTS, Tuning
 
 log = structlog.get_logger()
 
@@ -40,22 +40,21 @@ class DraftModelProposer(Proposer):
         engine: Engine,
         context: int,
         latency: StepLatency | None = None,
-        tuning: DraftModelTuning = DEFAULTS.draft_model,
+        tuning: Tuning = DEFAULTS,
     ) -> None:
         """`context`: tokens of a text that the model can read; `latency`: of one pass, measured if not given."""
         blocks = engine.capacity // BLOCK
         self.engine = engine
         self.works = True
-        self._tuning = tuning
+        self._tuning = tuning.draft_model
         self._context = context
         self._pool = BlockPool(blocks)
-        self._latency = latency or StepLatency.measure(engine, blocks * BLOCK)
+        self._latency = latency or StepLatency.measure(engine, blocks * BLOCK, tuning.latency)
         self._prefixes: dict[Session, PrefixState] = {}
         self._calibrations = Calibrations()
-        self._next_token_acceptance = (
-            tuning.first_acceptance
-        )  # P(the next token of a chain is accepted), moving average
-        self._expected_accepted = tuning.first_expected_accepted  # tokens of a chain, moving average
+        # Moving averages: P(the next token of a chain is accepted), and the accepted tokens of a chain.
+        self._next_token_acceptance = self._tuning.first_acceptance
+        self._expected_accepted = self._tuning.first_expected_accepted
 
     @property
     def held(self) -> int:

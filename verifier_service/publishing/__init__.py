@@ -1,1 +1,1 @@
-"""Commits and statistics: all that leaves the step loop."""
+"""Commits: what leaves the step loop, and when."""

@@ -47,7 +47,6 @@ class CommitPublisher:
                 entry.pending_result = result
             else:
                 entry.pending_result.join(result)
-            entry.awaiting_draft = entry.session.policy.remote
             pause = relaxed if entry.session.request.coalesce_commits else spacing
             if result.finish or now - entry.last_sent_at >= pause or self._is_awaited(entry):
                 messages.append(self._message(entry, seconds))

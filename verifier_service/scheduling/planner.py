@@ -103,13 +103,6 @@ class Planner:
             self._prefill_slowdown.observe(self._threads.latency.of(plan.rows), seconds)
         self._threads.observe(plan.rows, seconds)
 
-    def share_threads(self) -> None:
-        """Decide whether prompts get the CPU cores that drafts would take: they do while most running sessions prefill,
-        since beside drafts prompts would take twice as long."""
-        if self._threads.yields:
-            prefilling = sum(bool(entry.session.remaining_prompt) for entry in self._queue.running)
-            self._eligibility.prefilling = 2 * prefilling > len(self._queue.running)
-
     def _sorted(self, ready: Sequence[RunningSession]) -> tuple[list[RunningSession], ...]:
         """Return the sessions that prefill, those that decode without candidates, and those that may have some."""
         prompts: list[RunningSession] = []

@@ -1,4 +1,4 @@
-"""The n-gram proposer: candidates that a session finds without any draft model, by lookup and lookahead windows.
+"""A session's n-grams: candidates that it finds without any draft model, by lookup and lookahead windows.
 
 Two sources feed the token tree beside the draft's candidates: n-gram lookups (`suffix.py`), which propose what followed
 where the text said the same before and cost only the rows that verify them; and the n-grams of a lookahead window
@@ -64,8 +64,8 @@ class LookaheadRows(NamedTuple):
     candidates: list[Node]  # nodes that live in the token tree
 
 
-class NgramProposer:
-    """A session's n-gram proposer. `text`: prompt and generated tokens so far; the text will end before position
+class SessionNgrams:
+    """The n-grams of one session. `text`: prompt and generated tokens so far; the text will end before position
     `end`."""
 
     def __init__(

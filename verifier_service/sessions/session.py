@@ -26,7 +26,7 @@ from verifier_service.backend.result import (
     VerifyResult,
 )
 from verifier_service.sessions.draft_timing import DraftTiming, WaitEstimate
-from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, NgramProposer
+from verifier_service.sessions.ngram import MAX_OWN_NODES, LookaheadRows, SessionNgrams
 from verifier_service.sessions.step_rows import ScheduledRows, plan_tree
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 
@@ -64,7 +64,7 @@ class Session:
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
         self.draft_timing = DraftTiming(tuning.draft_timing)
-        self.ngrams = NgramProposer(text, self.end, request.sampler, tuning.ngrams)
+        self.ngrams = SessionNgrams(text, self.end, request.sampler, tuning.ngrams)
         self._checksum = request.checksum
         self.table: BlockTable | None = None
         self.computed = 0

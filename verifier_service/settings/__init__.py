@@ -1,1 +1,1 @@
-"""What can be set without touching code: the numbers that were fitted, and why they are what they are."""
+"""The numbers of a verifier that were fitted, and why they are what they are."""

@@ -2,7 +2,8 @@
 
 They were fitted on two CPU cores with models of 12M to 230M parameters, whose steps take 1.5 to 60 ms, and have not
 been fitted on GPUs. None changes a token; all change speed or latency. Whoever measures on other devices gives
-`StepLoop` another `Tuning`."""
+`StepLoop` another `Tuning`, and `DraftModelProposer` the same.
+"""
 
 from __future__ import annotations
 

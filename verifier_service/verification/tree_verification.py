@@ -89,7 +89,7 @@ class TreeVerification:
         return self.result
 
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
-        """Return the candidate that was chosen, if it was in this step; let the n-gram proposer learn from its own."""
+        """Return the candidate that was chosen, if it was in this step; let the n-grams learn from their own."""
         for candidate in self._node.children.values():
             if candidate.origin != REMOTE_DRAFT and id(candidate) in tree.results:
                 self.session.ngrams.learn(candidate, candidate.token == token)

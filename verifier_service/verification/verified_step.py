@@ -15,8 +15,8 @@ from verifier_service.verification.verify_trees import verify_trees
 
 
 class VerifiedStep:
-    """A forward pass over the rows of a step, and its verified trees. Making one changes no session; whatever fails
-    raises, and `apply` is what commits."""
+    """A forward pass over the rows of a step, and its verified trees. Making one commits nothing, and raises whatever
+    fails; `apply` commits."""
 
     def __init__(self, entries: Sequence[tuple[RunningSession, ScheduledRows]], packer: Packer, forward: Step) -> None:
         start = time.monotonic()
@@ -29,13 +29,16 @@ class VerifiedStep:
         verify_trees(self.verifications, self.logits)
         self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]
         self._sound = [(entry, verification) for entry, verification in pairs if verification.error is None]
-        add_logprobs([verification for _, verification in self._sound], self.logits)
         self.failed = [(entry, verification.error) for entry, verification in pairs if verification.error is not None]
 
     @property
     def kv_copies(self) -> list[tuple[int, int]]:
         """Slots (from, to) to copy: accepted candidates of side branches."""
         return [copy for _, verification in self._sound for copy in verification.kv_copies]
+
+    def add_logprobs(self) -> None:
+        """Add log-probabilities to the results of requests that want them."""
+        add_logprobs([verification for _, verification in self._sound], self.logits)
 
     def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
         """Commit what was accepted, and return it; those that `failed` get nothing."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch._inductor.config
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
@@ -111,9 +110,7 @@ class CompiledEngine(CpuEngine):
 
     _compiled: CompiledModel | None = None
 
-    def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Raise UnsupportedModelError: the output head is compiled with the layers."""
-        raise UnsupportedModelError("a compiled model gives no hidden states: leave out --compile")
+    forward_hidden = None  # type: ignore[assignment]  # so that it is no `HiddenStates`: the head is compiled with the layers
 
     def logits(self, batch: PackedBatch) -> Tensor:
         # In inference mode torch's compiler does not freeze the weights, and is then slower than no compiler.

@@ -98,6 +98,7 @@ def _torch(
     import torch
 
     try:
+        torch.set_num_threads(max(threads))  # what the host computes beside a GPU uses them too
         if device == "cpu":
             return _cpu(kind, directory, threads=threads, compiled=compiled, **options)
         if kind == "torch":

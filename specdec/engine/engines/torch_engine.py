@@ -32,7 +32,7 @@ class TorchEngine:
 
     `capacity` is in slots; None takes as many as memory has room for. `exact` asks for rows that do not depend on their
     batch; the attribute of this name says whether the check at start found this to hold. With `ranks` the model is cut
-    into parts, and this engine is one of them (`parallel_engine.py`). On a CPU `cpu/engine.py` is faster.
+    into parts, and this engine is one of them (`parallel_engine.py`). On a CPU `engines/cpu_engine.py` is faster.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from specdec.engine.hf.fingerprint import device_kind
 from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.engine.hf.linear import lay_out
-from specdec.engine.hf.pretrained import DTYPES, attention_of, load, window_of
+from specdec.engine.hf.pretrained import DTYPES, attention_of, load
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
@@ -68,7 +68,6 @@ class GpuEngine:
             llama_like.join_products(self.model)
         lay_out(self.model, packed=False)
         self.vocabulary = directory.vocabulary
-        self.window = window_of(self.model)
         self._context = directory.context
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)

@@ -7,7 +7,8 @@ from bench.serving.overhead import shares
 THREAD = "thread (1): step-loop;Worker._run (worker.py:70);"
 TURN = THREAD + "EngineWorker.turn (engine_worker.py:59);"
 STEP = TURN + "StepLoop.step (step_loop.py:157);StepLoop._run_step (step_loop.py:214);"
-FORWARD = STEP + "step_of.<locals>.<lambda> (engine.py:60);TorchEngine.forward (torch_engine.py:134);"
+VERIFIED = STEP + "VerifiedStep.__init__ (verified_step.py:29);"
+FORWARD = VERIFIED + "step_of.<locals>.<lambda> (engine.py:60);TorchEngine.forward (torch_engine.py:134);"
 LOOP = "thread (2): MainThread;BaseEventLoop.run_forever (events.py:607);BaseEventLoop._run_once (events.py:1906);"
 
 
@@ -19,9 +20,9 @@ def test_every_sample_has_its_place() -> None:
                 FORWARD + "Decoder.__call__ (decoder.py:121);Float32Head.forward (linear.py:56) 9",
                 FORWARD + "Decoder.__call__ (decoder.py:100);sequence.<locals>.layers (layers.py:90) 3",
                 FORWARD + "RaggedAttention.__init__ (attention.py:55) 2",
-                STEP + "verify_trees (verify_trees.py:20);choose (step_logits.py:39) 7",
+                VERIFIED + "verify_trees (verify_trees.py:20);choose (step_logits.py:39) 7",
                 TURN + "StepLoop.step (step_loop.py:157) 1",
-                TURN + "StepLoop.step (step_loop.py:150);StepLoop._propose (step_loop.py:180) 2",
+                TURN + "StepLoop.step (step_loop.py:150);Speculator.propose (speculator.py:60) 2",
                 THREAD + "Worker._receive (worker.py:88) 20",
                 LOOP + "EpollSelector.select (selectors.py:468) 90",
                 LOOP + "Handle._run (events.py:80) 10",
@@ -30,5 +31,5 @@ def test_every_sample_has_its_place() -> None:
         )
     )
     assert found.forward == {"layers": 53, "output head": 9, "what prepares them": 2}
-    assert found.rest == {"verify_trees": 7, "StepLoop.step itself": 1, "StepLoop._propose": 2}
+    assert found.rest == {"verify_trees": 7, "StepLoop.step itself": 1, "Speculator.propose": 2}
     assert (found.waiting, found.event_loop) == (20, 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ from tests.verifier_service.step_loop.helpers import REMOTE, SAMPLINGS, WARM, ch
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import BONUS, CONTEXT, CORRECTION, LENGTH, PLAIN, REMOTE_DRAFT, STOP
 from verifier_service.costs.step_latency import StepLatency
+from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.settings.tuning import DEFAULTS, CommitTuning, Tuning
 from verifier_service.speculation.controller import Mode, SpeculationController
+from verifier_service.step_loop import StepLoop
 
 
 class TestTokens:
@@ -295,3 +298,43 @@ class TestLogprobs:
                 assert found.top_logprobs == pytest.approx(right[best].tolist())
                 prefix.append(token)
         check_over(loop, engine, *clients)
+
+
+def test_every_group_of_a_tuning_reaches_who_uses_it() -> None:
+    tuning = Tuning(
+        controller=replace(DEFAULTS.controller, min_steps=11),
+        commits=replace(DEFAULTS.commits, coalesce_seconds=0.02),
+        draft_timing=replace(DEFAULTS.draft_timing, smoothing=0.3),
+        ngrams=replace(DEFAULTS.ngrams, depth=23),
+        draft_model=replace(DEFAULTS.draft_model, max_depth=15),
+        latency=replace(DEFAULTS.latency, scale_learns=0.2),
+        threads=replace(DEFAULTS.threads, min_steps=6),
+        spare_share=15,
+    )
+    draft = DraftModelProposer(TextEngine(8), 512, tuning=tuning)
+    loop = StepLoop(ThreadedTextEngine(12), draft_model=draft, tuning=tuning)
+    session = loop.session(client(loop).session.request, Policy(NO_DRAFTERS, 8, 0.0), 24, 16)
+    used: list[object] = [
+        loop._speculator.controller._tuning,
+        loop._publisher._tuning,
+        session.draft_timing._tuning,
+        session.ngrams._tuning,
+        draft._tuning,
+        draft._latency._tuning,
+        loop._threads.latency._tuning,
+        loop._threads._tuning,  # type: ignore[attr-defined]
+        loop._planner._tuning,
+        loop._queue._spare_share,
+    ]
+    assert used == [
+        tuning.controller,
+        tuning.commits,
+        tuning.draft_timing,
+        tuning.ngrams,
+        tuning.draft_model,
+        tuning.latency,
+        tuning.latency,
+        tuning.threads,
+        tuning,
+        15,
+    ]
