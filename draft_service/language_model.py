@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import structlog
 
 from draft_service.drafter import Drafter, ExpansionError
@@ -13,8 +12,8 @@ from draft_service.model_session import ModelSession
 from draft_service.session import RootMove, Session
 from specdec.decoding.sampling import Rule
 from specdec.engine.engine import Engine
-from specdec.engine.kv.slots import KVPool, Slots
-from specdec.engine.probe import recovers
+from specdec.engine.kv.slots import KVPool
+from specdec.engine.probe import EngineProbe
 
 log = structlog.get_logger()
 
@@ -38,7 +37,7 @@ class LanguageModelDrafter(Drafter):
         self._rows_per_session = rows_per_session
         self._prompt_budget = prompt_budget
         self._sessions: dict[Session, ModelSession] = {}
-        self._written: Slots = np.arange(0)  # slots that a failed pass may have written
+        self._probe = EngineProbe(engine)
 
     @property
     def slots_used(self) -> int:
@@ -76,7 +75,7 @@ class LanguageModelDrafter(Drafter):
                     rows -= each.plan_nodes(packer, min(share, rows))
             logits = self.engine.forward(packer.pack())
         except Exception as error:  # nothing of the pass counts; its sessions are tried again
-            self._written = np.asarray(packer.slots, dtype=np.int64)
+            self._probe.pass_failed(packer.slots)
             for each in planned:
                 each.undo_plan()
             raise ExpansionError([each.session for each in planned], error) from error
@@ -89,7 +88,4 @@ class LanguageModelDrafter(Drafter):
         return failed
 
     def recover(self) -> bool:
-        if not recovers(self.engine, self._written):
-            return False
-        self._written = np.arange(0)
-        return True
+        return self._probe.recovers()

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
-from specdec.engine.kv.slots import Slots
-from specdec.engine.probe import recovers
+from specdec.engine.probe import EngineProbe
 from specdec.serving.engine_worker import EngineWorker
 from verifier_service.backend.result import StepTimes
 from verifier_service.backend.stats import VerifierStats
@@ -29,7 +26,7 @@ class PlainLoop(EngineWorker[Session]):
     def __init__(self, engine: Engine, *, step_rows: int = 512, max_unread_tokens: int = 256) -> None:
         super().__init__("plain-loop")
         self._engine = engine
-        self._written: Slots = np.arange(0)  # slots that a failed pass may have written
+        self._probe = EngineProbe(engine)
         self.stats = VerifierStats()
         self.pool = BlockPool(engine.capacity // BLOCK)
         self._forward = step_of(engine)
@@ -62,7 +59,7 @@ class PlainLoop(EngineWorker[Session]):
         try:
             verified = VerifiedStep(planned, packer, self._forward)
         except Exception as error:
-            self._written = np.asarray(packer.slots, dtype=np.int64)
+            self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
         verified.add_logprobs()
@@ -79,7 +76,7 @@ class PlainLoop(EngineWorker[Session]):
         return 0.0
 
     def recover(self) -> bool:
-        return recovers(self._engine, self._written)
+        return self._probe.recovers()
 
     def end_session(self, session: Session, error: Exception) -> None:
         (entry,) = (entry for entry in self._queue.all if entry.session is session)

@@ -11,13 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import structlog
 
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
-from specdec.engine.kv.slots import Slots
-from specdec.engine.probe import recovers
+from specdec.engine.probe import EngineProbe
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.backend.request import Policy, SessionRequest
@@ -73,7 +71,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self.stats = VerifierStats()
         self._engine = engine
         self._tuning = tuning
-        self._written: Slots = np.arange(0)  # slots that a failed pass may have written
+        self._probe = EngineProbe(engine)
         self._forward = step_of(engine)
         blocks = max(2, (engine.capacity - MOST_CANDIDATES) // BLOCK)
         self.pool = BlockPool(blocks)
@@ -186,7 +184,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
             verified = VerifiedStep(plan.entries, plan.packer, self._forward)
             observe_windows(verified.verifications, verified.logits)
         except Exception as error:  # nothing of the step counts; its sessions are tried again
-            self._written = plan.slots
+            self._probe.pass_failed(plan.slots)
             self.step_failed([entry.session for entry, _ in plan.entries], error)
             return
 
@@ -234,7 +232,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._speculator.forget(session)
 
     def recover(self) -> bool:
-        return recovers(self._engine, self._written)
+        return self._probe.recovers()
 
     def end_session(self, session: Session, error: Exception) -> None:
         (entry,) = (entry for entry in self._queue.all if entry.session is session)

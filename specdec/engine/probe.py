@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import structlog
 
@@ -12,17 +14,30 @@ from specdec.engine.kv.slots import PADDING_SLOT, Slots
 log = structlog.get_logger()
 
 
-def recovers(engine: Engine, written: Slots) -> bool:
-    """Overwrite the slots that a failed forward pass may have `written`, and return whether a pass over a single token
-    succeeds. A NaN in those slots would spread to the rows that read them, masked or not."""
-    try:
-        engine.copy(np.full(len(written), PADDING_SLOT), written)
-        packer = engine.packer()
-        row = packer.add_row(0, 0, PADDING_SLOT)
-        packer.add_path(np.array([PADDING_SLOT]), [row])
-        packer.want(row)
-        logits = engine.forward(packer.pack())
-    except Exception as error:
-        log.error("engine_fails", exc_info=error)
-        return False
-    return bool(abs(logits.max()) < MAX_ABS_LOGIT)
+class EngineProbe:
+    """Tells whether an engine computes again after a forward pass has failed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._written: Slots = np.arange(0)  # slots that the failed pass may have written
+
+    def pass_failed(self, written: Sequence[int] | Slots) -> None:
+        """Note the slots that a failed pass may have written."""
+        self._written = np.asarray(written, dtype=np.int64)
+
+    def recovers(self) -> bool:
+        """Overwrite the slots of the failed pass, and return whether a pass over a single token succeeds. A NaN in
+        those slots would spread to the rows that read them, masked or not."""
+        engine = self._engine
+        try:
+            engine.copy(np.full(len(self._written), PADDING_SLOT), self._written)
+            packer = engine.packer()
+            row = packer.add_row(0, 0, PADDING_SLOT)
+            packer.add_path(np.array([PADDING_SLOT]), [row])
+            packer.want(row)
+            logits = engine.forward(packer.pack())
+        except Exception as error:
+            log.error("engine_fails", exc_info=error)
+            return False
+        self._written = np.arange(0)
+        return bool(abs(logits.max()) < MAX_ABS_LOGIT)
