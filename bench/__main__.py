@@ -42,8 +42,8 @@ ROOMS = {
         "tables": "fills the tables of docs/benchmarks from bench/results",
     },
 }
-"""What each benchmark measures, by room and name. The module NAME in the room has a function `main`, which takes the
-arguments after the name; it is imported when it is run, since most bring torch."""
+"""The benchmarks by room and name, and what each measures. The module NAME in the room has a function `main`, which
+takes the arguments after the name; it is imported when it is run, since most bring torch."""
 
 MODULES = {name: f"bench.{room}.{name.replace('-', '_')}" for room, names in ROOMS.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""What `make demo` shows: one completion, drafted and then plain, by three real services.
+"""The demo, `make demo`: one completion, drafted and then plain, by three real services.
 
 The same tokens, once in more and once in fewer steps of the target.
 """

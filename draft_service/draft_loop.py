@@ -94,7 +94,7 @@ class DraftLoop(EngineWorker[Session]):
 
     def _expand(self, runnable: list[Session]) -> None:
         """Have sessions expanded, the best first; one that is suspected of making steps fail is expanded alone."""
-        retried = self._retry.next(set(runnable))
+        retried = self._retry.next(runnable)
         asked = runnable if retried is None else [retried]
         try:
             failed = self.drafter.expand(asked)

@@ -1,4 +1,4 @@
-"""What a language model keeps of a draft session: KV slots, and the plan of the coming forward pass."""
+"""The language model's part of a draft session: KV slots, and the plan of the coming forward pass."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ the root."""
 
 
 class RootMove(NamedTuple):
-    """What a commit did to a tree: its new tokens, the nodes among them, from the former root's child down, and the
-    nodes that are left below the new root."""
+    """The move of a tree's root by a commit: the new tokens, the nodes that they go through, from the former root's
+    child down, and the nodes that are left below the new root."""
 
     tokens: Sequence[int]
     followed: Sequence[Node]

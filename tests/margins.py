@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import transformers
 
-from specdec.decoding.choice import scores
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
+from tests.choices import scores
 
 MARGIN = 1e-4
 

@@ -18,6 +18,7 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
+from verifier_service.adaptive_speculation import AdaptiveSpeculation
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
@@ -35,7 +36,6 @@ from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import BatchProfile, SpeculationController
-from verifier_service.speculator import Speculator
 from verifier_service.verification.verified_step import VerifiedStep
 from verifier_service.verification.verify_trees import warm_up
 
@@ -86,10 +86,10 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         warm_up(engine.vocabulary)
         local = [] if draft_model is None else [draft_model]
         proposers = [LookupProposer(suffix_cache_tokens), *local, *proposers]
-        self._speculator = Speculator(
+        self._speculation = AdaptiveSpeculation(
             controller or SpeculationController(tuning.controller), draft_model, proposers, self._threads
         )
-        eligibility = self._speculator.eligibility
+        eligibility = self._speculation.eligibility
         self._planner = Planner(self._queue, self._threads, eligibility, tree_slots, step_rows, tuning)
         self._publisher = CommitPublisher(self._queue, self._planner, eligibility, tuning.commits)
         self._delay = StepDelay()
@@ -112,7 +112,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return Session(request, policy, max_nodes, vocabulary, self._tuning)
 
     def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
-        return self._speculator.outlook(session, sessions, self._planner.price)
+        return self._speculation.outlook(session, sessions, self._planner.price)
 
     # --- actions: called in the loop's thread -------------------------------------------------------
 
@@ -141,13 +141,13 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         sessions = [entry.session for entry in ready]
         for entry in ready:
             entry.count_draft_ready(self.stats)
-        self._speculator.share_threads(self._queue.running)
-        batch = None if on_trial else self._speculator.select(sessions)
-        self._speculator.propose(Phase.BEFORE_DELAY, sessions, self._planner.price)
+        self._speculation.share_threads(self._queue.running)
+        batch = None if on_trial else self._speculation.select(sessions)
+        self._speculation.propose(Phase.BEFORE_DELAY, sessions, self._planner.price)
         if (delay := self._seconds_to_wait(sessions)) is not None:
             return delay
         self.stats.step_begun, self.stats.step_expected = time.monotonic(), 0.0
-        proposed = self._speculator.propose(Phase.AFTER_DELAY, sessions, self._planner.price)
+        proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions, self._planner.price)
         kept = [entry for entry in ready if self._queue.reserve_text(entry)]
         if kept:
             self._run_step(kept, batch, proposed)
@@ -159,7 +159,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         """Return the sessions that a step can take; only one, and True, if it is to show whether a step with it
         fails."""
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
-        retried = self._retry.next({entry.session for entry in ready}) if ready else None
+        retried = self._retry.next([entry.session for entry in ready])
         if retried is None:
             return ready, False
         return [entry for entry in ready if entry.session is retried], True
@@ -167,7 +167,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def _seconds_to_wait(self, sessions: Sequence[Session]) -> float | None:
         """Return for how long to delay the step, since candidates that are on their way are worth it; None: step."""
         now = time.monotonic()
-        drafted = [self._speculator.eligibility.uses_remote_draft(session) for session in sessions]
+        drafted = [self._speculation.eligibility.uses_remote_draft(session) for session in sessions]
         self._threads.choose(drafting=any(drafted), now=now)
         latency, price = self._threads.latency, self._planner.price
         return self._delay.seconds(sessions, drafted, now, last_step=self._last_step, latency=latency, price=price)
@@ -205,8 +205,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self.stats.observe(plan.rows, end - start, [result for _, result in results])
         if batch is not None and plan.decodes_only and batch.sessions == len(results):
             tokens = sum(len(result.tokens) for _, result in results)
-            self._speculator.update(batch, rows=plan.rows, tokens=tokens, seconds=end - begin, proposed=proposed)
-        self._speculator.share_threads(self._queue.running)
+            self._speculation.update(batch, rows=plan.rows, tokens=tokens, seconds=end - begin, proposed=proposed)
+        self._speculation.share_threads(self._queue.running)
         self._publisher.publish(results, StepSeconds(verified.forward_seconds, end - start, waited))
         for entry, result in results:
             entry.awaiting_draft = entry.session.policy.remote
@@ -215,7 +215,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
 
     def _finish(self, entry: RunningSession) -> None:
         """End a session whose text is complete."""
-        self._speculator.finished(entry.session)
+        self._speculation.finished(entry.session)
         lifetime = time.monotonic() - entry.admitted_at
         self.stats.lifetime += self._tuning.lifetime_smoothing * (lifetime - self.stats.lifetime)
         self.detach(entry.session)
@@ -229,7 +229,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
 
     def _forget(self, session: Session) -> None:
         self._retry.forget(session)
-        self._speculator.forget(session)
+        self._speculation.forget(session)
 
     def recover(self) -> bool:
         return self._probe.recovers()

@@ -1,1 +1,1 @@
-"""What a step of an engine takes, on its own: no services, no drafts."""
+"""Benchmarks of an engine alone: how long its steps take, without services or drafts."""

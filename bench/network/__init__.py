@@ -1,1 +1,1 @@
-"""What lies between the services: distance, bytes, and the orchestrator's relay."""
+"""Benchmarks of what lies between the services: distance, bytes, and the orchestrator's relay."""

@@ -1,1 +1,1 @@
-"""What comes of speculation besides speed: which candidates are accepted, and what texts are like."""
+"""Benchmarks of acceptance and of texts: which candidates are accepted, and how varied texts are."""

@@ -1,4 +1,4 @@
-"""What is simulated, and what came of it."""
+"""The scenario of a simulation, and its outcome."""
 
 from __future__ import annotations
 

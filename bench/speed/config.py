@@ -22,7 +22,7 @@ from specdec.local import DEMO
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """What is measured, with which models, beside which systems."""
+    """The settings of a comparison: what is measured, with which models, beside which systems."""
 
     target: Path
     draft: Path | None
@@ -49,7 +49,7 @@ class SpeedConfig:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What a report says of how it was measured."""
+        """Return the settings as a report names them."""
         told = ("dtype", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed")
         return {name: getattr(self, name) for name in (*told, "kinds", "streams", "temperatures")}
 

@@ -23,7 +23,7 @@ from specdec.client import AsyncClient, GenerateOptions
 from specdec.local import PROGRAMS, Stack
 
 NAME = "specdec"
-"""What the names of its configurations begin with."""
+"""The word that the names of its configurations begin with."""
 PLAIN = "specdec plain"
 """The configuration that others are compared with."""
 

@@ -83,7 +83,7 @@ class SystemUnderTest(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """What all systems are started for: the models, and the most that they will be asked for."""
+    """The setup that all systems are started for: the models, and the most that they will be asked for."""
 
     target: Path
     draft: Path | None

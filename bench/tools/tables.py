@@ -220,7 +220,7 @@ def shell(command: str) -> str:
 def main(given: Sequence[str]) -> None:
     parser = parser_of("tables", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page would change")
-    parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout whose pages these are")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose pages are filled")
     args = parser.parse_args(given)
     book = Book(args.root)
     try:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.gumbel_max import winners
-from specdec.decoding.noise import gumbel, token_words
+from specdec.decoding.noise import token_words
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, temperatures, tempered
-from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
+from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.truncation import survivors, truncates
 
@@ -101,26 +101,3 @@ def _draw_truncated(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
 def streams_of(queries: Sequence[SamplingQuery]) -> NDArray[np.uint64]:
     states = np.array([query.sampler.state for query in queries], dtype=np.uint64)
     return token_words(states, np.array([query.position for query in queries]))  # `noise.stream` of all queries
-
-
-def choose_token(
-    sampler: RequestSampler,
-    logits: Logits,
-    position: int,
-    penalty_state: PenaltyState | None = None,
-    path: Sequence[int] = (),
-) -> int:
-    """Return the token that one row, float32 [V], chooses: `choose` for a single row."""
-    return int(choose(logits[None], [SamplingQuery(sampler, position, penalty_state, path)])[0])
-
-
-def scores(logits: Logits, query: SamplingQuery) -> tuple[Tokens, NDArray[np.float64]]:
-    """Return token ids, ascending, and the values whose argmax is the choice of one row (COUPLED): logits, with noise
-    unless greedy. Ids that do not survive are left out or have the value -inf."""
-    sampling = query.sampler.sampling
-    z = adjusted(logits[None], [query])
-    if sampling.greedy:
-        return np.arange(len(logits)), z[0].astype(np.float64)
-    z = tempered(z, [sampling])
-    ids = survivors(z[0], sampling)
-    return ids, z[0, ids] + gumbel(sampling.seed, query.position, ids)

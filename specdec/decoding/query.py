@@ -1,4 +1,4 @@
-"""What a choice depends on besides logits: a request's sampler, the tokens of its text, and a position's query."""
+"""The sampling query, all that a choice depends on besides logits: a request's sampler, its text, and a position."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from specdec.v2 import model_pb2
 log = structlog.get_logger()
 
 LINGER_SECONDS = 5.0
+"""Seconds that a caller has to end its stream, once it has the last response."""
 
 OPEN_SECONDS = 10.0
 """Seconds for `open` to arrive once a stream has begun."""

@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 from specdec.decoding.candidates import AGREEMENT_SCALE, draft_candidates
-from specdec.decoding.choice import BLOCK, choose, choose_token
-from specdec.decoding.choice import scores as scores_of
+from specdec.decoding.choice import BLOCK, choose
 from specdec.decoding.noise import gumbel
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
+from tests.choices import choose_token
+from tests.choices import scores as scores_of
 
 FALSE_ALARM = 1e-6
 

@@ -187,7 +187,7 @@ class Deployment:
             wait = self._steps.turn()
         if self._target.passes > passes:
             self._line(
-                f"step at={moment - 1000:.6f} mode={self._steps._speculator.controller.mode.value.replace('_', '-')} "
+                f"step at={moment - 1000:.6f} mode={self._steps._speculation.controller.mode.value.replace('_', '-')} "
                 f"rows={self._target.rows - rows} candidates={load.drafted - candidates} "
                 f"price={self._steps._planner.price:.5f} preempted={load.preemptions - preempted}"
             )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import Tokens, choose_token
+from specdec.decoding.choice import Tokens
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule, Sampling
@@ -30,6 +30,7 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
 from testing.mailbox import Mailbox
+from tests.choices import choose_token
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop

@@ -77,7 +77,7 @@ class OftenWrong(TextEngine):
 
 
 def local_model(loop: StepLoop) -> DraftModelProposer:
-    (found,) = (each for each in loop._speculator.proposers if isinstance(each, DraftModelProposer))
+    (found,) = (each for each in loop._speculation.proposers if isinstance(each, DraftModelProposer))
     return found
 
 

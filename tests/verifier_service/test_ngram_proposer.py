@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specdec.decoding.choice import choose_token
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
@@ -17,6 +16,7 @@ from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import TokenTree
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch
+from tests.choices import choose_token
 from tests.verifier_service.fakes import (
     BAD,
     DEAR,

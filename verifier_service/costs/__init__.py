@@ -1,1 +1,1 @@
-"""What a step costs, and which candidates are worth it."""
+"""The cost of a step, by its rows, and the candidates that are worth it."""

@@ -226,3 +226,4 @@ class Tuning:
 
 
 DEFAULTS = Tuning()
+"""The tuning that holds where none is given."""

@@ -19,7 +19,7 @@ from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 log = structlog.get_logger()
 
-LINGER_SECONDS = 5.0
+FAREWELL_SECONDS = 5.0
 """Seconds that a caller has, when its connection ends, to read the batch being written and then the reason."""
 
 MAX_CONNECTIONS = 1024
@@ -107,7 +107,7 @@ class MuxConnection:
             done, _ = await asyncio.wait({reading, writing, overflowing}, return_when=asyncio.FIRST_COMPLETED)
             self._sending.abandon()
             await self._end({reading, overflowing})
-            await asyncio.wait({writing}, timeout=LINGER_SECONDS)  # gRPC can send no status while it writes
+            await asyncio.wait({writing}, timeout=FAREWELL_SECONDS)  # gRPC can send no status while it writes
         finally:
             await self._end({reading, overflowing, writing})
         for task in done:

@@ -22,7 +22,7 @@ def test_every_sample_has_its_place() -> None:
                 FORWARD + "RaggedAttention.__init__ (attention.py:55) 2",
                 VERIFIED + "verify_trees (verify_trees.py:20);choose (step_logits.py:39) 7",
                 TURN + "StepLoop.step (step_loop.py:157) 1",
-                TURN + "StepLoop.step (step_loop.py:150);Speculator.propose (speculator.py:60) 2",
+                TURN + "StepLoop.step (step_loop.py:150);AdaptiveSpeculation.propose (adaptive_speculation.py:60) 2",
                 THREAD + "Worker._receive (worker.py:88) 20",
                 LOOP + "EpollSelector.select (selectors.py:468) 90",
                 LOOP + "Handle._run (events.py:80) 10",
@@ -31,5 +31,5 @@ def test_every_sample_has_its_place() -> None:
         )
     )
     assert found.forward == {"layers": 53, "output head": 9, "what prepares them": 2}
-    assert found.rest == {"verify_trees": 7, "StepLoop.step itself": 1, "Speculator.propose": 2}
+    assert found.rest == {"verify_trees": 7, "StepLoop.step itself": 1, "AdaptiveSpeculation.propose": 2}
     assert (found.waiting, found.event_loop) == (20, 10)

@@ -1,4 +1,4 @@
-"""How a step speculates: which mode it has, what is proposed for it, and what is learned from it."""
+"""Adaptive speculation in the step loop: selects a step's mode, has proposers propose, and learns what it brought."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifier_service.speculation.eligibility import Eligibility
 log = structlog.get_logger()
 
 
-class Speculator:
+class AdaptiveSpeculation:
     """Has the controller select modes and the proposers propose, and tells both what came of it."""
 
     def __init__(

@@ -1,0 +1,37 @@
+"""The choice of one row, as tests ask for it: the token, and the values that it is the largest of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.choice import Tokens, choose
+from specdec.decoding.noise import gumbel
+from specdec.decoding.processing import Logits, adjusted, tempered
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
+from specdec.decoding.truncation import survivors
+
+
+def choose_token(
+    sampler: RequestSampler,
+    logits: Logits,
+    position: int,
+    penalty_state: PenaltyState | None = None,
+    path: Sequence[int] = (),
+) -> int:
+    """Return the token that one row, float32 [V], chooses: `choose` for a single row."""
+    return int(choose(logits[None], [SamplingQuery(sampler, position, penalty_state, path)])[0])
+
+
+def scores(logits: Logits, query: SamplingQuery) -> tuple[Tokens, NDArray[np.float64]]:
+    """Return token ids, ascending, and the values whose argmax is the choice of one row (COUPLED): logits, with noise
+    unless greedy. Ids that do not survive are left out or have the value -inf."""
+    sampling = query.sampler.sampling
+    z = adjusted(logits[None], [query])
+    if sampling.greedy:
+        return np.arange(len(logits)), z[0].astype(np.float64)
+    z = tempered(z, [sampling])
+    ids = survivors(z[0], sampling)
+    return ids, z[0, ids] + gumbel(sampling.seed, query.position, ids)
