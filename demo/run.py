@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli import STYLES, coloured
+from specdec.cli.generate import STYLES, coloured
 from specdec.client import Client, SpecdecError
 from specdec.local import LocalError, Stack
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.cli import STYLES
+from specdec.cli.generate import STYLES
 from specdec.client.sources import source_name
 from specdec.v2.model_pb2 import TokenSource
 

@@ -1,0 +1,53 @@
+"""The `specdec` command: a file for each of its commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401 (as the commands want it)
+    import typer
+except ImportError:  # the client alone was installed
+    sys.exit("the specdec command needs typer and rich: pip install 'specdec-serve[cli]'")
+
+from specdec import __version__
+from specdec.cli.bench import bench
+from specdec.cli.export import export
+from specdec.cli.generate import generate
+from specdec.cli.services import draft, orchestrator, verifier
+from specdec.cli.stats import stats
+from specdec.cli.up import up
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command whose options are read elsewhere."""
+
+
+def main() -> None:
+    app(prog_name="specdec")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+def specdec(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Speculative decoding as three gRPC services.
+
+    `specdec COMMAND --help` lists the options of a command.
+    """
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.callback()(specdec)
+for service in (draft, verifier, orchestrator):
+    app.command(context_settings=PASS_ON)(service)
+for command in (export, up, stats, generate):
+    app.command()(command)
+app.command(context_settings=PASS_ON)(bench)

@@ -1,0 +1,34 @@
+"""`specdec export`: a model to ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from specdec.cli.failure import fail
+
+
+def export(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of the model in Hugging Face's layout.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; an older export there is replaced.")],
+    dtype: Annotated[
+        Literal["float32", "float16"], typer.Option(help="Data type that the export computes in; float16 is for GPUs.")
+    ] = "float32",
+) -> None:
+    """Export a model to ONNX. A draft service then runs it without torch."""
+    from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+
+    try:
+        directory = ModelDirectory(model)
+        from specdec.serving.process import logs
+
+        logs.configure("export", "warning")  # before libraries that write to stderr are imported
+        from specdec.engine.onnx.export import export as run  # takes seconds: a wrong path is reported before
+
+        run(directory, out, dtype)
+    except (ModelDirectoryError, UnsupportedModelError) as error:
+        fail(str(error))
+    print(out)

@@ -1,0 +1,27 @@
+"""`specdec draft`, `specdec verifier`, `specdec orchestrator`: one service in this process."""
+
+from __future__ import annotations
+
+import typer
+
+from specdec.command_line import run_command
+from specdec.roles import load
+
+
+def _serve(package: str, context: typer.Context) -> None:
+    run_command(load(f"{package}.__main__").main, context.command_path, context.args)
+
+
+def draft(context: typer.Context) -> None:
+    """Serve a draft model (draft service)."""
+    _serve("draft_service", context)
+
+
+def verifier(context: typer.Context) -> None:
+    """Serve a target model (verifier)."""
+    _serve("verifier_service", context)
+
+
+def orchestrator(context: typer.Context) -> None:
+    """Serve completions to applications (orchestrator)."""
+    _serve("orchestrator", context)

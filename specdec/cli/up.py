@@ -1,0 +1,67 @@
+"""`specdec up`: all three services on this machine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from specdec.cli.failure import fail
+from specdec.command_line import LogLevel
+
+
+def up(
+    target: Annotated[
+        Path | None, typer.Option(help="Directory of the target model. By default the demo's target.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory of the draft model, or `none` for no draft service. By default the demo's draft, or none "
+            "with --target or --local-draft."
+        ),
+    ] = None,
+    local_draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a local draft: a small model that the verifier itself runs, in place of a draft service."
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Data type that the target computes in.")
+    ] = "float32",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the orchestrator, for clients; 0 takes a free one.")
+    ] = 0,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the addresses of all services as one JSON object.")
+    ] = False,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Start all three services on this machine. Ctrl-C stops them."""
+    from specdec.local import LocalError, Stack
+
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: stop.append(n))
+    try:
+        with Stack.start(
+            target,
+            draft,
+            local_draft=local_draft,
+            dtype=dtype,
+            port=port,
+            log_level=log_level,
+            stopped=lambda: bool(stop),
+        ) as stack:
+            described = {"address": stack.address, "services": stack.addresses}
+            print(json.dumps(described) if json_output else stack.address, flush=True)
+            while not stop:
+                time.sleep(0.2)
+                stack.check()
+    except LocalError as error:
+        fail(str(error))
