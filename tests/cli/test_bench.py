@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def test_an_unknown_benchmark_is_refused(tmp_path: Path) -> None:
 def test_outside_a_checkout_it_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "FOLDER", tmp_path)
+    monkeypatch.setattr(importlib.import_module("specdec.cli.bench"), "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "argv", ["specdec", "bench", "speed"])
     with pytest.raises(SystemExit) as ending:
         cli.main()
