@@ -135,24 +135,25 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._queue.admit()
         ready, on_trial = self._ready()
         if not ready:
-            self._delay.end()
+            self._delay.end(time.monotonic())
             self._idle = True
             return None  # the next action wakes the loop
         sessions = [entry.session for entry in ready]
         for entry in ready:
-            entry.count_draft_ready(self.stats)
+            if entry.awaiting_draft:
+                entry.count_draft_ready(self.stats)
         self._speculation.share_threads(self._queue.running)
         batch = None if on_trial else self._speculation.select(sessions)
         self._speculation.propose(Phase.BEFORE_DELAY, sessions, self._planner.price)
         if (delay := self._seconds_to_wait(sessions)) is not None:
             return delay
         self.stats.step_begun, self.stats.step_expected = time.monotonic(), 0.0
+        waited = self._delay.end(self.stats.step_begun)
         proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions, self._planner.price)
         kept = [entry for entry in ready if self._queue.reserve_text(entry)]
         if kept:
-            self._run_step(kept, batch, proposed)
+            self._run_step(kept, batch, proposed, waited)
         self.stats.step_begun = 0.0
-        self._delay.end()
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
@@ -169,13 +170,16 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         now = time.monotonic()
         drafted = [self._speculation.eligibility.uses_remote_draft(session) for session in sessions]
         self._threads.choose(drafting=any(drafted), now=now)
+        if not any(drafted):
+            return None
         latency, price = self._threads.latency, self._planner.price
         return self._delay.seconds(sessions, drafted, now, last_step=self._last_step, latency=latency, price=price)
 
-    def _run_step(self, ready: list[RunningSession], batch: BatchProfile | None, proposed: ProposalStats) -> None:
+    def _run_step(
+        self, ready: list[RunningSession], batch: BatchProfile | None, proposed: ProposalStats, waited: float
+    ) -> None:
         # 1. Collect every session's rows.
         start = time.monotonic()
-        waited = self._delay.waited(start)
         plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
         self.stats.step_expected = plan.expected
 

@@ -44,9 +44,9 @@ class StepDelay:
         latency: StepLatency,
         price: float,
     ) -> float | None:
-        """Return for how long to delay the step of these sessions, of which some use a remote draft; None: step now.
-        `last_step` is when the last step ended, `price` the break-even probability."""
-        if not any(drafted) or any(session.remaining_prompt for session in sessions):
+        """Return for how long to delay the step of these sessions, of which those `drafted` use a remote draft; None:
+        step now. `last_step` is when the last step ended, `price` the break-even probability."""
+        if any(session.remaining_prompt for session in sessions):
             return None
         estimates = [
             session.wait_estimate(now, price) if has_draft else WITHOUT_DRAFT
@@ -58,10 +58,7 @@ class StepDelay:
         self._since = self._since or now
         return until - now
 
-    def waited(self, now: float) -> float:
-        """Return for how long the step has been delayed, now that it begins."""
-        return now - self._since if self._since else 0.0
-
-    def end(self) -> None:
-        """Note that the step has begun, or that there is none."""
-        self._since = None
+    def end(self, now: float) -> float:
+        """End the delay: the step begins, or there is none. Return for how long it has lasted."""
+        since, self._since = self._since, None
+        return now - since if since else 0.0

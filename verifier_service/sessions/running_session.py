@@ -32,11 +32,10 @@ class RunningSession:
 
     def count_draft_ready(self, stats: VerifierStats) -> None:
         """Count whether the draft's next candidates came while the last step was under way: the coming step has not
-        been delayed yet."""
-        if self.awaiting_draft:
-            stats.drafted_steps += 1
-            stats.draft_ready_steps += self.session.has_draft_candidates
-            self.awaiting_draft = False
+        been delayed yet. For sessions that are `awaiting_draft`."""
+        stats.drafted_steps += 1
+        stats.draft_ready_steps += self.session.has_draft_candidates
+        self.awaiting_draft = False
 
     @property
     def precedence(self) -> tuple[bool, int]:

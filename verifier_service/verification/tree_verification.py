@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
-
-import numpy as np
+from collections.abc import Iterator
 
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import SamplingQuery
-from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Node
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
 from verifier_service.sessions.session import Session
@@ -112,16 +108,3 @@ class TreeVerification:
             return PLAIN
         offered = any(id(other) in tree.results for other in self._node.children.values())
         return CORRECTION if offered else BONUS
-
-
-def add_logprobs(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
-    """Add the log-probabilities of committed tokens to the results of requests that want them."""
-    asking = [each for each in verifications if each.session.request.top_logprobs is not None]
-    if not asking:
-        return
-    rows = [row for each in asking for row in each.rows]
-    tokens = np.asarray([token for each in asking for token in each.result.tokens])
-    tops = [each.session.request.top_logprobs or 0 for each in asking for _ in each.rows]
-    found = iter(logits.logprobs(rows, tokens, tops))
-    for each in asking:
-        each.result.logprobs = list(islice(found, len(each.rows)))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain, islice
+
+import numpy as np
 
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Step
 from verifier_service.backend.result import VerifyResult
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
-from verifier_service.verification.tree_verification import TreeVerification, add_logprobs
+from verifier_service.verification.tree_verification import TreeVerification
 from verifier_service.verification.verify_trees import verify_trees
 
 
@@ -23,22 +26,27 @@ class VerifiedStep:
         pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
         self.verifications = [verification for _, verification in pairs]
         self.logits = forward(
-            packer.pack(), lambda: dict(query for each in self.verifications for query in each.queries())
+            packer.pack(), lambda: dict(chain.from_iterable([v.queries() for v in self.verifications]))
         )
         self.forward_seconds = time.monotonic() - start
         verify_trees(self.verifications, self.logits)
         self._prefilled = [(entry, rows.count) for entry, rows in entries if rows.root_row is None]
         self._sound = [(entry, verification) for entry, verification in pairs if verification.error is None]
         self.failed = [(entry, verification.error) for entry, verification in pairs if verification.error is not None]
-
-    @property
-    def kv_copies(self) -> list[tuple[int, int]]:
-        """Slots (from, to) to copy: accepted candidates of side branches."""
-        return [copy for _, verification in self._sound for copy in verification.kv_copies]
+        # Slots (from, to) to copy: accepted candidates of side branches.
+        self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
 
     def add_logprobs(self) -> None:
-        """Add log-probabilities to the results of requests that want them."""
-        add_logprobs([verification for _, verification in self._sound], self.logits)
+        """Add the log-probabilities of committed tokens to the results of requests that want them."""
+        asking = [each for _, each in self._sound if each.session.request.top_logprobs is not None]
+        if not asking:
+            return
+        rows = [row for each in asking for row in each.rows]
+        tokens = np.asarray([token for each in asking for token in each.result.tokens])
+        tops = [each.session.request.top_logprobs or 0 for each in asking for _ in each.rows]
+        found = iter(self.logits.logprobs(rows, tokens, tops))
+        for each in asking:
+            each.result.logprobs = list(islice(found, len(each.rows)))
 
     def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
         """Commit what was accepted, and return it; those that `failed` get nothing."""
