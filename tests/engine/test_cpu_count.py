@@ -1,0 +1,48 @@
+"""Proves that a process counts the cores it is given, whichever version of cgroups limits it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from specdec.engine.cpu_count import cores_given
+
+ALL = len(os.sched_getaffinity(0))
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("100000 100000", 1), ("1000 100000", 1), ("max 100000", ALL), ("99900000 100000", ALL), ("nonsense", ALL)],
+)
+@pytest.mark.parametrize("place", ["a/b", "a", ""])
+def test_version_2(tmp_path: Path, limit: str, cores: int, place: str) -> None:
+    write(tmp_path / "self", "0::/a/b\n")
+    write(tmp_path / "mount" / place / "cpu.max", limit + "\n")
+    assert cores_given(tmp_path / "mount", tmp_path / "self") == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("50000", 1), ("100000", 1), ("-1", ALL), ("", ALL)])
+@pytest.mark.parametrize("controllers", ["cpu", "cpu,cpuacct"])
+def test_version_1(tmp_path: Path, quota: str, cores: int, controllers: str) -> None:
+    write(tmp_path / "self", f"5:memory:/other\n4:{controllers}:/a\n0::/\n")
+    write(tmp_path / "mount" / controllers / "a" / "cpu.cfs_quota_us", quota)
+    write(tmp_path / "mount" / controllers / "a" / "cpu.cfs_period_us", "100000")
+    assert cores_given(tmp_path / "mount", tmp_path / "self") == cores
+
+
+@pytest.mark.skipif(ALL < 2, reason="there is one core only")
+def test_a_part_of_a_core_counts_as_one(tmp_path: Path) -> None:
+    write(tmp_path / "self", "0::/\n")
+    write(tmp_path / "mount" / "cpu.max", "150000 100000\n")
+    assert cores_given(tmp_path / "mount", tmp_path / "self") == 2
+
+
+def test_affinity_counts_where_there_are_no_cgroups(tmp_path: Path) -> None:
+    assert cores_given(tmp_path, tmp_path / "none") == ALL
