@@ -5,19 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import structlog
-import typer
+from specdec import extras
 
-from draft_service import expansion_width
-from draft_service.draft_loop import DraftLoop
-from draft_service.language_model import LanguageModelDrafter
-from draft_service.servicer import DraftServicer, Limits
-from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
-from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
-from specdec.engine.memory import share_memory_among_threads
-from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.identity import identity_of
-from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
+try:
+    import structlog
+    import typer
+
+    from draft_service import expansion_width
+    from draft_service.draft_loop import DraftLoop
+    from draft_service.language_model import LanguageModelDrafter
+    from draft_service.servicer import DraftServicer, Limits
+    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
+    from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
+    from specdec.engine.memory import share_memory_among_threads
+    from specdec.engine.model_directory import ModelDirectory
+    from specdec.serving.identity import identity_of
+    from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
+except ModuleNotFoundError as error:
+    extras.fail(error, "draft", "draft")
 
 log = structlog.get_logger()
 

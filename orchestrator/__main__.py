@@ -6,18 +6,23 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from specdec import extras
 
-from orchestrator.discovery import Discovery, Place
-from orchestrator.peers import Peers
-from orchestrator.pods import Pods
-from orchestrator.request import Model
-from orchestrator.servicer import GenerationServicer
-from orchestrator.tokenizer import Tokenizer
-from orchestrator.workers import supervise
-from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, duration, run_command
-from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.process.server import ServerSettings, run, run_program
+try:
+    import typer
+
+    from orchestrator.discovery import Discovery, Place
+    from orchestrator.peers import Peers
+    from orchestrator.pods import Pods
+    from orchestrator.request import Model
+    from orchestrator.servicer import GenerationServicer
+    from orchestrator.tokenizer import Tokenizer
+    from orchestrator.workers import supervise
+    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, duration, run_command
+    from specdec.engine.model_directory import ModelDirectory
+    from specdec.serving.process.server import ServerSettings, run, run_program
+except ModuleNotFoundError as error:
+    extras.fail(error, "orchestrator", "orchestrator")
 
 
 def _place(text: str) -> Place:

@@ -7,20 +7,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import structlog
-import typer
+from specdec import extras
 
-from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
-from specdec.engine.engine import Engine
-from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
-from specdec.engine.memory import share_memory_among_threads
-from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.identity import identity_of
-from specdec.serving.process import logs
-from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
-from verifier_service.proposers.draft_model import DraftModelProposer
-from verifier_service.servicer import Limits, VerifierServicer
-from verifier_service.step_loop import StepLoop
+try:
+    import structlog
+    import typer
+
+    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
+    from specdec.engine.engine import Engine
+    from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
+    from specdec.engine.memory import share_memory_among_threads
+    from specdec.engine.model_directory import ModelDirectory
+    from specdec.serving.identity import identity_of
+    from specdec.serving.process import logs
+    from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
+    from verifier_service.proposers.draft_model import DraftModelProposer
+    from verifier_service.servicer import Limits, VerifierServicer
+    from verifier_service.step_loop import StepLoop
+except ModuleNotFoundError as error:
+    extras.fail(error, "verifier", "verifier")
 
 if TYPE_CHECKING:  # it brings torch
     from specdec.engine.distributed.ranks import Ranks

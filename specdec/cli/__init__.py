@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
+
+from specdec import __version__, extras
 
 try:
     import rich  # noqa: F401 (as the commands want it)
     import typer
-except ImportError:  # the client alone was installed
-    sys.exit("the specdec command needs typer and rich: pip install 'specdec-serve[cli]'")
+except ModuleNotFoundError as error:  # the client alone was installed
+    extras.fail(error, "specdec")
 
-from specdec import __version__
 from specdec.cli.bench import bench
 from specdec.cli.export import export
 from specdec.cli.generate import generate
@@ -24,7 +24,10 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def main() -> None:
-    app(prog_name="specdec")
+    try:
+        app(prog_name="specdec")
+    except ModuleNotFoundError as error:
+        extras.fail(error, "specdec")
 
 
 def _version(wanted: bool) -> None:

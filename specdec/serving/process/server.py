@@ -21,6 +21,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from specdec import extras
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
@@ -235,3 +236,5 @@ def run_program(program: Coroutine[None, None, None], service_name: str) -> None
     except (StartError, ModelDirectoryError, UnsupportedModelError) as error:
         print(f"{service_name}: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except ModuleNotFoundError as error:  # an engine's, which is imported when it is loaded
+        extras.fail(error, service_name, service_name)

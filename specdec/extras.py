@@ -1,0 +1,63 @@
+"""Which extra of this distribution brings which module, and what to tell where one is missing."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+DISTRIBUTION = "specdec-serve"
+
+EXTRAS = {
+    "accelerate": "parallel",
+    "gguf": "bench",
+    "google.rpc": "service",
+    "grpc_health": "service",
+    "grpc_reflection": "service",
+    "grpc_status": "service",
+    "jinja2": "orchestrator",
+    "llvmlite": "verifier",
+    "matplotlib": "bench",
+    "numba": "verifier",
+    "numpy": "service",
+    "onnx": "export",
+    "onnxruntime": "draft",
+    "onnxscript": "export",
+    "rich": "cli",
+    "safetensors": "verifier",
+    "structlog": "service",
+    "tokenizers": "orchestrator",
+    "torch": "verifier",
+    "transformers": "verifier",
+    "triton": "cuda",
+    "typer": "cli",
+}
+"""Module to the smallest extra that brings it."""
+
+IN_EVERY_SERVICE = {"cli", "service"}
+"""Extras that those of the services hold."""
+
+
+def install_command(extra: str) -> str:
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def hint(error: ImportError, role: str | None = None) -> str | None:
+    """Return the line that names a missing module and the command which installs it; None if no extra brings it.
+
+    `role` is the extra of the service that runs: it is named in place of one that all services have.
+    """
+    name = error.name or ""
+    extra = EXTRAS.get(name) or EXTRAS.get(".".join(name.split(".")[:2])) or EXTRAS.get(name.partition(".")[0])
+    if extra is None or not isinstance(error, ModuleNotFoundError):
+        return None
+    if role is not None and extra in IN_EVERY_SERVICE:
+        extra = role
+    return f"{name.partition('.')[0]} is not installed: {install_command(extra)}"
+
+
+def fail(error: ImportError, program: str, role: str | None = None) -> NoReturn:
+    """End the process with the hint on stderr; raise the error again if there is none."""
+    line = hint(error, role)
+    if line is None:
+        raise error
+    sys.exit(f"{program}: {line}")

@@ -1,0 +1,95 @@
+"""A missing extra is one line, which names the package and the command that installs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from specdec.extras import DISTRIBUTION, EXTRAS, IN_EVERY_SERVICE
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+BLOCKING = """
+import runpy, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r} or name.startswith({module!r} + "."):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.argv = {arguments!r}
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+"""A program that runs a module as `python -m` does, in a process where another module is not installed."""
+
+DEMO = str(ROOT / "demo" / "target")
+
+PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba"}
+PACKAGES |= {name: name.replace("_", "io-") for name in EXTRAS if name.startswith("grpc_")}
+PACKAGES |= {"grpc_health": "grpcio-health-checking"}
+"""Module to the distribution that brings it, where it has another name."""
+
+
+def requirements(extra: str) -> set[str]:
+    """Return the names of the distributions that an extra names, those of its own extras included."""
+    found: set[str] = set()
+    for line in PROJECT["optional-dependencies"][extra]:
+        name = re.match(r"[\w-]+", line)
+        assert name is not None
+        inner = re.match(rf"{DISTRIBUTION}\[([\w,-]+)\]", line)
+        found |= set().union(*map(requirements, inner[1].split(","))) if inner else {name[0]}
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(EXTRAS))
+def test_an_extra_brings_its_modules(module: str) -> None:
+    wanted = PACKAGES.get(module, module)
+    brought = requirements(EXTRAS[module])
+    assert wanted in brought or (wanted == "googleapis-common-protos" and "grpcio-status" in brought)
+
+
+def test_every_requirement_of_an_extra_has_its_module() -> None:
+    named = {PACKAGES.get(module, module) for module in EXTRAS}
+    for extra in PROJECT["optional-dependencies"]:
+        if extra not in ("dev", "draft-gpu"):
+            assert requirements(extra) <= named, extra
+
+
+def test_every_service_has_what_all_have() -> None:
+    for role in ("draft", "verifier", "orchestrator"):
+        for extra in IN_EVERY_SERVICE:
+            assert requirements(extra) <= requirements(role)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("typer", ("specdec.cli", "generate", "x"), "cli"),
+        ("rich", ("specdec.cli", "stats", "h:1"), "cli"),
+        ("structlog", ("specdec.cli", "verifier", "--model", DEMO), "verifier"),
+        ("tokenizers", ("specdec.cli", "orchestrator", "--model", DEMO, "--verifier", "h:1"), "orchestrator"),
+        ("onnx", ("specdec.cli", "export", DEMO, "/nonexistent/out"), "export"),
+        ("typer", ("draft_service", "--model", DEMO), "draft"),
+        ("grpc_health", ("draft_service", "--model", DEMO), "draft"),
+        ("onnxruntime", ("draft_service", "--model", DEMO), "draft"),
+        ("torch", ("verifier_service", "--model", DEMO), "verifier"),
+        ("numba", ("verifier_service", "--model", DEMO), "verifier"),
+        ("transformers", ("verifier_service", "--model", DEMO), "verifier"),
+        ("jinja2", ("orchestrator", "--model", DEMO, "--verifier", "h:1"), "orchestrator"),
+    ],
+)
+def test_a_missing_module_is_one_line(module: str, arguments: tuple[str, ...], extra: str) -> None:
+    program = BLOCKING.format(module=module, arguments=list(arguments))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.endswith(f"{module} is not installed: pip install '{DISTRIBUTION}[{extra}]'\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert sum(not line.startswith(("{", "20")) for line in done.stderr.splitlines()) == 1
