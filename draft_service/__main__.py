@@ -16,6 +16,7 @@ try:
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.servicer import DraftServicer, Limits
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
+    from specdec.engine import fast_paths
     from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
     from specdec.engine.memory import share_memory_among_threads
     from specdec.engine.model_directory import ModelDirectory
@@ -81,6 +82,8 @@ def main(
     def start() -> DraftServicer:
         directory = ModelDirectory(model)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype, device=device)
+        for path in fast_paths.off():
+            log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
         limits = Limits(max_sessions=max_sessions)
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)

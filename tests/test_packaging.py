@@ -11,9 +11,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import specdec
 from specdec import roles
+from specdec.engine.fast_paths import TESTED_TORCH
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -55,20 +58,46 @@ def test_what_was_on_the_path_of_a_service_stays_there(monkeypatch: pytest.Monke
     assert roles.environment()["PYTHONPATH"] == os.pathsep.join((str(roles.FOLDER), "/somewhere"))
 
 
+def hints() -> list[tuple[Path, str, str]]:
+    """Return (file, distribution, extras) of every hint in code, README and docs that tells what to install; the
+    distribution of a checkout is `.`."""
+    folders = ("specdec", *SERVICES, "docs", "demo", "bench", "examples")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*"))]
+    files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    command = re.compile(r"\binstall (?:[^\n`;]* )?['\"]?(specdec[\w-]*|\.)(?:\[([\w, -]+)\])?")
+    alone = re.compile(r"(?<![\w/])(specdec[a-z-]*)\[([a-z, -]+)\]")
+    return [
+        (file, name, names)
+        for file in files
+        if file.suffix in (".py", ".md") and "decisions" not in file.parts
+        for name, names in command.findall(file.read_text()) + alone.findall(file.read_text())
+    ]
+
+
 def test_hints_name_this_distribution_and_extras_that_exist() -> None:
     """Whoever follows a hint installs this project, not another author's."""
-    extras = PROJECT["project"]["optional-dependencies"]
-    hints = [
-        (file, name, extra)
-        for folder in ("specdec", *SERVICES, "docs", "demo")
-        for file in (ROOT / folder).rglob("*")
-        if file.suffix in (".py", ".md") and "decisions" not in file.parts
-        for name, extra in re.findall(r"\b(specdec[a-z-]*)\[([a-z, -]+)\]", file.read_text())
-    ]
-    assert len(hints) > 3
-    for file, name, names in hints:
-        assert name == PROJECT["project"]["name"], file
-        assert {each.strip() for each in names.split(",")} <= extras.keys(), file
+    found = hints()
+    assert {"README.md", "serving-your-models.md", "client-guide.md", "pretrained.py"} <= {
+        each[0].name for each in found
+    }
+    for file, name, names in found:
+        assert name in (PROJECT["project"]["name"], "."), file
+        extras = {each.strip() for each in names.split(",")} - {"", "EXTRA"}
+        assert extras <= PROJECT["project"]["optional-dependencies"].keys(), file
+
+
+def test_ranges_of_engines_end_where_tests_end() -> None:
+    """The tested version is allowed, and the next minor one is not."""
+    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    lines = [line for each in PROJECT["project"]["optional-dependencies"].values() for line in each]
+    for name in ("torch", "transformers", "numba", "triton", "onnxruntime"):
+        requirements = [Requirement(line) for line in lines if re.match(rf"{name}\b[^-]", line)]
+        version = Version(tested[name])
+        later = f"{version.major}.{version.minor + 1}.0"
+        assert requirements
+        assert all(requirement.specifier.contains(version) for requirement in requirements), name
+        assert any(not requirement.specifier.contains(later) for requirement in requirements), name
+    assert tested["torch"].startswith(TESTED_TORCH)
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

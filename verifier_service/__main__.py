@@ -14,6 +14,7 @@ try:
     import typer
 
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
+    from specdec.engine import fast_paths
     from specdec.engine.engine import Engine
     from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
     from specdec.engine.memory import share_memory_among_threads
@@ -157,11 +158,16 @@ def main(
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
+            fast_paths.found_off(
+                "exactness", "rows depend on their batch here", "a token may depend on what shares its step"
+            )
         local_draft = None
         if draft_directory is not None:
             local_draft = DraftModelProposer(load_engine(engine, draft_directory, **common), draft_directory.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
+        for path in fast_paths.off():
+            log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
 

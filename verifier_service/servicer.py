@@ -11,6 +11,7 @@ import grpc
 import structlog
 
 from specdec.decoding.speculation import drafters_of
+from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
@@ -125,6 +126,7 @@ class VerifierServicer(
             preemptions=load.preemptions,
             busy_us=int(1e6 * load.busy),
             up_us=int(1e6 * (time.monotonic() - self._started)),
+            fast_paths_off=fast_paths_off(),
         )
 
     def detach(self, session: BackendSession) -> None:

@@ -40,7 +40,9 @@ def stats(
                 values = MessageToDict(
                     seen, always_print_fields_with_no_presence=True, preserving_proto_field_name=True
                 )
-                print(json.dumps({name: int(value) for name, value in values.items()}), flush=True)
+                print(
+                    json.dumps({name: v if isinstance(v, list) else int(v) for name, v in values.items()}), flush=True
+                )
             else:
                 print(_stats_line(seen), flush=True)
             if every is None:

@@ -24,20 +24,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.cpu.arithmetic import Array
+from specdec.engine.fast_paths import TESTED_TORCH
 from specdec.engine.hf.linear import PackedLinear
 
 Handles = NDArray[np.int64]
-
-TESTED = ("2.13.",)
-"""Beginnings of the torch versions whose C functions were tested with the arguments used here; a C function cannot be
-asked for its signature."""
 
 FUNCTIONS = ("aoti_torch_cpu__linear_pointwise", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
 
 
 def _library() -> Any:
     """Return torch's library; None if its version is not tested or a function is missing."""
-    if not torch.__version__.startswith(TESTED):
+    if not torch.__version__.startswith(TESTED_TORCH):
         return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

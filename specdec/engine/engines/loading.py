@@ -7,8 +7,7 @@ import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import structlog
-
+from specdec.engine import fast_paths
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.providers import place_of, providers
@@ -16,8 +15,6 @@ from specdec.engine.onnx.providers import place_of, providers
 if TYPE_CHECKING:  # imports torch
     from specdec.engine.distributed.ranks import Ranks
     from specdec.engine.hf.attention_backend import AttentionBackend
-
-log = structlog.get_logger()
 
 Kind = Literal["torch", "eager", "onnx"]
 """The kinds of engine. On a GPU `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
@@ -63,7 +60,7 @@ def load_engine(
         return _part(ranks, kind, directory, device, threads=threads, **options)
     check_torch(device)
     if device == "cpu" and dtype == "bfloat16" and not has_bfloat16():
-        log.warning("slow_arithmetic", dtype="bfloat16", why="this processor has none of it: float32 is much faster")
+        fast_paths.found_off("bfloat16", "this processor has no bfloat16 arithmetic", "float32 is much faster here")
     return _torch(kind, directory, device, threads=threads, compiled=compiled, **options)
 
 
