@@ -19,7 +19,7 @@ try:
     from specdec.engine import fast_paths
     from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
     from specdec.engine.memory import share_memory_among_threads
-    from specdec.engine.model_directory import ModelDirectory
+    from specdec.engine.preflight import servable
     from specdec.serving.identity import identity_of
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
 except ModuleNotFoundError as error:
@@ -80,7 +80,7 @@ def main(
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
     def start() -> DraftServicer:
-        directory = ModelDirectory(model)
+        directory = servable(model)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype, device=device)
         for path in fast_paths.off():
             log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)

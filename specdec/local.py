@@ -136,7 +136,8 @@ class Stack:
 
 def _models(target: Path | None, draft: str | None, local_draft: Path | None) -> tuple[Path, Path | None]:
     """Return the directories of target and draft to serve, checked before anything starts."""
-    from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.preflight import check_models
 
     if target is None and not (DEMO / "target" / "config.json").is_file():
         raise LocalError("this installation has no demo pair: give --target")
@@ -145,10 +146,7 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None) ->
     default = None if target or local_draft else DEMO / "draft"
     draft_path = None if draft == "none" else Path(draft) if draft else default
     try:
-        target_directory = ModelDirectory(target_path)
-        for each in (draft_path, local_draft):
-            if each is not None:
-                ModelDirectory(each).check_pair(target_directory)
+        check_models(target_path, *(each for each in (draft_path, local_draft) if each is not None))
     except ModelDirectoryError as error:
         raise LocalError(str(error)) from error
     return target_path, draft_path

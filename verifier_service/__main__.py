@@ -19,6 +19,7 @@ try:
     from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
     from specdec.engine.memory import share_memory_among_threads
     from specdec.engine.model_directory import ModelDirectory
+    from specdec.engine.preflight import servable
     from specdec.serving.identity import identity_of
     from specdec.serving.process import logs
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
@@ -151,8 +152,8 @@ def main(
         return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **common)
 
     def start(ranks: Ranks | None = None) -> VerifierServicer:
-        directory = ModelDirectory(model) if ranks is None else ranks.together(lambda: ModelDirectory(model))
-        draft_directory = None if draft_model is None else ModelDirectory(draft_model)
+        directory = servable(model) if ranks is None else ranks.together(lambda: servable(model))
+        draft_directory = None if draft_model is None else servable(draft_model)
         if draft_directory is not None:
             draft_directory.check_pair(directory)
         loaded = load(directory, ranks)

@@ -145,7 +145,20 @@ class ModelDirectory:
     def check_pair(self, other: ModelDirectory) -> None:
         """Raise ModelDirectoryError unless one of the two models can draft for the other."""
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
-            raise ModelDirectoryError(f"the tokenizers of {other.path} and {self.path} differ: they cannot be paired")
+            raise ModelDirectoryError(
+                f"the tokenizers of {other.path} and {self.path} differ ({self._difference(other)}): "
+                "they cannot be paired"
+            )
+
+    def _difference(self, other: ModelDirectory) -> str:
+        """Say how the tokenizers of two models differ: in their sizes, and in the first id that means another text."""
+        mine, others = (
+            {number: token for token, number in _pieces(each._needed("tokenizer.json")).items()}
+            for each in (self, other)
+        )
+        first = min(number for number in mine.keys() | others.keys() if mine.get(number) != others.get(number))
+        one, two = (shown(texts[first]) if first in texts else "nothing" for texts in (others, mine))
+        return f"{len(others)} and {len(mine)} tokens; id {first} is {one} and {two}"
 
     def weights(self) -> list[Path]:
         """Return the files of weights; ModelDirectoryError unless each can be read."""

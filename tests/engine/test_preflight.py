@@ -1,0 +1,61 @@
+"""Proves that incomplete weights are found by their headers, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.preflight import INDEX, check_weights
+
+DEMO = Path(__file__).parent.parent.parent / "demo" / "target"
+WEIGHTS = "model.safetensors"
+
+
+def cut(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-1000])
+
+
+def index(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "model-2.safetensors"}}))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (lambda folder: (folder / WEIGHTS).unlink(), "no weights"),
+    "empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "its header is cut off"),
+    "page": (lambda folder: (folder / WEIGHTS).write_bytes(b"version https://git-lfs"), "its header is cut off"),
+    "damaged": (lambda folder: (folder / WEIGHTS).write_bytes(b"\x02" + bytes(7) + b"[]"), "its header is damaged"),
+    "cut": (cut, "bytes, by its header they are"),
+    "index": (index, "names model-2.safetensors, which is not there (1 of 2 files missing)"),
+}
+
+
+def test_complete_weights_are_taken() -> None:
+    check_weights(ModelDirectory(DEMO))
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_incomplete_weights_are_refused(tmp_path: Path, case: str) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    breaking, said = BROKEN[case]
+    breaking(folder)
+    with pytest.raises(ModelDirectoryError) as error:
+        check_weights(ModelDirectory(folder))
+    assert said in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_tokenizers_that_differ_say_how(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({"content": "<other>", "id": 100_000})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        ModelDirectoryError, match=r'tokens; id 100000 is nothing and "<other>"\): they cannot be paired'
+    ):
+        ModelDirectory(folder).check_pair(ModelDirectory(DEMO))
