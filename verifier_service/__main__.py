@@ -119,6 +119,13 @@ def main(
             "are not of the Llama kind. Works on CPUs only and needs a C++ compiler."
         ),
     ] = False,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option(
+            help="Record steps as CUDA graphs, which the host launches in one call; without them every kernel by "
+            "itself, slowly, to compare with. For the torch engine on a GPU."
+        ),
+    ] = True,
     draft_model: Annotated[
         Path | None,
         typer.Option(
@@ -139,6 +146,7 @@ def main(
         "threads": (threads, threads if threads_while_drafting is None else min(threads, threads_while_drafting)),
         "dtype": dtype,
         "device": device,
+        "cuda_graphs": cuda_graphs,
     }
 
     def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
