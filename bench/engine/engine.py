@@ -54,7 +54,7 @@ SPARE = 0.9
 WIDTHS = (2, 4, 8)
 """Candidates per session and step, with synthetic speculation."""
 
-QUICK_PEERS = ("eager-dynamic", "eager-static")
+QUICK_PEERS = ("eager-static",)
 """Peers of --quick: to compile for every combination takes a minute."""
 
 PROMPT, LENGTH = 128, 192
@@ -194,14 +194,14 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context; nothing compiled, unless --peers says so",
+        help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context; beside one peer, unless --peers says more",
     )
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.tokens, args.contexts, args.sessions = [1, 8], [256], [1, 4]
         args.peers = list(QUICK_PEERS) if args.peers is None else args.peers
-        args.seconds, args.synthetic_sessions, args.synthetic_rounds = min(args.seconds, 1.0), 4, 1
+        args.seconds, args.synthetic_sessions, args.synthetic_rounds = min(args.seconds, 0.3), 4, 1
     args.peers = list(PEERS) if args.peers is None else args.peers
     for name in ("tokens", "contexts", "sessions", "threads", "repeats", "synthetic_sessions", "synthetic_rounds"):
         value = getattr(args, name)
