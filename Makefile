@@ -1,4 +1,4 @@
-# One vocabulary: setup demo test verify check proto bench bench-peers bench-llama.
+# One vocabulary: setup demo test verify gpu check proto bench bench-peers bench-llama.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo test verify check proto bench bench-peers bench-llama clean format
+.PHONY: setup demo test verify gpu check proto bench bench-peers bench-llama clean format
 
 setup: $(VENV)/.done
 
@@ -31,6 +31,10 @@ test: setup  ## Everything that must hold, in minutes.
 
 verify: setup  ## The long equality suites, and a hundred thousand hostile messages.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600
+
+# It installs nothing, since the machine may have no network: it runs in .venv if there is one, else with PYTHON as it is.
+gpu:  ## All that only a GPU can show, in ten minutes at most; leaves build/gpu/report.md.
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench gpu
 
 bench: setup  ## Speed on the demo pair beside transformers, in two minutes if nothing else runs.
 	$(BIN)/specdec bench speed --quick

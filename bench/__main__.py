@@ -22,6 +22,9 @@ ROOMS = {
     "engine": {
         "engine": "step time over the roofline of the device's memory, beside transformers: random weights",
     },
+    "gpu": {
+        "gpu": "all that only a GPU can show, in ten minutes: tests, exactness, graphs, drafts, speed",
+    },
     "serving": {
         "chunking": "what a long prompt costs the other streams",
         "overload": "who is served and who is refused under ten times the load",
@@ -55,7 +58,7 @@ def listed() -> str:
 
 
 def main(given: list[str]) -> None:
-    if not given or given[0] in ("-h", "--help"):
+    if not given or given[0] in ("-h", "--help", "--list"):
         print(f"usage: python -m bench NAME [--help] [options]\n\n{listed()}", end="")
         return
     name, *options = given

@@ -27,9 +27,16 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what specdec runs on; other systems report their own."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True)
     found = {name: version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), "commit": commit.stdout.strip() or "unknown"} | found
+    return {"python": platform.python_version(), "commit": _commit()} | found
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # there is no git
+        return "unknown"
 
 
 def version(package: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from specdec import extras
+from specdec.extras import needed_by
 
-try:
+with needed_by("draft", "draft"):
     import structlog
     import typer
 
@@ -22,8 +22,6 @@ try:
     from specdec.engine.preflight import servable
     from specdec.serving.identity import identity_of
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
-except ModuleNotFoundError as error:
-    extras.fail(error, "draft", "draft")
 
 log = structlog.get_logger()
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from specdec import extras
+from specdec.extras import needed_by
 
-try:
+with needed_by("orchestrator", "orchestrator"):
     import typer
 
     from orchestrator.discovery import Discovery, Place
@@ -21,8 +21,6 @@ try:
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, duration, run_command
     from specdec.engine.model_directory import ModelDirectory
     from specdec.serving.process.server import ServerSettings, run, run_program
-except ModuleNotFoundError as error:
-    extras.fail(error, "orchestrator", "orchestrator")
 
 
 def _place(text: str) -> Place:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 DISTRIBUTION = "specdec-serve"
 
@@ -41,23 +42,27 @@ def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def hint(error: ImportError, role: str | None = None) -> str | None:
+def hint(error: ModuleNotFoundError, role: str | None = None) -> str | None:
     """Return the line that names a missing module and the command which installs it; None if no extra brings it.
 
     `role` is the extra of the service that runs: it is named in place of one that all services have.
     """
     name = error.name or ""
     extra = EXTRAS.get(name) or EXTRAS.get(".".join(name.split(".")[:2])) or EXTRAS.get(name.partition(".")[0])
-    if extra is None or not isinstance(error, ModuleNotFoundError):
+    if extra is None:
         return None
     if role is not None and extra in IN_EVERY_SERVICE:
         extra = role
     return f"{name.partition('.')[0]} is not installed: {install_command(extra)}"
 
 
-def fail(error: ImportError, program: str, role: str | None = None) -> NoReturn:
-    """End the process with the hint on stderr; raise the error again if there is none."""
-    line = hint(error, role)
-    if line is None:
-        raise error
-    sys.exit(f"{program}: {line}")
+@contextmanager
+def needed_by(program: str, role: str | None = None) -> Iterator[None]:
+    """Run what imports. If a module is missing that an extra brings, end the process with the hint on stderr."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        line = hint(error, role)
+        if line is None:
+            raise
+        sys.exit(f"{program}: {line}")

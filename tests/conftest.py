@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available():  # kernels for GPUs are run by an interpreter; read when triton is first imported
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:  # kernels for GPUs are run by an interpreter; read when triton is first imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 # How long an example takes says how busy the machine is, and nothing else.
@@ -19,3 +21,11 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("specdec")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if not ON_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="there is no GPU"))

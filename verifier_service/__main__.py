@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from specdec import extras
+from specdec.extras import needed_by
 
-try:
+with needed_by("verifier", "verifier"):
     import structlog
     import typer
 
@@ -26,8 +26,6 @@ try:
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import Limits, VerifierServicer
     from verifier_service.step_loop import StepLoop
-except ModuleNotFoundError as error:
-    extras.fail(error, "verifier", "verifier")
 
 if TYPE_CHECKING:  # it brings torch
     from specdec.engine.distributed.ranks import Ranks
@@ -126,6 +124,13 @@ def main(
             "are not of the Llama kind. Works on CPUs only and needs a C++ compiler."
         ),
     ] = False,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option(
+            help="Record steps as CUDA graphs, which the host launches in one call; without them every kernel by "
+            "itself, slowly, to compare with. For the torch engine on a GPU."
+        ),
+    ] = True,
     draft_model: Annotated[
         Path | None,
         typer.Option(
@@ -146,6 +151,7 @@ def main(
         "threads": (threads, threads if threads_while_drafting is None else min(threads, threads_while_drafting)),
         "dtype": dtype,
         "device": device,
+        "cuda_graphs": cuda_graphs,
     }
 
     def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:

@@ -41,6 +41,7 @@ from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, check_torch, load_engine
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
+from specdec.engine.memory import LEAST_SLOTS
 from specdec.engine.model_directory import ModelDirectoryError
 from verifier_service.step_loop import MOST_CANDIDATES
 
@@ -52,6 +53,9 @@ SPARE = 0.9
 
 WIDTHS = (2, 4, 8)
 """Candidates per session and step, with synthetic speculation."""
+
+QUICK_PEERS = ("eager-static",)
+"""Peers of --quick: to compile for every combination takes a minute."""
 
 PROMPT, LENGTH = 128, 192
 """Tokens of the prompt and of the output of a synthetic text."""
@@ -96,7 +100,7 @@ class EngineBench:
         """Measure specdec's engine; return its numerics fingerprint."""
         args = self.args
         self._report("loading")
-        capacity = 1 + max(what.slots for what in fitting)
+        capacity = max(LEAST_SLOTS, 1 + max(what.slots for what in fitting))  # the check of exactness takes some too
         prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MOST_CANDIDATES
         engine = load_engine(
             args.engine,
@@ -180,19 +184,25 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=whole_numbers, default=[1, 4, 8, 16, 32, 64], help="n; default: 1,4,...,64")
     parser.add_argument("--contexts", type=whole_numbers, default=[1024, 8192], help="default: 1024,8192")
     parser.add_argument("--sessions", type=whole_numbers, default=[1, 32], help="default: 1,32")
-    parser.add_argument("--peers", type=peers, default=list(PEERS), help=f"or none; default: {','.join(PEERS)}")
+    parser.add_argument("--peers", type=peers, help=f"or none; default: {','.join(PEERS)}")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of a CPU; default: all cores")
     parser.add_argument("--repeats", type=int, default=50, help="steps measured at most (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="for one combination, about (default: %(default)g)")
     parser.add_argument("--synthetic-acceptance", type=float, help="probability that an injected candidate is right")
     parser.add_argument("--synthetic-sessions", type=int, default=8, help="beside a single one (default: %(default)s)")
     parser.add_argument("--synthetic-rounds", type=int, default=3, help="in each way (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="n = 1 and 8, 1 and 4 sessions, 256 tokens of context; beside one peer, unless --peers says more",
+    )
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
         args.tokens, args.contexts, args.sessions = [1, 8], [256], [1, 4]
-        args.seconds, args.synthetic_sessions, args.synthetic_rounds = min(args.seconds, 1.0), 4, 1
+        args.peers = list(QUICK_PEERS) if args.peers is None else args.peers
+        args.seconds, args.synthetic_sessions, args.synthetic_rounds = min(args.seconds, 0.3), 4, 1
+    args.peers = list(PEERS) if args.peers is None else args.peers
     for name in ("tokens", "contexts", "sessions", "threads", "repeats", "synthetic_sessions", "synthetic_rounds"):
         value = getattr(args, name)
         for number in value if isinstance(value, list) else [value]:

@@ -5,6 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+WORDS = {
+    "specdec": "specdec's engine",
+    "eager-dynamic": "transformers, growing cache",
+    "eager-static": "transformers, static cache",
+    "compiled": "transformers, static cache, compiled",
+    "continuous-batching": "transformers, continuous batching",
+}
+"""Systems as the plot names them."""
+
 
 def _by_system(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
@@ -80,9 +89,10 @@ def plot(report: dict[str, Any], file: Path) -> None:
     for axes, (sessions, context) in zip(grid[0], panels, strict=True):
         here = [row for row in report["rows"] if (row["sessions"], row["context"]) == (sessions, context)]
         for name, rows in _by_system(here).items():
-            axes.plot([row["tokens"] for row in rows], [row["ms"] for row in rows], marker="o", label=name)
+            label = WORDS.get(name, name)
+            axes.plot([row["tokens"] for row in rows], [row["ms"] for row in rows], marker="o", label=label)
         rooflines = sorted({row["tokens"]: row["roofline_ms"] for row in here}.items())
-        axes.plot([n for n, _ in rooflines], [ms for _, ms in rooflines], "k--", label="roofline")
+        axes.plot([n for n, _ in rooflines], [ms for _, ms in rooflines], "k--", label="reading weights and keys alone")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks([n for n, _ in rooflines], [str(n) for n, _ in rooflines])

@@ -24,10 +24,11 @@ from rich.progress import track
 
 from bench.arguments import parser_of
 from bench.conditions import machine, versions
+from bench.model_name import model_name
 from bench.quality.report import Text, measured, plot, reported, table
 from bench.report import folder, publish
 from specdec.client import Client, GenerateOptions, SpecdecError
-from specdec.local import LocalError, Stack
+from specdec.local import DEMO, LocalError, Stack
 
 PROMPTS = (
     "Large Language models are",
@@ -119,8 +120,8 @@ def main(given: Sequence[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     report = {
-        "target": model,
-        "draft": Path(args.draft).name if args.draft else "of the address" if args.address else "draft",
+        "target": model if args.address else model_name(args.target or DEMO / "target"),
+        "draft": "of the address" if args.address else model_name(Path(args.draft or DEMO / "draft")),
         "dtype": args.dtype,
         "temperature": args.temperature,
         "alpha": args.alpha,

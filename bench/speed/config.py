@@ -15,7 +15,8 @@ from bench.systems.llama_cpp import LlamaFiles
 from bench.systems.specdec import Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
-from specdec.engine.engines.loading import Dtype
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.engines.loading import Dtype, check_torch
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO
 
@@ -27,6 +28,7 @@ class SpeedConfig:
     target: Path
     draft: Path | None
     dtype: Dtype
+    device: str  # of the target
     kinds: Sequence[str]
     streams: Sequence[int]  # at once
     temperatures: Sequence[float]
@@ -45,12 +47,14 @@ class SpeedConfig:
 
     @property
     def setup(self) -> Setup:
-        return Setup(self.target, self.draft, self.dtype, max(self.streams), self.prompt_tokens + self.tokens)
+        return Setup(
+            self.target, self.draft, self.dtype, max(self.streams), self.prompt_tokens + self.tokens, self.device
+        )
 
     @property
     def asked(self) -> dict[str, Any]:
         """Return the settings as a report names them."""
-        told = ("dtype", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed")
+        told = ("dtype", "device", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed")
         return {name: getattr(self, name) for name in (*told, "kinds", "streams", "temperatures")}
 
 
@@ -59,6 +63,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
     parser.add_argument("--draft", help='model directory, or "none"; default: the demo\'s')
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--device", default="cpu", help="of the target: cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--kinds", type=names, default=list(KINDS), help="default: " + ",".join(KINDS))
     parser.add_argument("--streams", type=_counts, default=[1, 4, 16], help="at once; default: 1,4,16")
     parser.add_argument("--temperatures", type=_temperatures, default=[0.0, 0.8], help="default: 0,0.8")
@@ -89,6 +94,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         target=args.target,
         draft=draft,
         dtype=args.dtype,
+        device=args.device,
         kinds=args.kinds,
         streams=args.streams,
         temperatures=args.temperatures,
@@ -114,6 +120,12 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name in ("learning", "patience"):
         if not getattr(args, name) >= 0:
             parser.error(f"--{name} is {getattr(args, name):g}, must not be negative")
+    try:
+        check_torch(args.device)
+    except UnsupportedModelError as error:
+        parser.error(f"--{error}")
+    if args.device != "cpu" and (args.peers != ["none"] or args.vllm_python or args.llama_server):
+        parser.error(f"--device {args.device}: other systems are measured on the CPU only: say --peers none")
     for name, known in (("kinds", list(KINDS)), ("peers", ["transformers", "none"])):
         if unknown := set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")

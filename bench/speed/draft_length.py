@@ -27,6 +27,7 @@ from rich.progress import track
 
 from bench.arguments import parser_of
 from bench.conditions import machine, versions
+from bench.model_name import model_name
 from bench.report import folder, publish
 from bench.systems.specdec import isolated_tenant
 from bench.systems.transformers_generate import Transformers, assisted
@@ -36,6 +37,8 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError, Stack
 
 SYSTEMS = ("specdec", "transformers")
+DRAFTED = {"specdec": "specdec, draft service", "transformers": "transformers, assisted generation"}
+"""Names of the systems where they draft, in the plot."""
 PLAIN = 0
 """Number of tokens drafted in plain decoding."""
 
@@ -140,13 +143,17 @@ def plot(report: dict[str, Any], file: Path) -> None:
         quartiles = [statistics.quantiles(mine[count], n=4) if len(mine[count]) > 1 else None for count in counts]
         below = [m - q[0] if q else 0.0 for m, q in zip(middle, quartiles, strict=True)]
         above = [q[2] - m if q else 0.0 for m, q in zip(middle, quartiles, strict=True)]
-        axes.errorbar(counts, middle, yerr=[below, above], marker="o", capsize=3, color=f"C{number}", label=system)
+        axes.errorbar(
+            counts, middle, yerr=[below, above], marker="o", capsize=3, color=f"C{number}", label=DRAFTED[system]
+        )
         plain = statistics.median(mine[PLAIN])
-        axes.axhline(plain, linestyle="--", color=f"C{number}", label=f"{system}, plain")
+        axes.axhline(plain, linestyle="--", color=f"C{number}", label=f"{system}, plain decoding")
     axes.set_xlabel("tokens drafted")
     axes.set_ylabel(f"seconds for {report['tokens']} tokens")
     axes.set_ylim(bottom=0)
-    axes.set_title(f"{report['target']}, {report['dtype']}, T = {report['temperature']:g}", fontsize=9)
+    axes.set_title(
+        f"{report['target']}; draft: {report['draft']}\n{report['dtype']}, T = {report['temperature']:g}", fontsize=9
+    )
     axes.grid(visible=True, alpha=0.2)
     axes.legend()
     figure.savefig(file, dpi=150)
@@ -163,11 +170,11 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="3 prompts continued by 64 tokens")
+    parser.add_argument("--quick", action="store_true", help="up to 4 tokens drafted, 2 prompts continued by 32")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
-        args.prompts, args.tokens = 3, 64
+        args.most, args.prompts, args.tokens = min(args.most, 4), 2, 32
     for name in ("most", "prompts", "tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, must be at least 1")
@@ -189,7 +196,7 @@ def main(given: Sequence[str]) -> None:
         sys.exit(f"bench draft-length: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    facts = {"target": args.target.resolve().name, "draft": args.draft.resolve().name}
+    facts = {"target": model_name(args.target), "draft": model_name(args.draft)}
     asked = {name: getattr(args, name) for name in ("dtype", "temperature", "prompts", "tokens", "seed")}
     report = facts | asked | measured | {"machine": machine(), "versions": versions()}
     publish(report, args.out, "draft-length", table, plot)

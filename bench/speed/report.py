@@ -10,19 +10,34 @@ from typing import Any
 
 import numpy as np
 
+from bench.model_name import model_name
 from bench.report import Report, markdown_table
 from bench.speed.leaderboard import leads
 from bench.speed.measurements import DISTURBED, Column, columns, configurations, found, ratios, streams_label
 from bench.systems.specdec import NAME, PLAIN
 from testing.padded_model import LABEL
 
+WORDS = {
+    PLAIN: "specdec, plain decoding",
+    f"{PLAIN}, no CUDA graphs": "specdec, plain decoding, no CUDA graphs",
+    "specdec lookahead": "specdec, n-grams and lookahead",
+    "specdec drafted": "specdec, draft service",
+    "specdec drafted + lookahead": "specdec, draft service and lookahead",
+    "specdec local draft": "specdec, local draft",
+    "transformers generate": "transformers, plain decoding",
+    "transformers assisted": "transformers, assisted by the draft",
+    "transformers assisted, 5": "transformers, assisted by the draft, 5 tokens",
+    "transformers prompt lookup": "transformers, prompt lookup",
+}
+"""Configurations as a plot names them."""
+
 
 def model_label(directory: Path) -> str:
     """Return the model's name, with a note if it is a padded one."""
     label = json.loads((directory / "config.json").read_text(encoding="utf-8")).get(LABEL)
-    name = directory.resolve().name
     if label is None:
-        return name
+        return model_name(directory)
+    name = directory.resolve().name
     sizes = f"from {label['source_parameters'] / 1e6:.0f}M to {label['parameters'] / 1e6:.0f}M parameters"
     return f"{name} ({label['source']} PADDED {sizes}: says what its source says, costs what its size costs)"
 
@@ -168,7 +183,7 @@ def plot(report: Report, file: Path) -> None:
                 style = {"color": colour, "alpha": 1.0 - 0.45 * number}
                 axes.barh(place, middle, height, xerr=spread, error_kw={"linewidth": 0.8}, **style)
         axes.set_title(f"{kind}, {streams_label(streams)}", fontsize=8)
-        axes.set_yticks([row + 0.4 - height / 2 for row in range(len(names))], names)
+        axes.set_yticks([row + 0.4 - height / 2 for row in range(len(names))], map(_in_words, names))
         axes.tick_params(labelsize=8)
         axes.grid(visible=True, axis="x", alpha=0.2)
     np.atleast_1d(panels)[0].invert_yaxis()
@@ -177,6 +192,11 @@ def plot(report: Report, file: Path) -> None:
     figure.suptitle(f"{report['model']}\n{report['dtype']}, {temperatures}", fontsize=8)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
+
+
+def _in_words(name: str) -> str:
+    """Return a configuration's name for the plot, which has no page beside it that explains it."""
+    return WORDS.get(name, name)
 
 
 def _milliseconds(seconds: list[float], percentile: float) -> str:

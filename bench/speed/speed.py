@@ -3,6 +3,7 @@
     python -m bench speed --out build/speed
     python -m bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
     python -m bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
+    python -m bench speed --target build/padded-1b --draft demo/draft --device cuda --peers none --quick
     python -m bench speed --quick
     python -m bench speed --peers none --kinds code --streams 1 --bad-drafts
     python -m bench speed --peers none --kinds code --streams 1 --windows 2,2,1 5,3,5 7,4,7 15,5,15
@@ -12,7 +13,8 @@ specdec runs as its three services, and a streaming client uses it over gRPC, wh
 plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own proposals
 (lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts that are
 slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of these
-sizes, in every step, whether or not they pay.
+sizes, in every step, whether or not they pay. --device puts the target, and a local draft, on a GPU, and adds plain
+decoding without CUDA graphs; the draft service stays on the CPU.
 
 The other systems are called inside their own processes, which spares them a network protocol: transformers' `generate`
 (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous
@@ -60,7 +62,8 @@ def measure(config: SpeedConfig, console: Console) -> Report:
                 except (NotServingError, LocalError, OSError) as error:
                     failed[launch.name] = str(error)
         about = {launch.name: dict(system.about) for launch, system in running.items()}
-        step_times = StepTimes(config.target, config.draft, config.dtype, config.prompt_tokens + config.tokens // 2)
+        text = config.prompt_tokens + config.tokens // 2
+        step_times = StepTimes(config.target, config.draft, config.dtype, text, config.device)
         comparison = Comparison(config, running, step_times)
         try:
             comparison.run(console)

@@ -1,8 +1,8 @@
 """Step times of target and draft alone, and the tokens a second of a system without overhead at these times.
 
 T_v(n) is the target's forward pass over n rows, each after a text of its own, in the services' exact numerics, on all
-cores and on those that a draft leaves free; t_d is the draft's step over one row, on one core. They are measured in the
-same rounds as the systems, since machines change their pace.
+cores and on those that a draft leaves free, or on a GPU; t_d is the draft's step over one row, on one core. They are
+measured in the same rounds as the systems, since machines change their pace.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ Times = dict[str, float]
 class StepTimes:
     """Step times of two engines in this process, which sleep between measurements."""
 
-    def __init__(self, target: Path, draft: Path | None, dtype: Dtype, text: int) -> None:
-        """Each row comes after a text of `text` tokens."""
+    def __init__(self, target: Path, draft: Path | None, dtype: Dtype, text: int, device: str = "cpu") -> None:
+        """Each row comes after a text of `text` tokens; the target is on `device`."""
         self._cores = os.cpu_count() or 1
         self._threads = sorted({self._cores, max(1, self._cores - 1)}, reverse=True)
+        if device != "cpu":  # a draft takes no cores from it
+            self._threads = self._threads[:1]
         self._text = text
         capacity = 1 + (text + 1) * ROWS[-1]
         self._target = load_engine(
-            "torch", ModelDirectory(target), capacity=capacity, threads=self._threads, dtype=dtype
+            "torch", ModelDirectory(target), capacity=capacity, threads=self._threads, dtype=dtype, device=device
         )
         self._batches = {rows: _rows(self._target, rows, text) for rows in ROWS}
         self._draft = None
@@ -55,9 +57,9 @@ class StepTimes:
         """Return median seconds."""
         found: Times = {}
         threaded = cpu_threads(self._target)
-        assert threaded is not None  # it is on the CPU
         for threads in self._threads:
-            threaded.use_threads(threads)
+            if threaded is not None:  # it is on the CPU
+                threaded.use_threads(threads)
             for rows, packed in self._batches.items():
                 found[f"{threads}/{rows}"] = _median(self._target, packed)
         if self._draft is not None:

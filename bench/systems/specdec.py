@@ -1,7 +1,8 @@
 """specdec as a system under test: its services, used over gRPC by the streaming client, whose work counts.
 
-Its configurations are plain decoding at its best (no draft, fast numerics, no speculation requested, all cores), the
-verifier's own proposals (lookahead), the draft service alone, both, and the verifier's proposals with a local draft.
+Its configurations are plain decoding at its best (no draft, fast numerics, no speculation requested, all cores), on a
+GPU the same without CUDA graphs, the verifier's own proposals (lookahead), the draft service alone, both, and the
+verifier's proposals with a local draft.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Specdec:
             "none" if draft is None else str(draft),
             local_draft=local_draft,
             dtype=setup.dtype,
-            verifier_options=verifier_options,
+            verifier_options=(*verifier_options, *(() if setup.device == "cpu" else ("--device", setup.device))),
             draft_options=draft_options,
             programs=programs,
         ) as stack:
@@ -68,6 +69,7 @@ class Specdec:
                 "draft": draft and draft.name,
                 "local_draft": local_draft and local_draft.name,
                 "dtype": setup.dtype,
+                "device": setup.device,
                 "verifier_options": verifier_options,
             }
             yield cls({"flags": flags}, stack)
@@ -131,6 +133,9 @@ def launches(setup: Setup, windows: Sequence[Window] = ()) -> list[Launch]:
         Launch("specdec, fast numerics", fast, (Configuration(PLAIN, "off"),)),
         Launch("specdec, no draft", start, lookahead),
     ]
+    if setup.device != "cpu":
+        eager = partial(start, verifier_options=("--no-exact", "--no-cuda-graphs"))
+        found.insert(1, Launch("specdec, no CUDA graphs", eager, (Configuration(f"{PLAIN}, no CUDA graphs", "off"),)))
     if setup.draft is not None:
         drafted = (
             Configuration("specdec drafted", "draft", adaptive=True),

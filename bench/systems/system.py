@@ -90,6 +90,7 @@ class Setup:
     dtype: str
     streams: int  # at once, at most
     context: int  # tokens of a sequence, at most
+    device: str = "cpu"  # of the target; drafts of other processes stay on the CPU
 
 
 @dataclass(frozen=True)

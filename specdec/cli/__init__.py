@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from specdec import __version__, extras
+from specdec import __version__
+from specdec.extras import needed_by
 
-try:
+with needed_by("specdec"):  # the client alone may be installed
     import rich  # noqa: F401 (as the commands want it)
     import typer
-except ModuleNotFoundError as error:  # the client alone was installed
-    extras.fail(error, "specdec")
 
 from specdec.cli.bench import bench
 from specdec.cli.export import export
@@ -24,10 +23,8 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def main() -> None:
-    try:
+    with needed_by("specdec"):
         app(prog_name="specdec")
-    except ModuleNotFoundError as error:
-        extras.fail(error, "specdec")
 
 
 def _version(wanted: bool) -> None:

@@ -30,7 +30,7 @@ class FastPathOff(NamedTuple):
 
 def off() -> list[FastPathOff]:
     """Return the fast paths of the loaded engines that are off in this process."""
-    return [] if "torch" not in sys.modules else [*_products(), *_team(), *_exactness()]
+    return [] if "torch" not in sys.modules else [*_products(), *_team(), *_settled.values()]
 
 
 def fast_paths_off() -> list[str]:
@@ -45,10 +45,6 @@ _settled: dict[str, FastPathOff] = {}
 def found_off(name: str, why: str, cost: str) -> None:
     """Note what only loading a model could tell."""
     _settled[name] = FastPathOff(name, why, cost)
-
-
-def _exactness() -> list[FastPathOff]:
-    return list(_settled.values())
 
 
 def _products() -> list[FastPathOff]:

@@ -39,7 +39,7 @@ def test_a_benchmark_tells_its_options(name: str, capsys: pytest.CaptureFixture[
     assert str(importlib.import_module(MODULES[name]).__doc__).splitlines()[0] in said
 
 
-@pytest.mark.parametrize("given", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("given", [[], ["--help"], ["-h"], ["--list"]])
 def test_they_are_listed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(given)
     lines = capsys.readouterr().out.splitlines()

@@ -37,12 +37,14 @@ def load_engine(
     device: str = "cpu",
     exact: bool = False,
     compiled: bool = False,
+    cuda_graphs: bool = True,
     ranks: Ranks | None = None,
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
 
     An engine on the CPU computes with each of `threads`, thread counts with the largest first. Without a `dtype` an
-    exported model computes in its own, any other in float32. With `ranks`, return this rank's part of a parallel
+    exported model computes in its own, any other in float32. Without `cuda_graphs` the engine for GPUs launches its
+    kernels one by one; to other engines it means nothing. With `ranks`, return this rank's part of a parallel
     engine: on rank 0 it is used like any other engine, elsewhere it is a `FollowingEngine`.
     """
     if ranks is not None:
@@ -61,7 +63,7 @@ def load_engine(
     check_torch(device)
     if device == "cpu" and dtype == "bfloat16" and not has_bfloat16():
         fast_paths.found_off("bfloat16", "this processor has no bfloat16 arithmetic", "float32 is much faster here")
-    return _torch(kind, directory, device, threads=threads, compiled=compiled, **options)
+    return _torch(kind, directory, device, threads=threads, compiled=compiled, cuda_graphs=cuda_graphs, **options)
 
 
 def has_bfloat16() -> bool:
@@ -89,7 +91,14 @@ def check_torch(device: str) -> None:
 
 
 def _torch(
-    kind: Kind, directory: ModelDirectory, device: str, *, threads: Sequence[int], compiled: bool, **options: Any
+    kind: Kind,
+    directory: ModelDirectory,
+    device: str,
+    *,
+    threads: Sequence[int],
+    compiled: bool,
+    cuda_graphs: bool,
+    **options: Any,
 ) -> Engine:
     """Load a torch engine in one process, on a device that torch has."""
     import torch
@@ -99,7 +108,7 @@ def _torch(
         if device == "cpu":
             return _cpu(kind, directory, threads=threads, compiled=compiled, **options)
         if kind == "torch":
-            return _gpu(directory, device, **options)
+            return _gpu(directory, device, cuda_graphs=cuda_graphs, **options)
         from specdec.engine.engines.torch_engine import TorchEngine
 
         return TorchEngine(directory, device=device, **options)

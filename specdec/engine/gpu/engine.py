@@ -48,7 +48,8 @@ recorded anew."""
 class GpuEngine:
     """A model and its KV cache on one GPU. `capacity` is in slots; None takes as many as memory has room for. `exact`
     asks for rows that do not depend on their batch; the attribute of this name says whether the check at start found
-    this to hold. On "cpu" it runs under Triton's interpreter, for tests."""
+    this to hold. Without `cuda_graphs` every step launches its kernels one by one. On "cpu" it runs under Triton's
+    interpreter, without graphs, for tests."""
 
     def __init__(
         self,
@@ -58,7 +59,9 @@ class GpuEngine:
         dtype: str = "bfloat16",
         device: str = "cuda",
         exact: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
+        self._cuda_graphs = cuda_graphs and torch.device(device).type == "cuda"
         self.model = load(directory, DTYPES[dtype], device)
         own = ReferenceCheck.of(self.model, directory.vocabulary)
         self.hidden_size: int = self.model.get_output_embeddings().in_features
@@ -154,7 +157,7 @@ class GpuEngine:
     def _assemble(self) -> None:
         """Make the decoder and the graphs anew, for the layers and the memory as they are now."""
         self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
-        graphed = self._decoder is not None and self._device.type == "cuda"
+        graphed = self._decoder is not None and self._cuda_graphs
         self._graphs = Graphs(self._device) if graphed else None
 
     def _pass(self, batch: SplitKvTensors) -> tuple[Tensor]:

@@ -21,7 +21,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec import extras
+from specdec.extras import needed_by
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
@@ -232,9 +232,8 @@ def run_program(program: Coroutine[None, None, None], service_name: str) -> None
 
     guard_stderr()
     try:
-        asyncio.run(program)
+        with needed_by(service_name, service_name):  # engines are imported when they are loaded
+            asyncio.run(program)
     except (StartError, ModelDirectoryError, UnsupportedModelError) as error:
         print(f"{service_name}: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except ModuleNotFoundError as error:  # an engine's, which is imported when it is loaded
-        extras.fail(error, service_name, service_name)

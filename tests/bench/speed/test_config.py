@@ -24,6 +24,8 @@ from tests.models import make
         (["--windows", "7,4"], "7,4 is no window: must be W,N,G, like 7,4,7"),
         (["--bad-drafts", "--draft", "none"], "--bad-drafts are made of a draft, and there is none"),
         (["--peers", "others"], "--peers: others is none of transformers, none"),
+        (["--device", "meta", "--peers", "none"], "--device meta: cpu, cuda and cuda:N are supported"),
+        (["--device", "cuda:99", "--peers", "none"], "--device cuda:99: torch sees "),
         (["--target", "/nowhere"], "--target: "),
         (["--draft", "/nowhere"], "--draft: "),
     ],

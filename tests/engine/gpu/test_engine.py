@@ -24,7 +24,6 @@ from tests.models import VOCABULARY, make
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-NO_GPU = "there is no GPU: graphs and the check of exactness are CUDA's"
 
 
 class Subject:
@@ -117,7 +116,7 @@ def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     assert sound.all()
 
 
-@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
+@pytest.mark.gpu
 def test_rows_do_not_depend_on_their_batch(subject: Subject) -> None:
     assert subject.engine.exact
 
@@ -135,6 +134,19 @@ def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pyt
             assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
 
 
+@pytest.mark.gpu
+def test_steps_as_graphs_are_steps_kernel_by_kernel(tmp_path: Path) -> None:
+    """Bit by bit, with hidden states and without, in batches of the same size one after the other."""
+    graphed, eager = Subject("llama", tmp_path).engine, Subject("llama", tmp_path, cuda_graphs=False).engine
+    for seed in range(3):
+        text = np.random.default_rng(seed).integers(3, VOCABULARY, 12).tolist()
+        for run in ("forward", "forward_hidden"):
+            got, want = (getattr(each, run)(branched(each, text, [7, 9])[0].pack()) for each in (graphed, eager))
+            for a, b in zip(got, want, strict=True):
+                assert np.array_equal(a, b), (seed, run)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
 def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
     """In a thread whose current device is the first, as threads begin."""

@@ -123,16 +123,17 @@ def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
     assert fetched[0] < 3 * 5000 * 4
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to wait for")
+@pytest.mark.gpu
 def test_a_step_waits_once() -> None:
     """Whatever else is asked of the device is asked while it still computes the logits."""
     logits, queries = of_all_kinds()
     GpuLogits(logits, dict(enumerate(queries)))  # loads what is loaded on first use
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as told:  # of the mode itself too: that it is a prototype
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             GpuLogits(logits, dict(enumerate(queries)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(waits) == 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in told if "synchronizing CUDA operation" in str(warning.message)]
+    assert len(waits) == 1, [str(warning.message) for warning in told]

@@ -45,6 +45,7 @@ without_cuda = pytest.mark.skipif(HAS_PROVIDER, reason="this onnxruntime has a C
 with_cuda = pytest.mark.skipif(
     not (HAS_PROVIDER and has_driver()), reason="needs onnxruntime-gpu and a GPU: no CUDA provider here"
 )
+"""Not marked `gpu`, which asks torch: ONNX Runtime needs a GPU, and no torch that computes there."""
 
 TEXT = [int(token) for token in np.random.default_rng(1).integers(3, 320, 60)]
 

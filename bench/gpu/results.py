@@ -1,0 +1,56 @@
+"""What a step has left in its folder: figures of its own, counts of tests, and tables."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+FIGURES = "figures.json"
+"""File in which a step's program leaves its figures."""
+
+TESTS = "tests.xml"
+"""File in which pytest leaves its results (`--junitxml`)."""
+
+MOST_REASONS = 20
+
+
+def keep(folder: Path, found: dict[str, Any]) -> None:
+    """Write figures into a step's folder, and print them, a line each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FIGURES).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    for name, value in found.items():
+        print(f"{name}: {value}", flush=True)
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Return the figures in a step's folder; none, if it left none, or only half of them."""
+    try:
+        found: dict[str, Any] = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    return found | _tests(folder / TESTS)
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """Return the tables in a step's folder, by name."""
+    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.md"))}
+
+
+def _tests(file: Path) -> dict[str, Any]:
+    """Return how many tests passed, failed and were skipped, which failed, and why others were skipped."""
+    try:
+        cases = list(ElementTree.parse(file).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return {}
+    failed, skipped = [], Counter[str]()
+    for case in cases:
+        kinds = {child.tag: child for child in case}
+        if "failure" in kinds or "error" in kinds:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif "skipped" in kinds:
+            skipped[str(kinds["skipped"].get("message"))] += 1
+    passed = len(cases) - len(failed) - skipped.total()
+    return {"passed": passed, "failed": failed[:MOST_REASONS], "skipped": dict(skipped.most_common(MOST_REASONS))}

@@ -1,0 +1,141 @@
+"""Runs the steps of a run on a GPU: each in processes of its own, bounded in time, whatever became of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.gpu.needs import missing
+from bench.gpu.probe import Facts
+from bench.gpu.results import figures, tables
+from bench.gpu.steps import Command, Place, Step
+
+ROOT = Path(__file__).parent.parent.parent
+
+LEAST_SECONDS = 5.0
+"""Seconds that must be left for a step to begin."""
+
+INTERRUPTED_SECONDS = 10.0
+"""Seconds that a step has, once interrupted, to write what it has measured."""
+
+TAIL_BYTES = 4000
+"""Bytes from the end of a step's log that the report shows."""
+
+Status = Literal["passed", "failed", "timed out", "skipped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step."""
+
+    name: str
+    about: str
+    status: Status
+    seconds: float = 0.0
+    reason: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, str] = field(default_factory=dict)
+    log_tail: str = ""
+
+
+class Runner:
+    """A run on one device. Its steps share the seconds that it has; each has a folder in `out`, with its log."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        device: str,
+        out: Path,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._facts = facts
+        self._device = device
+        self._out = out
+        self._clock = clock
+        self._deadline = clock() + seconds
+
+    def run(self, step: Step) -> Outcome:
+        """Run one step, if what it needs is there and there is time."""
+        if lines := missing(step.needs, self._facts, self._device):
+            return Outcome(step.name, step.about, "skipped", reason="missing: " + "; ".join(lines))
+        begin = self._clock()
+        if (left := self._deadline - begin) < LEAST_SECONDS:
+            return Outcome(step.name, step.about, "skipped", reason="no time was left")
+        folder = self._out / step.name
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run: its figures are not this one's
+        folder.mkdir(parents=True)
+        limit = min(step.seconds, left)
+        log = folder / "log.txt"
+        status, reason = self._commands(step.commands(Place(self._device, folder, self._out)), begin + limit, log)
+        if status == "timed out":
+            reason = f"it had {limit:.0f} s"
+        return Outcome(
+            name=step.name,
+            about=step.about,
+            status=status,
+            seconds=round(self._clock() - begin, 1),
+            reason=reason,
+            figures=figures(folder),
+            tables=tables(folder),
+            log_tail=_tail(log),
+        )
+
+    def _commands(self, commands: list[Command], deadline: float, log: Path) -> tuple[Status, str]:
+        with log.open("ab") as to:
+            for command in commands:
+                to.write(f"$ python {' '.join(command)}\n".encode())
+                to.flush()
+                with _started([sys.executable, *command], self._environment(), to) as process:
+                    try:
+                        status = process.wait(max(0.0, deadline - self._clock()))
+                    except subprocess.TimeoutExpired:
+                        return "timed out", ""
+                if status:
+                    ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+                    return "failed", f"{ended} of python {' '.join(command[:3]).splitlines()[0]}"
+        return "passed", ""
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of a step: offline; on the CPU, kernels interpreted and any GPU hidden."""
+        more = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        if self._device == "cpu":
+            more |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return os.environ | more
+
+
+@contextlib.contextmanager
+def _started(command: Command, environment: Mapping[str, str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process in a group of its own; on leaving, interrupt it, so that it writes what it has, then end it."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPTED_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # the rest of its group, too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _tail(log: Path) -> str:
+    return log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")

@@ -1,0 +1,141 @@
+"""The steps of a run on a GPU: what each runs, what it needs, and how long it may take.
+
+On "cpu" every step runs in small: kernels under Triton's interpreter, ONNX Runtime's CPU provider, tiny models. So a
+step that has passed there has no typing errors left for a card to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.gpu.needs import EXPORT, MODEL, SERVICE, TESTS, Need, compiler, cuda_provider, gpu, memory, modules
+
+Command = list[str]
+"""Arguments of the interpreter."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step runs, and where its results go: a folder of its own, and one that all steps share."""
+
+    device: str
+    folder: Path
+    shared: Path
+
+    @property
+    def small(self) -> bool:
+        return self.device == "cpu"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its commands run one after the other, until one fails."""
+
+    name: str
+    about: str
+    seconds: float  # at most
+    needs: tuple[Need, ...]
+    commands: Callable[[Place], list[Command]]
+
+
+def tests(at: Place) -> list[Command]:
+    """All tests of kernels, engine and devices. What is a test's own warning is no failure here: other versions than
+    the pinned ones have others."""
+    folders = ["tests/engine/gpu", "tests/engine/onnx/test_devices.py"]
+    chosen = ["tests/engine/gpu/test_kernels.py", "tests/engine/gpu/test_sampler.py"] if at.small else folders
+    options = ["-q", "-rs", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={at.folder / 'tests.xml'}"]
+    return [["-m", "pytest", *options, *chosen]]
+
+
+def exactness(at: Place) -> list[Command]:
+    dtypes = "float32" if at.small else "float32,bfloat16,float16"
+    return [["-m", "bench.gpu.exactness", "--device", at.device, "--dtypes", dtypes, "--out", str(at.folder)]]
+
+
+def graphs(at: Place) -> list[Command]:
+    rows = "1,3" if at.small else "1,4,16,64,128"
+    return [["-m", "bench.gpu.graphs", "--device", at.device, "--rows", rows, "--out", str(at.folder)]]
+
+
+def drafting(at: Place) -> list[Command]:
+    size = ["--prompts", "1", "--tokens", "16"] if at.small else ["--prompts", "8", "--tokens", "96"]
+    return [["-m", "bench.gpu.drafting", "--device", at.device, "--engine", "onnx", *size, "--out", str(at.folder)]]
+
+
+def torch_drafting(at: Place) -> list[Command]:
+    size = ["--prompts", "1", "--tokens", "16"] if at.small else ["--prompts", "8", "--tokens", "96"]
+    return [["-m", "bench.gpu.drafting", "--device", at.device, "--engine", "torch", *size, "--out", str(at.folder)]]
+
+
+def engine(at: Place) -> list[Command]:
+    if at.small:
+        sizes = ["--shape", "tiny", "--tokens", "1,4", "--contexts", "64", "--sessions", "1,2", "--seconds", "0.1"]
+        return [["-m", "bench", "engine", "--device", "cpu", *sizes, "--peers", "none", "--out", str(at.folder)]]
+    sizes = ["--tokens", "1,4,8,16,64", "--contexts", "1024,8192", "--sessions", "1,32", "--seconds", "0.5"]
+    return [_engine(at, "llama-3.2-1b", [*sizes, "--peers", "eager-static", "--synthetic-acceptance", "0.8"])]
+
+
+def large_engine(at: Place) -> list[Command]:
+    if at.small:
+        return [_engine(at, "tiny", ["--tokens", "1", "--contexts", "64", "--sessions", "1", "--peers", "none"])]
+    sizes = ["--tokens", "1,4,8,16", "--contexts", "1024,8192", "--sessions", "1,8", "--seconds", "0.5"]
+    return [_engine(at, "llama-3.1-8b", [*sizes, "--peers", "eager-static"])]
+
+
+def _engine(at: Place, shape: str, more: Command) -> Command:
+    dtype = "float32" if at.small else "bfloat16"
+    base = ["-m", "bench", "engine", "--shape", shape, "--device", at.device, "--dtype", dtype, "--exact"]
+    return [*base, *more, "--out", str(at.folder)]
+
+
+def speed(at: Place) -> list[Command]:
+    """With CUDA graphs and without, in turns."""
+    target = str(at.shared / ("padded-20m" if at.small else "padded-1200m"))
+    pad = ["-m", "bench", "pad-model", "--source", "demo/target", "--out", target]
+    size = ["--kinds", "code", "--rounds", "1", "--temperatures", "0"]
+    if at.small:
+        size += ["--streams", "1", "--tokens", "16", "--learning", "0", "--patience", "0"]
+    else:
+        size += ["--streams", "1,8", "--tokens", "96", "--learning", "2", "--patience", "1"]
+    draft = ["--draft", "none" if at.small else "demo/draft"]  # each system's start takes long on a CPU
+    draft += ["--dtype", "bfloat16", "--device", at.device, "--peers", "none"]
+    return [
+        [*pad, "--parameters", "20M" if at.small else "1200M"],
+        ["-m", "bench", "speed", "--target", target, *draft, *size, "--out", str(at.folder)],
+    ]
+
+
+_ENGINE = (modules((*MODEL, "numpy", "structlog", "rich")), modules(("triton",)), gpu, compiler)
+_SERVICES = (*_ENGINE, modules(SERVICE))
+
+STEPS = (
+    Step("tests", "the tests of kernels, engine and devices", 200, (*_ENGINE, modules(TESTS)), tests),
+    Step("exactness", "exact numerics in float32, bfloat16 and float16", 120, _ENGINE, exactness),
+    Step("graphs", "hidden states and logits through CUDA graphs, bit by bit", 60, _ENGINE, graphs),
+    Step(
+        "drafting",
+        "a draft by ONNX Runtime in float16 and a verifier on the GPU: the tokens of plain decoding",
+        120,
+        (*_SERVICES, modules(EXPORT), cuda_provider),
+        drafting,
+    ),
+    Step(
+        "torch-drafting",
+        "the same with the draft in the GPU engine",
+        120,
+        (*_SERVICES, modules(("onnxruntime",))),
+        torch_drafting,
+    ),
+    Step("engine", "step times over the memory's roofline, 1B", 100, (*_ENGINE, memory(8)), engine),
+    Step(
+        "speed",
+        "tokens a second of a padded 1.2B target, with CUDA graphs and without",
+        240,
+        (*_SERVICES, modules(EXPORT), memory(24)),
+        speed,
+    ),
+    Step("large-engine", "step times over the memory's roofline, 8B", 100, (*_ENGINE, memory(40)), large_engine),
+)
+"""All steps, in the order in which they run: what later ones depend on first, the long ones last."""
