@@ -7,16 +7,21 @@ from collections.abc import Sequence
 
 import structlog
 
+from verifier_service.backend.result import VerifyResult
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
+from verifier_service.scheduling.planner import StepPlan
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
 from verifier_service.speculation.controller import BatchProfile, SpeculationController
-from verifier_service.speculation.eligibility import Eligibility
+from verifier_service.speculation.eligibility import Eligibility, is_exempt
 
 log = structlog.get_logger()
+
+Results = Sequence[tuple[RunningSession, VerifyResult]]
+"""What a step has added to each session's text."""
 
 
 class AdaptiveSpeculation:
@@ -70,15 +75,29 @@ class AdaptiveSpeculation:
                 seconds, count = seconds + done.seconds, count + done.sessions
         return ProposalStats(seconds, count)
 
-    def update(self, batch: BatchProfile, *, rows: int, tokens: int, seconds: float, proposed: ProposalStats) -> None:
-        """Tell the controller what a step over these rows brought: tokens in so many seconds."""
+    def update(
+        self, batch: BatchProfile, plan: StepPlan, results: Results, *, seconds: float, proposed: ProposalStats
+    ) -> None:
+        """Tell the controller what a step brought in so many seconds to the sessions that the mode is selected for.
+
+        Exempt sessions of the step are part of what these have to live with. Their tokens do not count: no mode has
+        earned them, and many would hide what the mode brings to few. The whole time counts, since it passes for all: a
+        share by rows would charge a candidate as much as a root, which costs far more. So the bound of plain decoding
+        is that of a step in which the exempt sessions have their rows.
+        """
         before, sessions = self.controller.mode, batch.sessions
+        exempt_rows, others, yielding = 0, results, self._threads.yielding
+        if batch.exempt:
+            exempt = [(entry.session, rows) for entry, rows in plan.entries if is_exempt(entry.session)]
+            exempt_rows = sum(rows.rows for _, rows in exempt)
+            others = [(entry, result) for entry, result in results if not is_exempt(entry.session)]
+            yielding = yielding and not any(self.eligibility.uses_remote_draft(session) for session, _ in exempt)
         self.controller.update(
             batch,
-            speculated=rows > sessions or self._threads.yielding or proposed.sessions > 0,
-            tokens=tokens,
+            speculated=plan.rows - exempt_rows > sessions or yielding or proposed.sessions > 0,
+            tokens=sum(len(result.tokens) for _, result in others),
             seconds=seconds,
-            plain_rate=sessions / self._threads.plain_latency.of(sessions),
+            plain_rate=sessions / self._threads.plain_latency.of(sessions + exempt_rows),
         )
         if self.controller.mode is not before:
             log.debug("mode_changed", mode=self.controller.mode.value, before=before.value, sessions=sessions)

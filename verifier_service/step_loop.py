@@ -207,9 +207,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         # 4. Learn from the step, and send its results.
         self._planner.observe(plan, end - start)
         self.stats.observe(plan.rows, end - start, [result for _, result in results])
-        if batch is not None and plan.decodes_only and batch.sessions == len(results):
-            tokens = sum(len(result.tokens) for _, result in results)
-            self._speculation.update(batch, rows=plan.rows, tokens=tokens, seconds=end - begin, proposed=proposed)
+        if batch is not None and plan.decodes_only and batch.sessions + batch.exempt == len(results):
+            self._speculation.update(batch, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
         self._publisher.publish(results, StepSeconds(verified.forward_seconds, end - start, waited))
         for entry, result in results:

@@ -31,6 +31,11 @@ class ScheduledRows:
     root_row: int | None = None  # index among the results; None: a piece of prompt that does not reach the root
     tree: TreeRows | None = None
 
+    @property
+    def rows(self) -> int:
+        """The number of all rows, candidates and window included."""
+        return self.count + (0 if self.tree is None else len(self.tree.slots))
+
 
 def plan_tree(
     packer: Packer,

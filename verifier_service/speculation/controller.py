@@ -4,8 +4,10 @@ decoding.
 A latency model does not know all that speculation costs: drafts may share the verifier's cores, and messages take the
 event loop's time. So the controller measures tokens a second as they come out, by mode and by kind of batch. Batches
 differ in size (by powers of two, since speculation brings less the more sessions there are), in what their sessions
-allow, and in whether tokens are sampled. The best mode is used; the others are probed from time to time, more rarely
-each time that they lose. In the words of bandit algorithms, modes are arms and kinds of batch are contexts.
+allow, in whether tokens are sampled, and in how many sessions are exempt: these speculate whatever the mode is, so that
+their rows are a cost of every mode alike, and their tokens are no merit of any. The best mode is used; the others are
+probed from time to time, more rarely each time that they lose. In the words of bandit algorithms, modes are arms and
+kinds of batch are contexts.
 """
 
 from __future__ import annotations
@@ -122,19 +124,38 @@ class ModeStats:
 
 
 class BatchProfile(NamedTuple):
-    """A batch profile: all that decides which mode is best for the sessions of a step."""
+    """A batch profile: all that decides which mode is best for the sessions of a step that it is selected for."""
 
-    sessions: int
+    sessions: int  # without those that are exempt
     remote_draft: bool  # some sessions have a draft
     ngram: bool  # some sessions take the verifier's own candidates
     sampled: bool  # most tokens are sampled: greedy ones are predicted far more easily
     local_draft: bool = False  # the verifier has a draft model
+    exempt: int = 0  # sessions in the same step that speculate whatever the mode is
 
     @property
     def modes(self) -> list[Mode]:
         """The modes that the sessions allow, the most promising first."""
         own = [Mode.LOCAL_DRAFT] * self.local_draft + [Mode.NGRAM] if self.ngram else []
         return [Mode.REMOTE_DRAFT] * self.remote_draft + own + [Mode.OFF]
+
+
+class Lingering:
+    """A number of sessions, and those that have just left: often others follow."""
+
+    def __init__(self, seconds: float) -> None:
+        self.held = 0  # sessions now, or more of late
+        self._seconds = seconds
+        self._seen = 0.0  # when there were so many
+
+    def see(self, sessions: int, now: float) -> None:
+        """Note how many there are now."""
+        if sessions >= self.held or not self.lasts(now):
+            self.held, self._seen = sessions, now
+
+    def lasts(self, now: float) -> bool:
+        """Return True if there were as many as `held` until just now."""
+        return now - self._seen <= self._seconds
 
 
 class SpeculationController:
@@ -144,8 +165,9 @@ class SpeculationController:
         self._tuning = tuning
         self._stats: dict[BatchProfile, ModeStats] = {}
         self._mode = Mode.REMOTE_DRAFT
-        self._held = 0  # sessions of the present kind of batch, or of a larger one of late
-        self._seen = 0.0  # when there were so many
+        # Of the kinds of batch of late.
+        self._sessions = Lingering(tuning.linger_seconds)
+        self._exempt = Lingering(tuning.linger_seconds)
 
     @property
     def mode(self) -> Mode:
@@ -155,7 +177,7 @@ class SpeculationController:
     def mode_for(self, batch: BatchProfile, now: float) -> Mode:
         """The mode that such a batch would get. Changes nothing: any thread may ask."""
         kind = _kind(batch)
-        if now - self._seen <= self._tuning.linger_seconds:
+        if self._sessions.lasts(now):
             kind = self._at_least(kind)
         stats = self._stats.get(kind)
         return stats.mode if stats is not None else self._likely(kind)
@@ -164,28 +186,34 @@ class SpeculationController:
         """Select the mode for the next step of this batch. Steps that contain prefill select a mode as well, and do not
         update the statistics."""
         kind = _kind(batch)
-        if kind.sessions >= self._held or now - self._seen > self._tuning.linger_seconds:
-            self._held, self._seen = kind.sessions, now
+        self._sessions.see(kind.sessions, now)
+        self._exempt.see(kind.exempt, now)
         self._mode = self._of(self._at_least(kind)).mode
 
     def update(self, batch: BatchProfile, *, speculated: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """Add what a step brought.
 
-        `tokens`: committed by it; `seconds`: since the step before it ended or, if there was nothing to do in between,
-        since it began; `speculated`: it had candidates; `plain_rate`: tokens a second that plain decoding could bring
-        at most. It is an upper bound, since the time between two steps also counts against plain decoding.
+        `tokens`: committed by it, without those of exempt sessions; `seconds`: since the step before it ended or, if
+        there was nothing to do in between, since it began; `speculated`: it had candidates of others than these;
+        `plain_rate`: tokens a second that plain decoding could bring at most. It is an upper bound, since the time
+        between two steps also counts against plain decoding.
 
         A measurement goes on where it stopped when such a batch comes again.
         """
         kind = _kind(batch)
+        # A step that an exempt session sits out is one of those that the mode was selected for, all the same.
+        kind = kind._replace(exempt=max(kind.exempt, self._exempt.held))
         stats = self._of(kind)
         if stats.mode is self._mode:  # else the step was planned for other sessions
             stats.update(tokens, seconds, plain_rate, speculated=speculated)
         self._mode = self._of(self._at_least(kind)).mode
 
     def _at_least(self, kind: BatchProfile) -> BatchProfile:
-        """The kind of batch with the sessions that have just left."""
-        return kind._replace(sessions=max(kind.sessions, self._held))
+        """The kind of batch with the sessions that have just left. Exempt ones that sit out single steps, since they
+        wait for their draft, do not change the mode from step to step."""
+        return kind._replace(
+            sessions=max(kind.sessions, self._sessions.held), exempt=max(kind.exempt, self._exempt.held)
+        )
 
     def _of(self, kind: BatchProfile) -> ModeStats:
         stats = self._stats.get(kind)
@@ -198,13 +226,17 @@ class SpeculationController:
     def _likely(self, kind: BatchProfile) -> Mode:
         """The mode for the first batch of a kind: that of the next larger batch, which some sessions have just left, or
         of the nearest smaller one, since speculation brings no more where there are more sessions. Where only much
-        larger batches are known, the most promising mode is tried; whether it pays is soon seen."""
-        sizes = (kind.sessions + 1, *reversed(range(kind.sessions)))
-        neighbours = (self._stats.get(kind._replace(sessions=size)) for size in sizes)
-        return next((stats.best for stats in neighbours if stats is not None), kind.modes[0])
+        larger batches are known, the most promising mode is tried; whether it pays is soon seen. Where no batch with
+        so many exempt sessions is known, one without any says what to begin with."""
+        sizes = (kind.sessions, kind.sessions + 1, *reversed(range(kind.sessions)))
+        neighbours = (kind._replace(sessions=size, exempt=exempt) for exempt in (kind.exempt, 0) for size in sizes)
+        known = (self._stats[each].best for each in neighbours if each in self._stats)
+        return next(known, kind.modes[0])
 
 
 def _kind(batch: BatchProfile) -> BatchProfile:
-    """The kind of a batch: `sessions` is rounded up to a power of two and given as its exponent. A batch of 64 is of
-    one kind with what is left of it when the first sessions have ended."""
-    return batch._replace(sessions=(batch.sessions - 1).bit_length())
+    """The kind of a batch: numbers of sessions are rounded up to a power of two, and given as exponents (`exempt` as
+    one more, since it may be 0). A batch of 64 is of one kind with what is left of it when the first sessions have
+    ended."""
+    exempt = 1 + (batch.exempt - 1).bit_length() if batch.exempt else 0
+    return batch._replace(sessions=(batch.sessions - 1).bit_length(), exempt=exempt)

@@ -34,16 +34,16 @@ class Eligibility:
         """Return True if the session uses candidates of its remote draft. CONTRASTIVE always needs them."""
         if not session.policy.remote:
             return False
-        return (self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling) or _is_exempt(session)
+        return (self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling) or _insists_on_draft(session)
 
     def wants_drafting(self, session: Session, price: float) -> bool:
         """Return True if the session's remote draft is to propose candidates, where the break-even probability is
         `price`."""
-        return self.uses_remote_draft(session) and (price < NOTHING_PAYS or _is_exempt(session))
+        return self.uses_remote_draft(session) and (price < NOTHING_PAYS or _insists_on_draft(session))
 
     def uses_proposers(self, session: Session) -> bool:
         """Return True if the session may have candidates of the verifier's own proposers."""
-        return session.takes_own_candidates and (self._controller.mode is not Mode.OFF or _is_forced(session))
+        return session.takes_own_candidates and (self._controller.mode is not Mode.OFF or is_exempt(session))
 
     def uses_local_model(self, session: Session) -> bool:
         """Return True if the local model proposes for the session. One whose request asks for a window has only
@@ -57,16 +57,18 @@ class Eligibility:
         return wanted and self._local_model is not None and self._local_model.serves(session)
 
     def profile(self, sessions: Sequence[Session]) -> BatchProfile | None:
-        """Return the batch profile of a step's sessions; None if none may speculate, or if one does whatever the
-        controller finds: it learns nothing from such steps."""
-        if not any(session.speculates for session in sessions) or any(map(_is_forced, sessions)):
+        """Return the batch profile of a step's sessions; None if none of those that the mode decides for may
+        speculate."""
+        led = [session for session in sessions if not is_exempt(session)]
+        if not any(session.speculates for session in led):
             return None
         return BatchProfile(
-            len(sessions),
-            remote_draft=any(session.policy.remote for session in sessions),
-            ngram=any(session.takes_own_candidates for session in sessions),
-            sampled=2 * sum(not session.request.sampler.sampling.greedy for session in sessions) > len(sessions),
-            local_draft=self._has_local_model and any(session.policy.local_model for session in sessions),
+            len(led),
+            remote_draft=any(session.policy.remote for session in led),
+            ngram=any(session.takes_own_candidates for session in led),
+            sampled=2 * sum(not session.request.sampler.sampling.greedy for session in led) > len(led),
+            local_draft=self._has_local_model and any(session.policy.local_model for session in led),
+            exempt=len(sessions) - len(led),
         )
 
     def would_draft(self, session: Session, sessions: int) -> bool:
@@ -85,11 +87,11 @@ class Eligibility:
         return self._local_model is not None and self._local_model.works
 
 
-def _is_exempt(session: Session) -> bool:
+def is_exempt(session: Session) -> bool:
+    """Return True if the session speculates whatever the controller finds."""
+    return _insists_on_draft(session) or session.policy.lookahead is not None
+
+
+def _insists_on_draft(session: Session) -> bool:
     """Return True if the session uses its draft whatever the controller finds."""
     return session.policy.forced or session.needs_draft
-
-
-def _is_forced(session: Session) -> bool:
-    """Return True if the session speculates whatever the controller finds."""
-    return _is_exempt(session) or session.policy.lookahead is not None
