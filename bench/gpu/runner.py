@@ -124,6 +124,8 @@ def _started(command: Command, environment: Mapping[str, str], log: Any) -> Iter
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        # A shell has its background jobs ignore SIGINT, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
