@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from specdec.decoding.lookahead import Lookahead
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
 from tests.replay.deployment import made_up, record
 from tests.replay.scenarios import ALWAYS, CONTRASTIVE, SCENARIOS, WARM, Request, Scenario
@@ -18,7 +20,7 @@ from verifier_service.speculation.controller import BatchProfile, Mode, Speculat
 from verifier_service.speculation.eligibility import Eligibility
 
 FORCED = Request(prompt=5, tokens=150, sampling=WARM, delay=0, **ALWAYS)
-CONTRASTED = Request(prompt=5, tokens=60, rule=CONTRASTIVE, delay=0, **ALWAYS)
+CONTRASTED = Request(prompt=5, tokens=150, rule=CONTRASTIVE, delay=0, **ALWAYS)
 WINDOWED = Request(
     prompt=5, tokens=150, policy={"drafters": [2, 3], "lookahead": {"window": 3, "ngram": 3, "guesses": 2}}
 )
@@ -34,11 +36,15 @@ def modes(scenario: Scenario) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("exempt", [FORCED, CONTRASTED, WINDOWED], ids=["forced", "contrastive", "window"])
-def test_a_mode_that_does_not_pay_is_left_beside_a_session_that_is_exempt(exempt: Request) -> None:
-    """Drafts that are slow and wrong: without the exempt session the others soon decode plainly."""
+@pytest.mark.parametrize(
+    ("exempt", "draft_base"),
+    [(FORCED, 0.02), (CONTRASTED, 0.0001), (WINDOWED, 0.02)],  # a draft that is late lets CONTRASTIVE sit steps out
+    ids=["forced", "contrastive", "window"],
+)
+def test_a_mode_that_does_not_pay_is_left_beside_a_session_that_is_exempt(exempt: Request, draft_base: float) -> None:
+    """Drafts that are wrong: without the exempt session the others soon decode plainly."""
     wrong = SCENARIOS["wrong drafts"]
-    assert "off" in modes(replace(wrong, requests=(exempt, *wrong.requests), ticks=900))
+    assert "off" in modes(replace(wrong, requests=(exempt, *wrong.requests), draft_base=draft_base, ticks=900))
 
 
 def test_who_is_exempt_is_no_part_of_what_the_mode_decides() -> None:
@@ -49,8 +55,11 @@ def test_who_is_exempt_is_no_part_of_what_the_mode_decides() -> None:
     plain = Client(loop, [3, 4], policy=Policy(frozenset(), 8, 0.0)).session
     forced = Client(loop, [3, 4], policy=Policy(remote | own, 8, 0.0, forced=True)).session
     window = Client(loop, [3, 4], policy=Policy(OWN_DRAFTERS, 8, 0.0, lookahead=Lookahead(4, 3, 4))).session
+    contrastive = Client(loop, [3, 4], policy=Policy(remote, 8, 0.0)).session
+    contrastive.request = replace(contrastive.request, sampler=RequestSampler(Sampling(), rule=Rule.CONTRASTIVE))
     assert eligibility.profile([drafted, plain]) == BatchProfile(2, True, False, False)
     assert eligibility.profile([drafted, forced, plain, window]) == BatchProfile(2, True, False, False, exempt=2)
+    assert eligibility.profile([contrastive, drafted]) == BatchProfile(1, True, False, False, exempt=1)
     assert eligibility.profile([forced, window]) is None
     assert eligibility.profile([forced, plain]) is None
 
@@ -85,6 +94,7 @@ def test_an_exempt_session_that_sits_out_steps_does_not_change_the_mode() -> Non
     for batch in (beside, alone, alone, beside, alone):
         controller.select(batch, now)
         assert controller.mode is Mode.OFF
+        learn(controller, {Mode.REMOTE_DRAFT: 500, Mode.OFF: 1000}, batch, 0.1)
         now += 0.1
     controller.select(alone, now + DEFAULTS.controller.linger_seconds)
     assert controller.mode is Mode.REMOTE_DRAFT

@@ -177,6 +177,8 @@ class SpeculationController:
     def mode_for(self, batch: BatchProfile, now: float) -> Mode:
         """The mode that such a batch would get. Changes nothing: any thread may ask."""
         kind = _kind(batch)
+        if self._exempt.lasts(now):
+            kind = self._beside_exempt(kind)
         if self._sessions.lasts(now):
             kind = self._at_least(kind)
         stats = self._stats.get(kind)
@@ -188,7 +190,7 @@ class SpeculationController:
         kind = _kind(batch)
         self._sessions.see(kind.sessions, now)
         self._exempt.see(kind.exempt, now)
-        self._mode = self._of(self._at_least(kind)).mode
+        self._mode = self._of(self._at_least(self._beside_exempt(kind))).mode
 
     def update(self, batch: BatchProfile, *, speculated: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """Add what a step brought.
@@ -200,20 +202,20 @@ class SpeculationController:
 
         A measurement goes on where it stopped when such a batch comes again.
         """
-        kind = _kind(batch)
-        # A step that an exempt session sits out is one of those that the mode was selected for, all the same.
-        kind = kind._replace(exempt=max(kind.exempt, self._exempt.held))
+        kind = self._beside_exempt(_kind(batch))
         stats = self._of(kind)
         if stats.mode is self._mode:  # else the step was planned for other sessions
             stats.update(tokens, seconds, plain_rate, speculated=speculated)
         self._mode = self._of(self._at_least(kind)).mode
 
     def _at_least(self, kind: BatchProfile) -> BatchProfile:
-        """The kind of batch with the sessions that have just left. Exempt ones that sit out single steps, since they
-        wait for their draft, do not change the mode from step to step."""
-        return kind._replace(
-            sessions=max(kind.sessions, self._sessions.held), exempt=max(kind.exempt, self._exempt.held)
-        )
+        """The kind of batch with the sessions that have just left."""
+        return kind._replace(sessions=max(kind.sessions, self._sessions.held))
+
+    def _beside_exempt(self, kind: BatchProfile) -> BatchProfile:
+        """The kind of batch with the exempt sessions that there are or have just been: those that sit out steps, as
+        under CONTRASTIVE while a draft is late, make no other kind of every other step."""
+        return kind._replace(exempt=max(kind.exempt, self._exempt.held))
 
     def _of(self, kind: BatchProfile) -> ModeStats:
         stats = self._stats.get(kind)
