@@ -12,9 +12,9 @@ with needed_by("orchestrator", "orchestrator"):
     import typer
 
     from orchestrator.discovery import Discovery, Place
+    from orchestrator.model import Model
     from orchestrator.peers import Peers
     from orchestrator.pods import Pods
-    from orchestrator.request import Model
     from orchestrator.servicer import GenerationServicer
     from orchestrator.tokenizer import Tokenizer
     from orchestrator.workers import supervise

@@ -7,7 +7,8 @@ that differs means that the pod, or a message on its way, is broken: the session
 
 from __future__ import annotations
 
-from orchestrator.request import Model, Sample
+from orchestrator.model import Model
+from orchestrator.sample import Sample
 from specdec.client.sources import ACCEPTED
 from specdec.v2 import model_pb2, verifier_pb2
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.request import Sample
+from orchestrator.sample import Sample
 
 
 class CommittedText:

@@ -12,8 +12,9 @@ from contextlib import aclosing
 from orchestrator.committed_text import CommittedText
 from orchestrator.drafting import Drafting
 from orchestrator.failover_events import FailoverEvents
+from orchestrator.model import Model
 from orchestrator.peers import Peers
-from orchestrator.request import Model, Sample
+from orchestrator.sample import Sample
 from orchestrator.sample_context import SampleContext
 from orchestrator.transcript import Transcript
 from orchestrator.verification import Verification

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from orchestrator.tokenizer import ChatTemplateError, Tokenizer, TooManyTokensError
+from orchestrator.model import Model
+from orchestrator.prompt import prompt_tokens
+from orchestrator.sample import Request, Sample
 from specdec.decoding.noise import sample_seed
-from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
 from specdec.serving.echo import echo
 from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
@@ -41,68 +43,6 @@ MOST_LOGPROBS = 20
 """Best tokens whose log-probabilities come with each token, as in the OpenAI API."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """The model this orchestrator serves."""
-
-    name: str
-    tokenizer: Tokenizer
-    tokenizer_fingerprint: str
-    context: int
-    vocabulary: int
-    end_tokens: frozenset[int]
-
-    @property
-    def most_text(self) -> int:
-        """Bytes of text that the context may hold: a longer text is refused before it is looked at."""
-        return self.context * self.tokenizer.longest_token
-
-    @property
-    def most_request(self) -> int:
-        """Bytes of the longest request that can be valid: text, or tokens of 5 bytes each and as many to resume, turns
-        of a chat with some 10 bytes around each, a ban of every token, and 256 KiB for all the rest."""
-        return self.most_text + 20 * self.context + 5 * self.vocabulary + (256 << 10)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One of the n completions of a request."""
-
-    index: int
-    prompt: list[int]
-    generated: list[int]
-    sampling: Sampling
-    max_tokens: int
-    min_tokens: int
-    end_tokens: frozenset[int]
-    stop: tuple[str, ...]
-    top_logprobs: int | None  # most probable tokens whose logprobs are wanted; None: not even the chosen one's
-    speculation: Speculation
-    tenant: str
-    rule: Rule
-    contrast: model_pb2.Contrast
-    revision: str = ""  # of the model that the text was begun with; empty: any
-    coalesce_commits: bool = False  # nobody reads while the text is made
-
-    @property
-    def needs_draft(self) -> bool:
-        """True if no token can be chosen without a draft."""
-        return self.rule is Rule.CONTRASTIVE
-
-    @property
-    def forces_drafting(self) -> bool:
-        """True if a draft is at work whether or not it pays."""
-        return self.needs_draft or self.speculation.forced
-
-
-@dataclass(frozen=True)
-class Request:
-    """A valid request: its seed, and its samples."""
-
-    seed: int
-    samples: list[Sample]
-
-
 def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bool = True) -> Request:
     """Parse a message into a request, or raise an error that names every field that is wrong. Commits for a request
     that is not `streamed` may be coalesced, unless a stop string may end the text."""
@@ -113,7 +53,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
     violations = _sizes(message, model)
     if violations:
         raise InvalidRequestError(violations)
-    prompt = _prompt(message, model, violations)
+    prompt = prompt_tokens(message, model, violations)
     generated = list(message.generated_tokens)
     violations += token_violations("generated_tokens", generated, model.vocabulary)
 
@@ -250,44 +190,6 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
         max_branches=wanted.max_branches,
         lookahead=lookahead,
     )
-
-
-def _prompt(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> list[int]:
-    """Return the prompt's tokens, with room for one more; what is wrong with it is added to `violations`."""
-    most = model.context - 1
-    try:
-        match message.WhichOneof("prompt"):
-            case "text":
-                if message.text:
-                    return model.tokenizer.encode(message.text, limit=most)
-                violations.append(("text", "is empty, must hold at least 1 character"))
-            case "tokens":
-                ids = list(message.tokens.ids)
-                if len(ids) > most:
-                    raise TooManyTokensError(f"{len(ids)} tokens")
-                if not ids:
-                    violations.append(("tokens.ids", "is empty, must hold at least 1 token"))
-                violations += token_violations("tokens.ids", ids, model.vocabulary)
-                return ids
-            case "chat":
-                if message.chat.messages:
-                    return model.tokenizer.encode(_rendered(message.chat, model), special=False, limit=most)
-                violations.append(("chat.messages", "is empty, must hold at least 1 message"))
-            case _:
-                violations.append(("prompt", "is missing: set one of text, tokens, chat"))
-    except ChatTemplateError as error:
-        violations.append(("chat", str(error)))
-    except TooManyTokensError as error:
-        violations.append(("prompt", f"has {error}, the context of {model.context} leaves no room"))
-    return []
-
-
-def _rendered(chat: generation_pb2.ChatPrompt, model: Model) -> str:
-    """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
-    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages])
-    if (length := len(text.encode())) > model.most_text:
-        raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
-    return text
 
 
 def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:

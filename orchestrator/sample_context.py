@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from orchestrator.committed_text import CommittedText
 from orchestrator.failover_events import FailoverEvents
+from orchestrator.model import Model
 from orchestrator.peers import Peers
-from orchestrator.request import Model, Sample
+from orchestrator.sample import Sample
 
 
 @dataclass(frozen=True)

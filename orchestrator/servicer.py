@@ -14,8 +14,10 @@ import grpc
 from orchestrator.bounded_threads import BoundedThreads
 from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
+from orchestrator.model import Model
 from orchestrator.peers import Peers
-from orchestrator.request import Model, Request, parse
+from orchestrator.request import parse
+from orchestrator.sample import Request
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from orchestrator.draft_control import first_min_probability
-from orchestrator.request import Sample
+from orchestrator.sample import Sample
 from specdec.decoding.speculation import Drafter, Speculation
 from specdec.serving.messages import lookahead_message
 from specdec.v2 import draft_pb2, verifier_pb2

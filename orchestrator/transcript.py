@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from orchestrator.request import Model, Sample
+from orchestrator.model import Model
+from orchestrator.sample import Sample
 from orchestrator.text import TextStream
 from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2

@@ -20,9 +20,9 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
+from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
-from orchestrator.request import Model
 from orchestrator.servicer import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
 from specdec.engine.batch import PackedBatch, Packer

@@ -21,9 +21,10 @@ from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
 from orchestrator.generation import Generation
+from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
-from orchestrator.request import Model, Sample
+from orchestrator.sample import Sample
 from orchestrator.tokenizer import Tokenizer
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation

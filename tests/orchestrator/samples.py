@@ -7,9 +7,10 @@ from typing import Any
 
 from orchestrator.committed_text import CommittedText
 from orchestrator.failover_events import FailoverEvents
+from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
-from orchestrator.request import Model, Sample
+from orchestrator.sample import Sample
 from orchestrator.sample_context import SampleContext
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Speculation

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.request import MOST_STOP_STRINGS, MOST_STOP_TOKENS, Model, parse
+from orchestrator.model import Model
+from orchestrator.request import MOST_STOP_STRINGS, MOST_STOP_TOKENS, parse
 from orchestrator.tokenizer import Tokenizer, TooManyTokensError
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO

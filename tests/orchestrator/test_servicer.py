@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
-from orchestrator.request import Model
 from orchestrator.servicer import LONG_BYTES, MAX_WAITING_LONG, GenerationServicer
 from orchestrator.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v2 import generation_pb2, generation_pb2_grpc

@@ -1,0 +1,48 @@
+"""The prompt of a request: its text, token ids or conversation as the model's tokens."""
+
+from __future__ import annotations
+
+from orchestrator.model import Model
+from orchestrator.tokenizer import ChatTemplateError, TooManyTokensError
+from specdec.serving.validation import token_violations
+from specdec.v2 import generation_pb2
+
+
+def prompt_tokens(
+    message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]
+) -> list[int]:
+    """Return the prompt's tokens, with room for one more; what is wrong with it is added to `violations`."""
+    most = model.context - 1
+    try:
+        match message.WhichOneof("prompt"):
+            case "text":
+                if message.text:
+                    return model.tokenizer.encode(message.text, limit=most)
+                violations.append(("text", "is empty, must hold at least 1 character"))
+            case "tokens":
+                ids = list(message.tokens.ids)
+                if len(ids) > most:
+                    raise TooManyTokensError(f"{len(ids)} tokens")
+                if not ids:
+                    violations.append(("tokens.ids", "is empty, must hold at least 1 token"))
+                violations += token_violations("tokens.ids", ids, model.vocabulary)
+                return ids
+            case "chat":
+                if message.chat.messages:
+                    return model.tokenizer.encode(_rendered(message.chat, model), special=False, limit=most)
+                violations.append(("chat.messages", "is empty, must hold at least 1 message"))
+            case _:
+                violations.append(("prompt", "is missing: set one of text, tokens, chat"))
+    except ChatTemplateError as error:
+        violations.append(("chat", str(error)))
+    except TooManyTokensError as error:
+        violations.append(("prompt", f"has {error}, the context of {model.context} leaves no room"))
+    return []
+
+
+def _rendered(chat: generation_pb2.ChatPrompt, model: Model) -> str:
+    """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
+    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages])
+    if (length := len(text.encode())) > model.most_text:
+        raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
+    return text

@@ -1,0 +1,48 @@
+"""A valid request, and the samples that it asks for: what `request.py` makes of a message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.speculation import Speculation
+from specdec.v2 import model_pb2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One of the n completions of a request."""
+
+    index: int
+    prompt: list[int]
+    generated: list[int]
+    sampling: Sampling
+    max_tokens: int
+    min_tokens: int
+    end_tokens: frozenset[int]
+    stop: tuple[str, ...]
+    top_logprobs: int | None  # most probable tokens whose logprobs are wanted; None: not even the chosen one's
+    speculation: Speculation
+    tenant: str
+    rule: Rule
+    contrast: model_pb2.Contrast
+    revision: str = ""  # of the model that the text was begun with; empty: any
+    coalesce_commits: bool = False  # nobody reads while the text is made
+
+    @property
+    def needs_draft(self) -> bool:
+        """True if no token can be chosen without a draft."""
+        return self.rule is Rule.CONTRASTIVE
+
+    @property
+    def forces_drafting(self) -> bool:
+        """True if a draft is at work whether or not it pays."""
+        return self.needs_draft or self.speculation.forced
+
+
+@dataclass(frozen=True)
+class Request:
+    """A valid request: its seed, and its samples."""
+
+    seed: int
+    samples: list[Sample]
