@@ -1,6 +1,6 @@
 """The client: typed, synchronous or asyncio, with grpcio and protobuf as its only dependencies.
 
-    with Client("localhost:50051") as client:
+    with Client("localhost:50050") as client:
         print(client.complete("def main", max_tokens=64).text)
         with client.generate("def main", max_tokens=64) as stream:
             for chunk in stream:
@@ -24,7 +24,8 @@ from specdec.client.errors import (
     Unavailable,
     Unimplemented,
 )
-from specdec.client.request import GenerateOptions, Message, build_request
+from specdec.client.options import GenerateOptions, Message
+from specdec.client.request import build_request
 from specdec.client.sync import Client, Stream
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The options of a request, spelled once, and how they become a message.
+"""How the options of a request become a message.
 
 Values are not judged here: the server knows the model and its limits. Only what the message cannot express is refused.
 """
@@ -6,64 +6,13 @@ Values are not judged here: the server knows the model and its limits. Only what
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypedDict, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 from google.protobuf.message import Message as ProtobufMessage
 
+from specdec.client.options import GenerateOptions, takes_options
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2
-
-
-class Message(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-class GenerateOptions(TypedDict, total=False):
-    """The options of `generate` and `complete` besides the prompt. Absent and None mean the server's default."""
-
-    tokens: Sequence[int] | None  # the prompt as token ids, instead of text
-    messages: Sequence[Message] | None  # the prompt as a conversation, instead of text
-    model: str  # the one to ask, where several are served
-
-    max_tokens: int | None  # most tokens to generate; default: as many as the context holds
-    min_tokens: int  # no end token before this many
-    stop: str | Sequence[str]  # the text ends before the first of these strings
-    stop_tokens: Iterable[int]  # token ids that end the text besides the model's own
-    ignore_end_token: bool  # go on past the model's end token
-    n: int  # samples; default 1
-    logprobs: int | None  # log-probability of each token and of this many of the most probable ones
-
-    temperature: float | None  # default 0: greedy
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    logit_bias: Mapping[int, float] | None  # added to the logits, by token id
-    banned_tokens: Iterable[int]  # token ids that are never chosen
-    seed: int | None  # default: drawn by the server and sent in the first chunk
-
-    # draft: with draft services alone; always: likewise, even where that is found not to pay; local: without them, by
-    # the verifier's own proposers
-    speculation: Literal["auto", "off", "always", "draft", "local"]
-    drafters: Iterable[Literal["remote", "ngram", "lookahead", "local_model"]]  # instead of `speculation`: only these
-    forced: bool  # with `drafters`: even where they are found not to pay
-    rule: Literal["coupled", "rejection", "contrastive"]  # how candidates become tokens
-    alpha: float | None  # contrastive: least probability, relative to the most probable token's; default 0.1
-    amateur_temperature: float | None  # contrastive: divides the draft's logits; default 1
-    max_candidates: int  # verified in one step at most; 0 is the server's default
-    max_depth: int  # drafted ahead at most; 0 is the server's default
-    max_branches: int  # alternatives at one place at most; 0 is the server's default
-    lookahead: tuple[int, int, int]  # a window of this size, whether or not it pays: W positions, N-grams, G guesses
-
-    tenant: str  # computed prompts are shared within a tenant only
-    generated_tokens: Sequence[int]  # resumes a text that broke off; needs its seed, and n = 1
-    model_fingerprint: str  # with generated_tokens: of the text's first chunk; another model is then refused
-
 
 _DRAFTERS = {
     "remote": model_pb2.DRAFTER_REMOTE,
@@ -100,6 +49,7 @@ _CONTRAST = {"alpha", "amateur_temperature"}
 _SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
 
+@takes_options
 def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
     """Return the message for a prompt and its options; ValueError or TypeError for what does not fit into one."""
     given = {name: value for name, value in {"prompt": prompt, **options}.items() if value is not None}

@@ -13,7 +13,8 @@ import grpc
 from specdec.client.completion import Chunk, Model, Result, read_models, read_result
 from specdec.client.endpoint import Endpoint
 from specdec.client.errors import Cancelled
-from specdec.client.request import GenerateOptions, build_request
+from specdec.client.options import GenerateOptions, takes_options
+from specdec.client.request import build_request
 from specdec.client.transcript import Transcript
 from specdec.v2.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
 from specdec.v2.generation_pb2_grpc import GenerationServiceStub
@@ -25,6 +26,7 @@ Answer = TypeVar("Answer")
 class Client(Endpoint[grpc.Channel]):
     """A client of specdec servers. After `close` it may be used again: it connects anew."""
 
+    @takes_options
     def generate(
         self,
         prompt: str | None = None,
@@ -34,11 +36,12 @@ class Client(Endpoint[grpc.Channel]):
     ) -> Stream:
         """Ask for a completion, chunk by chunk. The request is sent at once.
 
-        `timeout` replaces the client's own; the options are described at `GenerateOptions`.
+        `prompt` is text to continue. `timeout` (seconds) replaces the client's own.
         """
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
         return Stream(self._send, transcript)
 
+    @takes_options
     def complete(
         self,
         prompt: str | None = None,

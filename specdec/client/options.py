@@ -1,0 +1,104 @@
+"""The options of a request: each spelled once, with its type and its meaning.
+
+Type checkers read them off `Unpack[GenerateOptions]`. What looks at the running program (`help`, notebooks) finds the
+same options as keyword parameters, which `takes_options` writes into signature and docstring.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The options of `generate` and `complete` besides the prompt. Absent and None mean the server's default."""
+
+    tokens: Annotated[Sequence[int] | None, "The prompt as token ids, instead of text."]
+    messages: Annotated[Sequence[Message] | None, "The prompt as a conversation, instead of text."]
+    model: Annotated[str | None, "The one to ask, where several are served."]
+
+    max_tokens: Annotated[int | None, "Most tokens to generate. Default: as many as the context holds."]
+    min_tokens: Annotated[int | None, "No end token before this many."]
+    stop: Annotated[str | Sequence[str] | None, "The text ends before the first of these strings."]
+    stop_tokens: Annotated[Iterable[int] | None, "Token ids that end the text besides the model's own."]
+    ignore_end_token: Annotated[bool | None, "Go on past the model's end token."]
+    n: Annotated[int | None, "Samples, 1 to 16. Default: 1."]
+    logprobs: Annotated[
+        int | None, "Send the log-probability of each token and of this many of the most probable ones, 0 to 20."
+    ]
+
+    temperature: Annotated[float | None, "Temperature of sampling. Default: 0, which is greedy."]
+    top_p: Annotated[float | None, "Sample from the fewest tokens whose probabilities add up to this much, in (0, 1]."]
+    top_k: Annotated[int | None, "Sample from so many of the most probable tokens; 0 keeps all."]
+    min_p: Annotated[
+        float | None, "Sample from tokens with at least this probability, relative to the best one's, in [0, 1)."
+    ]
+    repetition_penalty: Annotated[float | None, "In [0.01, 100]; 1 is off."]
+    frequency_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
+    presence_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
+    logit_bias: Annotated[Mapping[int, float] | None, "Added to the logits, by token id; each in [-100, 100]."]
+    banned_tokens: Annotated[Iterable[int] | None, "Token ids that are never chosen."]
+    seed: Annotated[int | None, "Seed of sampling. Default: drawn by the server, and sent in the first chunk."]
+
+    speculation: Annotated[
+        Literal["auto", "off", "always", "draft", "local"] | None,
+        "Who may propose candidates. auto: all drafters, where that pays. draft: draft services alone, where that "
+        "pays. always: likewise, even at a loss. local: the verifier's own proposers alone. off: nobody.",
+    ]
+    drafters: Annotated[
+        Iterable[Literal["remote", "ngram", "lookahead", "local_model"]] | None,
+        "The only ones that may propose candidates, in place of `speculation`.",
+    ]
+    forced: Annotated[bool | None, "With `drafters`: use them even where they are found not to pay."]
+    rule: Annotated[Literal["coupled", "rejection", "contrastive"] | None, "How candidates become tokens."]
+    alpha: Annotated[
+        float | None, "contrastive: least probability of a token, relative to the most probable one's. Default: 0.1."
+    ]
+    amateur_temperature: Annotated[float | None, "contrastive: divides the draft's logits. Default: 1."]
+    max_candidates: Annotated[int | None, "Candidates verified in one step at most; 0 is the server's default."]
+    max_depth: Annotated[int | None, "Tokens drafted ahead at most; 0 is the server's default."]
+    max_branches: Annotated[int | None, "Alternatives at one place at most; 0 is the server's default."]
+    lookahead: Annotated[
+        tuple[int, int, int] | None,
+        "Use a lookahead window of this size, whether or not it pays: W positions, N-grams, G guesses.",
+    ]
+
+    tenant: Annotated[str | None, "Computed prompts are shared within a tenant only."]
+    generated_tokens: Annotated[
+        Sequence[int] | None, "Resume a text that broke off with these tokens; needs its seed, and n = 1."
+    ]
+    model_fingerprint: Annotated[
+        str | None, "With `generated_tokens`: that of the text's first chunk; on another model it is then refused."
+    ]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes_options(function: Function) -> Function:
+    """Write the options into the signature and the docstring of a function that takes `**options` of them."""
+    hints = get_type_hints(GenerateOptions, include_extras=True)
+    types, meanings = zip(*(get_args(hint) for hint in hints.values()), strict=True)
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=each)
+        for name, each in zip(hints, types, strict=True)
+    ]
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    described = [
+        textwrap.fill(f"{name}: {meaning}", 100, initial_indent="    ", subsequent_indent="        ")
+        for name, meaning in zip(hints, meanings, strict=True)
+    ]
+    setattr(function, "__signature__", signature.replace(parameters=[*own, *options]))  # noqa: B010 (mypy)
+    intro = inspect.cleandoc(function.__doc__ or "")
+    function.__doc__ = "\n".join([intro, "", "Options; None is the server's default:", *described])
+    return function
