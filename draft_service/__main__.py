@@ -15,6 +15,7 @@ with needed_by("draft", "draft"):
     from draft_service.draft_loop import DraftLoop
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.servicer import DraftServicer, Limits
+    from specdec import ports
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
     from specdec.engine import fast_paths
     from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
@@ -32,7 +33,7 @@ def main(
         typer.Option(help="Directory of the draft model: one that `specdec export` wrote, or Hugging Face's layout."),
     ],
     host: Host = "127.0.0.1",
-    port: Port = 0,
+    port: Port = ports.DRAFT,
     engine: Annotated[
         Kind,
         typer.Option(

@@ -18,6 +18,7 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.servicer import GenerationServicer
     from orchestrator.tokenizer import Tokenizer
     from orchestrator.workers import supervise
+    from specdec import ports
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, duration, run_command
     from specdec.engine.model_directory import ModelDirectory
     from specdec.serving.process.server import ServerSettings, run, run_program
@@ -54,7 +55,7 @@ def main(
         ),
     ] = None,
     host: Host = "127.0.0.1",
-    port: Port = 0,
+    port: Port = ports.ORCHESTRATOR,
     workers: Annotated[
         int, typer.Option(min=1, max=256, help="Processes that share the port; each uses at most one core.")
     ] = 1,

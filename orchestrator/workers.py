@@ -21,7 +21,8 @@ from dataclasses import replace
 import structlog
 
 from specdec.serving.process import logs
-from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, bound, stop_asked_for
+from specdec.serving.process.listening import bound
+from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, stop_asked_for
 
 log = structlog.get_logger()
 
@@ -42,9 +43,9 @@ async def supervise(settings: ServerSettings, count: int) -> None:
     stop = stop_asked_for(settings)
 
     # 1. A port that other programs share already counts as taken. A free one is held while there are workers.
-    with bound(settings) as alone:
+    with bound(settings.host, settings.port) as alone:
         settings = replace(settings, port=alone.getsockname()[1], share_port=True)
-    with bound(settings):
+    with bound(settings.host, settings.port, shared=True):
         # 2. Serve. Where an option is given twice, the last one counts.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
         address = f"{settings.host}:{settings.port}"

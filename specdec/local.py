@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -83,12 +82,12 @@ class Stack:
         """Start the services, wait until they are ready, and end them on leaving. `draft` may be "none"; that is the
         default if `target` or `local_draft` is given.
 
-        `programs` holds what to run in each role; `route` turns the address of a service into the one that the
-        orchestrator is given. With these, benchmarks run variants of a service, and put a proxy between two.
+        Verifier and draft take free ports unless their options name one. `programs` holds what to run in each role;
+        `route` turns the address of a service into the one that the orchestrator is given. With these, benchmarks run
+        variants of a service, and put a proxy between two.
         """
         target_path, draft_path = _models(target, draft, local_draft)
         local = () if local_draft is None else ("--draft-model", str(local_draft))
-        _check_port(port)
         children: dict[str, Child] = {}
         try:
             verifier = children["verifier"] = _spawn(
@@ -152,23 +151,15 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None) ->
     return target_path, draft_path
 
 
-def _check_port(port: int) -> None:
-    """Raise LocalError if the port is occupied, before models are loaded."""
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError as error:
-        raise LocalError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}") from error
-
-
 def _threads(drafted: bool) -> tuple[str, ...]:
     cores = os.cpu_count() or 1
     return "--threads", str(cores), *(("--threads-while-drafting", str(max(1, cores - 1))) if drafted else ())
 
 
 def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_level: str) -> Child:
-    common = ("--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
+    common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
     process = subprocess.Popen(
-        [sys.executable, "-m", *program, *options, *common],
+        [sys.executable, "-m", *program, *common, *options],  # of an option given twice the last one counts
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

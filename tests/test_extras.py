@@ -30,6 +30,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """A program that runs a module as `python -m` does, in a process where another module is not installed."""
 
 DEMO = str(ROOT / "demo" / "target")
+SERVING = ("--model", DEMO, "--port", "0")
 
 PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba"}
 PACKAGES |= {name: name.replace("_", "io-") for name in EXTRAS if name.startswith("grpc_")}
@@ -73,16 +74,16 @@ def test_every_service_has_what_all_have() -> None:
     [
         ("typer", ("specdec.cli", "generate", "x"), "cli"),
         ("rich", ("specdec.cli", "stats", "h:1"), "cli"),
-        ("structlog", ("specdec.cli", "verifier", "--model", DEMO), "verifier"),
-        ("tokenizers", ("specdec.cli", "orchestrator", "--model", DEMO, "--verifier", "h:1"), "orchestrator"),
+        ("structlog", ("specdec.cli", "verifier", *SERVING), "verifier"),
+        ("tokenizers", ("specdec.cli", "orchestrator", *SERVING, "--verifier", "h:1"), "orchestrator"),
         ("onnx", ("specdec.cli", "export", DEMO, "/nonexistent/out"), "export"),
-        ("typer", ("draft_service", "--model", DEMO), "draft"),
-        ("grpc_health", ("draft_service", "--model", DEMO), "draft"),
-        ("onnxruntime", ("draft_service", "--model", DEMO), "draft"),
-        ("torch", ("verifier_service", "--model", DEMO), "verifier"),
-        ("numba", ("verifier_service", "--model", DEMO), "verifier"),
-        ("transformers", ("verifier_service", "--model", DEMO), "verifier"),
-        ("jinja2", ("orchestrator", "--model", DEMO, "--verifier", "h:1"), "orchestrator"),
+        ("typer", ("draft_service", *SERVING), "draft"),
+        ("grpc_health", ("draft_service", *SERVING), "draft"),
+        ("onnxruntime", ("draft_service", *SERVING), "draft"),
+        ("torch", ("verifier_service", *SERVING), "verifier"),
+        ("numba", ("verifier_service", *SERVING), "verifier"),
+        ("transformers", ("verifier_service", *SERVING), "verifier"),
+        ("jinja2", ("orchestrator", *SERVING, "--verifier", "h:1"), "orchestrator"),
     ],
 )
 def test_a_missing_module_is_one_line(module: str, arguments: tuple[str, ...], extra: str) -> None:

@@ -13,6 +13,7 @@ with needed_by("verifier", "verifier"):
     import structlog
     import typer
 
+    from specdec import ports
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
     from specdec.engine import fast_paths
     from specdec.engine.engine import Engine
@@ -41,7 +42,7 @@ def main(
         ),
     ],
     host: Host = "127.0.0.1",
-    port: Port = 0,
+    port: Port = ports.VERIFIER,
     dtype: Annotated[
         Dtype | None,
         typer.Option(

@@ -108,7 +108,7 @@ class Echo:
 def before(address: str, *options: str) -> tuple[str, ...]:
     """The program, as `python -m` takes it, of an orchestrator for both."""
     peers = ("--verifier", address, "--draft", address)
-    return ("orchestrator", "--model", str(DEMO / "target"), *peers, "--log-level", "error", *options)
+    return ("orchestrator", "--model", str(DEMO / "target"), *peers, "--port", "0", "--log-level", "error", *options)
 
 
 async def _load() -> Echo:

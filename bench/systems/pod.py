@@ -73,12 +73,13 @@ def main() -> None:
     parser.add_argument("--threads-while-drafting", type=int, help="of a verifier")
     parser.add_argument("--kv-tokens", type=int, default=16384)
     parser.add_argument("--max-candidates", type=int, default=VerifierLimits.max_candidates, help="of a verifier")
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--drain-seconds", type=float, default=2.0)
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--stop-with-stdin", action="store_true")
     args = parser.parse_args()
     settings = ServerSettings(
-        drain_seconds=args.drain_seconds, log_level=args.log_level, stop_with_stdin=args.stop_with_stdin
+        port=args.port, drain_seconds=args.drain_seconds, log_level=args.log_level, stop_with_stdin=args.stop_with_stdin
     )
     start = {"verifier": verifier, "draft": draft}[args.role]
     run(settings, lambda: in_a_thread_of_its_own(lambda: start(args)), args.role)

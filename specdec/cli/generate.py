@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from specdec import ports
 from specdec.cli.failure import fail
 from specdec.client import Chunk, Client, Finish, SpecdecError
 from specdec.command_line import duration
@@ -38,7 +39,7 @@ def generate(
     ] = None,
     address: Annotated[
         str, typer.Option(help="Address of the orchestrator, HOST:PORT; several are joined by commas.")
-    ] = "127.0.0.1:50050",
+    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="Temperature of sampling; 0 is greedy: always the most probable token.")

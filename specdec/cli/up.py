@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from specdec import ports
 from specdec.cli.failure import fail
 from specdec.command_line import LogLevel
 
@@ -35,8 +36,19 @@ def up(
         Literal["float32", "bfloat16"], typer.Option(help="Data type that the target computes in.")
     ] = "float32",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the orchestrator, for clients; 0 takes a free one.")
-    ] = 0,
+        int,
+        typer.Option(
+            min=0, max=65535, help="Port of the orchestrator, for clients; with 0 every service takes a free one."
+        ),
+    ] = ports.ORCHESTRATOR,
+    verifier_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help=f"Port of the verifier. By default {ports.VERIFIER}."),
+    ] = None,
+    draft_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help=f"Port of the draft service. By default {ports.DRAFT}."),
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print the addresses of all services as one JSON object.")
     ] = False,
@@ -44,11 +56,21 @@ def up(
 ) -> None:
     """Start all three services on this machine. Ctrl-C stops them."""
     from specdec.local import LocalError, Stack
+    from specdec.serving.process.listening import ListenError, bound
 
+    wanted = {
+        "--port": port,
+        "--verifier-port": (port and ports.VERIFIER) if verifier_port is None else verifier_port,
+        "--draft-port": (port and ports.DRAFT) if draft_port is None else draft_port,
+    }
+
+    drafted = draft != "none" and (draft is not None or not (target or local_draft))
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: stop.append(n))
     try:
+        for option in wanted if drafted else ("--port", "--verifier-port"):  # before models are loaded
+            bound("127.0.0.1", wanted[option], option=option).close()
         with Stack.start(
             target,
             draft,
@@ -57,11 +79,13 @@ def up(
             port=port,
             log_level=log_level,
             stopped=lambda: bool(stop),
+            verifier_options=("--port", str(wanted["--verifier-port"])),
+            draft_options=("--port", str(wanted["--draft-port"])),
         ) as stack:
             described = {"address": stack.address, "services": stack.addresses}
             print(json.dumps(described) if json_output else stack.address, flush=True)
             while not stop:
                 time.sleep(0.2)
                 stack.check()
-    except LocalError as error:
+    except (LocalError, ListenError) as error:
         fail(str(error))

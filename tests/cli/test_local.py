@@ -63,6 +63,7 @@ class Up:
 @pytest.fixture(scope="module")
 def up(pair: Pair, cache: dict[str, str]) -> Iterator[Up]:
     command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.draft)]
+    command += ["--port", "0"]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -188,7 +189,7 @@ def test_an_occupied_port_is_one_line(pair: Pair, cache: dict[str, str]) -> None
 
 
 def test_children_end_with_a_killed_parent(pair: Pair, cache: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", "none"]
+    command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--target", str(pair.target)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
         assert ":" in process.stdout.readline()

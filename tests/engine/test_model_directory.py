@@ -348,9 +348,24 @@ class TestExport:
 @pytest.mark.parametrize(
     ("program", "name", "breaking", "said"),
     [
-        (["-m", "orchestrator", "--verifier", "127.0.0.1:1", "--model"], "orchestrator", "fifo", "chat_template.jinja"),
-        (["-m", "verifier_service", "--model"], "verifier", "eos", f'{GENERATION}: eos_token_id is "</s>", {ENDS}'),
-        (["-m", "draft_service", "--model"], "draft", "dangling", f'{CONFIG} (a link to "gone"): cannot be read'),
+        (
+            ["-m", "orchestrator", "--port", "0", "--verifier", "127.0.0.1:1", "--model"],
+            "orchestrator",
+            "fifo",
+            "chat_template.jinja",
+        ),
+        (
+            ["-m", "verifier_service", "--port", "0", "--model"],
+            "verifier",
+            "eos",
+            f'{GENERATION}: eos_token_id is "</s>", {ENDS}',
+        ),
+        (
+            ["-m", "draft_service", "--port", "0", "--model"],
+            "draft",
+            "dangling",
+            f'{CONFIG} (a link to "gone"): cannot be read',
+        ),
         (["-m", "specdec.cli", "export"], "specdec", "deep", f"{TOKENIZER}: is nested too deeply"),
     ],
 )

@@ -99,7 +99,7 @@ async def verifier() -> AsyncIterator[tuple[SlowVerifier, str]]:
 
 
 async def spawn(*options: str) -> Process:
-    command = (sys.executable, "-m", "orchestrator", "--model", str(DEMO / "target"), *options)
+    command = (sys.executable, "-m", "orchestrator", "--model", str(DEMO / "target"), "--port", "0", *options)
     return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
 
 
@@ -284,4 +284,5 @@ async def test_a_port_that_is_shared_already_is_taken() -> None:
         port = str(taken.getsockname()[1])
         status, out, errors = await ended(await spawn("--verifier", "127.0.0.1:1", "--workers", "2", "--port", port))
     assert (status, out) == (1, "")
-    assert errors == f"orchestrator: cannot listen on 127.0.0.1:{port}: the port is taken or not ours\n"
+    assert errors.startswith(f"orchestrator: --port {port}: another program listens on 127.0.0.1:{port}: ")
+    assert errors.count("\n") == 1

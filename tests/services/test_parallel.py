@@ -33,6 +33,9 @@ TOKENS = 24
 LONG = 200
 """Tokens: a text that is not at its end when the next thing happens."""
 
+FEW = ("--port", "0", "--kv-tokens", "8192")
+"""Options of a verifier that takes little and is in nobody's way."""
+
 LOOKING = generation_pb2.Speculation(
     drafters=OWN_DRAFTERS,
     lookahead=model_pb2.Lookahead(window=5, ngram=3, guesses=5),
@@ -43,7 +46,7 @@ LOOKING = generation_pb2.Speculation(
 @asynccontextmanager
 async def serving(target: Path, logs: Path) -> AsyncIterator[tuple[Launched, Any]]:
     """A verifier in two processes, and a stub of an orchestrator before it."""
-    with launched(2, logs, module, "verifier_service", "--model", str(target), "--kv-tokens", "8192") as ranks:
+    with launched(2, logs, module, "verifier_service", "--model", str(target), *FEW) as ranks:
         ready = await asyncio.to_thread(ranks.until_said, 0, "ready ")
         peers = Peers(Pods([ready.removeprefix("ready ")]), None, failover_seconds=1.0)
         service = GenerationServicer(model_of(ModelDirectory(target)), peers)
@@ -110,7 +113,7 @@ async def test_a_lost_follower_ends_the_pod(directories: Directories, tmp_path: 
 def test_what_goes_by_one_process_only_is_refused(
     directories: Directories, tmp_path: Path, options: tuple[str, ...], reason: str
 ) -> None:
-    model = ("--model", str(directories.target))
+    model = ("--model", str(directories.target), "--port", "0")
     with launched(2, tmp_path / "logs", module, "verifier_service", *model, *options) as ranks:
         assert ranks.exit_codes() == [1, 0]
         (line,) = ranks.said(0).splitlines()
@@ -123,7 +126,7 @@ def test_an_environment_that_is_not_torchruns(directories: Directories) -> None:
     """Schedulers set some of it."""
     environment = {name: value for name, value in os.environ.items() if name not in PLACE} | {"WORLD_SIZE": "2"}
     ended = subprocess.run(
-        [sys.executable, "-m", "verifier_service", "--model", str(directories.target)],
+        [sys.executable, "-m", "verifier_service", "--model", str(directories.target), "--port", "0"],
         capture_output=True,
         text=True,
         env=environment | {"COLUMNS": "200"},

@@ -6,10 +6,10 @@ The port opens when the service is ready, so that nothing is sent to a pod that 
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +25,7 @@ from specdec.extras import needed_by
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
+from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.log_stream import guard_stderr
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2_grpc
@@ -104,7 +105,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     stop = stop_asked_for(settings)
 
     # 1. If the port is taken, no model should be loaded in vain: look first.
-    bound(settings).close()
+    bound(settings.host, settings.port, shared=settings.share_port).close()
 
     # 2. Load, then take calls.
     loading = asyncio.ensure_future(load())
@@ -124,7 +125,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     try:
         port = server.add_insecure_port(f"{settings.host}:{settings.port}")
     except RuntimeError as error:
-        raise _port_taken(settings) from error
+        # gRPC does not say why; a moment ago it could be had.
+        raise ListenError.of(settings.host, settings.port, OSError(errno.EADDRINUSE, "")) from error
     gc.freeze()  # what is loaded stays: to scan it would cost each garbage collection a tenth of a second
     await server.start()
     announce(f"{settings.host}:{port}")
@@ -186,23 +188,6 @@ async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:
         return await asyncio.wrap_future(thread.submit(load))
 
 
-def bound(settings: ServerSettings) -> socket.socket:
-    """Return a socket that is bound to the address and does not listen; StartError if the address is taken."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(settings.share_port))
-    try:
-        holder.bind((settings.host, settings.port))
-    except OSError as error:
-        holder.close()
-        raise _port_taken(settings) from error
-    return holder
-
-
-def _port_taken(settings: ServerSettings) -> StartError:
-    return StartError(f"cannot listen on {settings.host}:{settings.port}: the port is taken or not ours")
-
-
 def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
     """Return an event that is set by SIGINT, SIGTERM or, if asked for, the end of stdin."""
     stop = asyncio.Event()
@@ -234,6 +219,6 @@ def run_program(program: Coroutine[None, None, None], service_name: str) -> None
     try:
         with needed_by(service_name, service_name):  # engines are imported when they are loaded
             asyncio.run(program)
-    except (StartError, ModelDirectoryError, UnsupportedModelError) as error:
+    except (StartError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         print(f"{service_name}: {error}", file=sys.stderr)
         raise SystemExit(1) from None

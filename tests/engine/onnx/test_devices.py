@@ -41,6 +41,7 @@ def has_driver() -> bool:
 
 
 HAS_PROVIDER = CUDA in onnxruntime.get_available_providers()
+QUIETLY = ("--port", "0", "--log-level", "error")
 without_cuda = pytest.mark.skipif(HAS_PROVIDER, reason="this onnxruntime has a CUDA provider")
 with_cuda = pytest.mark.skipif(
     not (HAS_PROVIDER and has_driver()), reason="needs onnxruntime-gpu and a GPU: no CUDA provider here"
@@ -106,7 +107,7 @@ class TestWithoutCuda:
     @without_cuda
     def test_a_draft_service_says_so_in_one_line(self, llama: Path) -> None:
         ended = subprocess.run(
-            [sys.executable, "-m", "draft_service", "--model", llama, "--device", "cuda:1", "--log-level", "error"],
+            [sys.executable, "-m", "draft_service", "--model", llama, "--device", "cuda:1", *QUIETLY],
             capture_output=True,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

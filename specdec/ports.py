@@ -1,0 +1,10 @@
+"""Default ports: where each service listens, and where whoever looks for one looks first.
+
+The services, `specdec up` and `specdec generate` take them from here, so that their defaults agree.
+"""
+
+from __future__ import annotations
+
+ORCHESTRATOR = 50050
+VERIFIER = 50051
+DRAFT = 50052

@@ -1,0 +1,45 @@
+"""Where a service listens, and why it cannot.
+
+Knows sockets only, so that whoever starts services can look at their ports before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+
+class ListenError(Exception):
+    """A service cannot listen; the message is one line that names the option and what to do."""
+
+    @classmethod
+    def of(cls, host: str, port: int, error: OSError | UnicodeError, option: str = "--port") -> ListenError:
+        """Say why an address cannot be listened on; `option` is the one that the port was given by."""
+        number = error.errno if isinstance(error, OSError) else None
+        if number == errno.EADDRINUSE:
+            what = f"another program listens on {host}:{port}: end it, or give another port (0 takes a free one)"
+        elif number in (errno.EACCES, errno.EPERM):
+            what = f"this user may not listen on {host}:{port}: give a port from 1024 on"
+        else:
+            why = error.strerror if isinstance(error, OSError) else error
+            return cls(
+                f"{option.removesuffix('port')}host {host}: cannot listen there ({why}): give an address of this "
+                "machine, or 0.0.0.0 for all"
+            )
+        return cls(f"{option} {port}: {what}")
+
+
+def bound(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:
+    """Return a socket that is bound to an address and does not listen; ListenError if that cannot be.
+
+    A `shared` port may have other processes that share it too, by SO_REUSEPORT.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+    try:
+        holder.bind((host, port))
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+        holder.close()
+        raise ListenError.of(host, port, error, option) from error
+    return holder

@@ -1,0 +1,88 @@
+"""Default ports agree wherever they are said, and a port that is taken is told by its option, before models load."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from draft_service.__main__ import main as draft
+from orchestrator.__main__ import main as orchestrator
+from specdec import cli, ports
+from specdec.local import DEMO
+from specdec.roles import environment
+from verifier_service.__main__ import main as verifier
+
+ROOT = Path(__file__).parents[2]
+
+
+def default(command: Any, option: str) -> Any:
+    return next(each.default for each in command.params if option in each.opts)
+
+
+def command_of(main: Callable[..., None]) -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    return typer.main.get_command(app)
+
+
+def test_defaults_agree() -> None:
+    commands: Any = vars(typer.main.get_command(cli.app))["commands"]
+    for main, port in ((verifier, ports.VERIFIER), (draft, ports.DRAFT), (orchestrator, ports.ORCHESTRATOR)):
+        assert default(command_of(main), "--port") == port
+    assert default(commands["up"], "--port") == ports.ORCHESTRATOR
+    assert default(commands["generate"], "--address") == f"127.0.0.1:{ports.ORCHESTRATOR}"
+
+
+@pytest.mark.parametrize("file", ["README.md", "examples/README.md", "specdec/client/__init__.py"])
+def test_what_users_read_asks_the_orchestrator(file: str) -> None:
+    said = re.findall(r"(?:127\.0\.0\.1|localhost):(\d+)", (ROOT / file).read_text())
+    assert set(said) == {str(ports.ORCHESTRATOR)}
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+TARGET = ("--model", str(DEMO / "target"))
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("verifier", *TARGET), "--port"),
+        (("draft", "--model", str(DEMO / "draft")), "--port"),
+        (("orchestrator", *TARGET, "--verifier", "127.0.0.1:1"), "--port"),
+        (("orchestrator", *TARGET, "--verifier", "127.0.0.1:1", "--workers", "2"), "--port"),
+        (("up", "--verifier-port", "0", "--draft-port", "0"), "--port"),
+        (("up", "--port", "0"), "--verifier-port"),
+        (("up", "--port", "0"), "--draft-port"),
+    ],
+)
+def test_a_taken_port_is_one_line(command: tuple[str, ...], option: str, taken: int) -> None:
+    run = [sys.executable, "-m", "specdec.cli", *command, option, str(taken)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
+    program = "specdec" if command[0] == "up" else command[0]
+    assert done.stderr == (
+        f"{program}: {option} {taken}: another program listens on 127.0.0.1:{taken}: "
+        "end it, or give another port (0 takes a free one)\n"
+    )
+    assert (done.stdout, done.returncode != 0) == ("", True)
+
+
+def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
+    """Without a draft service its port is not looked at; what is wrong here is the target."""
+    run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--draft-port", str(taken), "--target", "/none"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.stderr == "specdec: /none: no such directory\n"
