@@ -11,7 +11,7 @@ from specdec.extras import needed_by
 with needed_by("orchestrator", "orchestrator"):
     import typer
 
-    from orchestrator.discovery import Discovery, Place
+    from orchestrator.discovery import Discovery
     from orchestrator.model import Model
     from orchestrator.peers import Peers
     from orchestrator.pods import Pods
@@ -19,16 +19,10 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.tokenizer import Tokenizer
     from orchestrator.workers import supervise
     from specdec import ports
-    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, duration, run_command
+    from specdec.client.address import Address
+    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, address, duration, run_command
     from specdec.engine.model_directory import ModelDirectory
     from specdec.serving.process.server import ServerSettings, run, run_program
-
-
-def _place(text: str) -> Place:
-    try:
-        return Place.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def main(
@@ -39,17 +33,18 @@ def main(
         ),
     ],
     verifier: Annotated[
-        list[Place],
+        list[Address],
         typer.Option(
-            parser=_place,
+            parser=address,
             metavar="ADDRESS",
-            help="Address of a verifier: HOST:PORT, or dns:NAME:PORT for every address of a name. May be repeated.",
+            help="Address of a verifier: HOST:PORT, or as gRPC spells it. dns:///NAME:PORT is a verifier at every "
+            "record of the name. May be repeated.",
         ),
     ],
     draft: Annotated[
-        list[Place] | None,
+        list[Address] | None,
         typer.Option(
-            parser=_place,
+            parser=address,
             metavar="ADDRESS",
             help="Address of a draft service, in the same form. May be repeated. By default no remote draft is used.",
         ),

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from specdec.client.address import Address, parse_addresses
+
 DAY = 86_400.0
 """Seconds."""
 
@@ -25,6 +27,23 @@ def duration(help: str, *, min: float = 0.0, max: float = DAY) -> Any:
         return value
 
     return typer.Option(min=min, max=max, help=help, callback=check)
+
+
+def address(text: str) -> Address:
+    """Parse the address that an option gives; a wrong one is refused by option and value, with what is accepted."""
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def addresses(text: str) -> str:
+    """Return the addresses that an option gives, joined by commas, as they are; refuse them as `address` does."""
+    try:
+        parse_addresses(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
 
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces.")]

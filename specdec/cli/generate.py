@@ -16,7 +16,7 @@ from rich.text import Text
 from specdec import ports
 from specdec.cli.failure import fail
 from specdec.client import Chunk, Client, Finish, SpecdecError
-from specdec.command_line import duration
+from specdec.command_line import addresses, duration
 
 STYLES = {
     "remote_draft": "green",
@@ -38,7 +38,11 @@ def generate(
         typer.Option(help="File of prompts, in place of PROMPT: on each line a JSON object with `text` or `tokens`."),
     ] = None,
     address: Annotated[
-        str, typer.Option(help="Address of the orchestrator, HOST:PORT; several are joined by commas.")
+        str,
+        typer.Option(
+            callback=addresses,
+            help="Address of the orchestrator: HOST:PORT, or as gRPC spells it; several are joined by commas.",
+        ),
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
     temperature: Annotated[

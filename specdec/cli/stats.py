@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specdec.cli.failure import fail
-from specdec.command_line import duration
+from specdec.client.address import Address
+from specdec.command_line import address, duration
 
 if TYPE_CHECKING:
     from specdec.v2.verifier_pb2 import GetStatsResponse
 
 
 def stats(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Address of a verifier, HOST:PORT.")],
+    at: Annotated[
+        Address,
+        typer.Argument(
+            parser=address, metavar="ADDRESS", help="Address of a verifier: HOST:PORT, or as gRPC spells it."
+        ),
+    ],
     every: Annotated[
         float | None, duration("Seconds between two lines. By default one line is printed.", min=0.1)
     ] = None,
@@ -29,13 +35,13 @@ def stats(
 
     from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel, contextlib.suppress(KeyboardInterrupt):
+    with grpc.insecure_channel(at.target) as channel, contextlib.suppress(KeyboardInterrupt):
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         while True:
             try:
                 seen = stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=10)
             except grpc.RpcError as error:
-                fail(f"{address}: {error.code().name}: {error.details()}")
+                fail(f"{at.target}: {error.code().name}: {error.details()}")
             if json_output:
                 values = MessageToDict(
                     seen, always_print_fields_with_no_presence=True, preserving_proto_field_name=True

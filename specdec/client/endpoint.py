@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
+from specdec.client.address import parse_addresses
 from specdec.client.retries import Retries
 from specdec.client.rotation import Rotation
 
@@ -52,14 +53,14 @@ class Endpoint(Generic[Channel]):
     ) -> None:
         """Take the settings of all calls; nothing connects before the first one.
 
-        `address` is "host:port", or several of them, joined by commas or as a sequence; each may be any target of
-        gRPC's, such as "dns:///host:port", and a name stands for every server it resolves to. Calls take turns at them,
-        and a stream that breaks off goes on at another. `timeout` is in seconds and bounds a call with all its retries;
-        None is no bound. `max_retries` is how often in a row, without a new token, an address is tried again while it
-        is unavailable. Without `credentials` the connection is not encrypted. `metadata` goes with every call, and
-        `options` are gRPC channel arguments.
+        `address` is "host:port", or several of them, joined by commas or as a sequence; each may be spelled as gRPC
+        does ("dns:///host:port", "ipv4:1.2.3.4:50050", "unix:/path"), and a name stands for every server it resolves
+        to. ValueError if one is no address. Calls take turns at them, and a stream that breaks off goes on at another.
+        `timeout` is in seconds and bounds a call with all its retries; None is no bound. `max_retries` is how often in
+        a row, without a new token, an address is tried again while it is unavailable. Without `credentials` the
+        connection is not encrypted. `metadata` goes with every call, and `options` are gRPC channel arguments.
         """
-        self._rotation = Rotation(_addresses(address))
+        self._rotation = Rotation(_targets(address))
         self._timeout = _checked(timeout)
         self._max_retries = max_retries
         self._credentials = credentials
@@ -75,11 +76,11 @@ class Endpoint(Generic[Channel]):
         return Retries(self._rotation, self._max_retries, timeout, lambda: self._closed > closed)
 
 
-def _addresses(given: str | Sequence[str]) -> list[str]:
-    addresses = [address.strip() for address in (given.split(",") if isinstance(given, str) else given)]
-    if not addresses or "" in addresses:
-        raise ValueError(f"address = {given!r}: each must be a host:port")
-    return list(dict.fromkeys(addresses))
+def _targets(given: str | Sequence[str]) -> list[str]:
+    try:
+        return [address.target for address in parse_addresses(given)]
+    except ValueError as error:
+        raise ValueError(f"address = {error}") from None
 
 
 def _checked(timeout: float | None) -> float | None:

@@ -257,12 +257,6 @@ async def test_another_server_may_have_the_model(connect: Any) -> None:
     assert [len(server.calls) for server in servers] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("address", ["", "a:1,,b:2", [], ["a:1", " "]])
-async def test_an_address_that_is_none_is_refused(connect: Any, address: Any) -> None:
-    with pytest.raises(ValueError, match="address = "):
-        connect(address=address)
-
-
 async def test_breaks_before_the_first_chunk_are_retried(connect: Any) -> None:
     async with FakeServer(BREAK, BREAK) as server, connect(server) as client:
         chunks = [chunk async for chunk in client.generate("hi", n=2)]

@@ -1,4 +1,4 @@
-"""Places on the command line, and names that are resolved again."""
+"""Names that are resolved again, and wrong addresses at start."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ import socket
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from orchestrator.discovery import Discovery, Place
+from orchestrator.__main__ import main
+from orchestrator.discovery import Discovery
 from orchestrator.pods import Pods
+from specdec.client.address import Address
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("127.0.0.1:50051", Place("127.0.0.1", 50051)),
-        ("[::1]:50051", Place("[::1]", 50051)),
-        ("verifier.example:1", Place("verifier.example", 1)),
-        ("dns:verifiers.example:50051", Place("verifiers.example", 50051, every_record=True)),
-    ],
-)
-def test_a_place_is_read(text: str, place: Place) -> None:
-    assert Place.parse(text) == place
-
-
-@pytest.mark.parametrize("text", ["", "host", ":1", "host:", "host:0", "host:65536", "host:x", "dns::5", "dns:host"])
-def test_what_is_no_place_is_said(text: str) -> None:
-    with pytest.raises(ValueError, match="is neither HOST:PORT"):
-        Place.parse(text)
+@pytest.mark.parametrize("option", ["--verifier", "--draft"])
+@pytest.mark.parametrize("text", ["http://verifier:1", "verifier", "dns://8.8.8.8/verifiers:1"])
+def test_what_is_no_address_stops_the_start(option: str, text: str) -> None:
+    command = typer.Typer()
+    command.command()(main)
+    done = CliRunner().invoke(command, ["--model", "m", "--verifier", "v:1", option, text])
+    assert done.exit_code == 2
+    said = " ".join(done.output.replace("│", " ").split())
+    assert f"Invalid value for '{option}': '{text}': " in said
+    assert "HOST:PORT" in said
 
 
 class Names:
@@ -48,8 +45,8 @@ class Names:
 async def test_every_record_of_a_name_is_a_pod() -> None:
     names, pods = Names(), Pods()
     names.records = [(socket.AF_INET, "10.0.0.2"), (socket.AF_INET6, "fd00::1"), (socket.AF_INET, "10.0.0.2")]
-    places = [Place.parse("dns:verifiers:50051"), Place.parse("10.9.9.9:1")]
-    discovery = Discovery(places, pods, resolve=names, again_seconds=0.01)
+    addresses = [Address.parse("dns:///verifiers:50051"), Address.parse("10.9.9.9:1")]
+    discovery = Discovery(addresses, pods, resolve=names, again_seconds=0.01)
     await discovery.start()
     assert [pod.address for pod in pods] == ["10.0.0.2:50051", "[fd00::1]:50051", "10.9.9.9:1"]
     kept = next(iter(pods))
@@ -74,7 +71,7 @@ async def test_every_record_of_a_name_is_a_pod() -> None:
 
 async def test_a_name_that_is_not_known_yet_will_be() -> None:
     names, pods = Names(), Pods()
-    discovery = Discovery([Place.parse("dns:drafts:50052")], pods, resolve=names, again_seconds=0.01)
+    discovery = Discovery([Address.parse("dns:drafts:50052")], pods, resolve=names, again_seconds=0.01)
     await discovery.start()
     assert not len(pods)
     names.records = [(socket.AF_INET, "10.0.0.2")]

@@ -1,0 +1,142 @@
+"""Addresses of servers: parsed once and strictly, in gRPC's own spellings where a service can be reached by them.
+
+gRPC itself takes nearly every string for a host name, which it then resolves without end.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+FORMS = "HOST:PORT, [IPV6]:PORT, dns:NAME:PORT, dns:///NAME:PORT, ipv4:ADDRESS:PORT, ipv6:[ADDRESS]:PORT or unix:PATH"
+"""What is accepted, for people."""
+
+MAX_PORT = 65535
+MAX_PATH_BYTES = 107  # what Linux has room for in the address of a socket
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_PATH = re.compile(r"(?!//)[A-Za-z0-9_./~+@=-]+")
+"""gRPC takes others apart, as it does with URLs."""
+_OTHER_SCHEMES = ("google-c2p", "passthrough", "unix-abstract", "vsock", "xds")
+"""Schemes of gRPC's by which no service can be reached here; any other one is known by `://`."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to find one server or several.
+
+    An address that says which servers it stands for has them in `servers`; of one that has to be asked for in DNS,
+    where every record is a server, `name` is the name and the port.
+    """
+
+    target: str
+    """As gRPC takes it."""
+    servers: tuple[str, ...] = ()
+    """A target of gRPC's for each."""
+    name: tuple[str, int] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse an address; ValueError says what is wrong with it, and what is accepted."""
+        try:
+            return cls._parse(text)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}; an address is {FORMS}") from None
+
+    @classmethod
+    def _parse(cls, text: str) -> Self:
+        scheme, _, rest = text.partition(":")
+        match scheme:
+            case "dns":
+                authority = re.match(r"//([^/]*)/?", rest)
+                if authority is not None and authority[1]:
+                    raise ValueError(f"the name server {authority[1]!r} cannot be chosen")
+                host, port = _host_and_port(rest.removeprefix("///"))
+                return cls(f"dns:///{host}:{port}", name=(host.strip("[]"), port))
+            case "ipv4" | "ipv6":
+                version = int(scheme[-1])
+                servers = tuple(_literal(each, version) for each in rest.removeprefix("///").split(","))
+                return cls(f"{scheme}:{','.join(servers)}", servers)
+            case "unix":
+                target = f"unix:{_path(rest)}"
+                return cls(target, (target,))
+        if "://" in text or (scheme in _OTHER_SCHEMES and not re.fullmatch(r"[0-9]{1,5}", rest)):
+            raise ValueError(f"the scheme {scheme}: is not supported")
+        host, port = _host_and_port(text)
+        return cls(f"{host}:{port}", (f"{host}:{port}",))
+
+
+def parse_addresses(given: str | Sequence[str]) -> list[Address]:
+    """Parse addresses that are joined by commas, or a sequence of them, each of them once; ValueError if there is none,
+    or what is wrong with one."""
+    texts = [text.strip() for text in (given.split(",") if isinstance(given, str) else given)]
+    if not texts:
+        raise ValueError(f"there is none; an address is {FORMS}")
+    return list(dict.fromkeys(Address.parse(text) for text in texts))
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    """Return the host, an IPv6 address in its brackets, and the port."""
+    bracketed = re.fullmatch(r"(\[[^\]]*\])(.*)", text)
+    if bracketed is not None:
+        host, colon, port = bracketed[1], bracketed[2][:1], bracketed[2][1:]
+        if colon not in ("", ":"):
+            raise ValueError(f"a port should follow {host}")
+        _check_ip(host[1:-1], 6)
+    else:
+        host, colon, port = text.rpartition(":") if ":" in text else (text, "", "")
+        if ":" in host:
+            version6 = _is_ipv6(text) or _is_ipv6(host)
+            raise ValueError("an IPv6 address stands in brackets" if version6 else f"{host!r} is not a host name")
+        _check_host(host)
+    if not port:
+        raise ValueError("the port is missing")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= MAX_PORT:
+        raise ValueError(f"the port is {port!r}, must be from 1 to {MAX_PORT}")
+    return host, int(port)
+
+
+def _literal(text: str, version: int) -> str:
+    """Return HOST:PORT of an address in numbers."""
+    host, port = _host_and_port(text)
+    _check_ip(host.strip("[]"), version)
+    return f"{host}:{port}"
+
+
+def _check_ip(text: str, version: int) -> None:
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        found = None
+    if found is None or found.version != version or "%" in text:
+        raise ValueError(f"{text!r} is not an IPv{version} address")
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
+def _check_host(host: str) -> None:
+    if not host:
+        raise ValueError("the host is empty")
+    labels = host.removesuffix(".").split(".")
+    if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
+        raise ValueError(f"{host!r} is not a host name")
+    if labels[-1].isdecimal():  # no name ends in a number
+        _check_ip(host, 4)
+
+
+def _path(text: str) -> str:
+    """Return the path of a socket, of which gRPC writes an absolute one with `//` before it as well."""
+    path = text[2:] if text.startswith("///") else text
+    if not _PATH.fullmatch(path):
+        raise ValueError(f"{path!r} is not the path of a socket")
+    if len(path) > MAX_PATH_BYTES:
+        raise ValueError(f"the path has {len(path)} bytes, must have at most {MAX_PATH_BYTES}")
+    return path
