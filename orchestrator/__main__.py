@@ -16,7 +16,6 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.peers import Peers
     from orchestrator.pods import Pods
     from orchestrator.servicer import GenerationServicer
-    from orchestrator.tokenizer import Tokenizer
     from orchestrator.workers import supervise
     from specdec import ports
     from specdec.client.address import Address
@@ -81,14 +80,7 @@ def main(
 
     async def load() -> GenerationServicer:
         directory = ModelDirectory(model)
-        served = Model(
-            name=directory.name,
-            tokenizer=Tokenizer(directory),
-            tokenizer_fingerprint=directory.tokenizer_fingerprint,
-            context=directory.context,
-            vocabulary=directory.vocabulary,
-            end_tokens=directory.end_tokens,
-        )
+        served = Model.of(directory)
         verifiers, drafts = Pods(), Pods() if draft else None
         discoveries = [Discovery(verifier, verifiers)]
         if draft and drafts is not None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 from orchestrator.tokenizer import Tokenizer
+from specdec.engine.model_directory import ModelDirectory
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,25 @@ class Model:
     context: int
     vocabulary: int
     end_tokens: frozenset[int]
+
+    @classmethod
+    def of(cls, directory: ModelDirectory) -> Self:
+        """Read what a directory says; ModelDirectoryError if its tokenizer or chat template cannot be used."""
+        return cls(
+            name=directory.name,
+            tokenizer=Tokenizer(directory),
+            tokenizer_fingerprint=directory.tokenizer_fingerprint,
+            context=directory.context,
+            vocabulary=directory.vocabulary,
+            end_tokens=directory.end_tokens,
+        )
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        """SHA-256, in hex, over what decides how a request becomes tokens: orchestrators that tell the same take each
+        other's requests alike."""
+        decides = [self.tokenizer.fingerprint, sorted(self.end_tokens)]
+        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
     @property
     def most_text(self) -> int:

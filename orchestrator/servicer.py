@@ -102,6 +102,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             context_tokens=model.context,
             vocabulary_size=model.vocabulary,
             chat=model.tokenizer.has_chat_template,
+            text_fingerprint=model.text_fingerprint,
         )
         return generation_pb2.ListModelsResponse(models=[served])
 

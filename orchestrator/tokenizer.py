@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from specdec.engine.model_file import Fields, in_one_line, read_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Special tokens that chat templates may name."""
+
+TOKENIZER = "tokenizer.json"
 
 REMEMBERED_WORDS = 1000
 """Words whose tokens each thread that encodes remembers. The library's own 10,000 take 5 MB a thread, or 75 MB if they
@@ -48,13 +51,18 @@ class Tokenizer:
     """The tokenizer of a model directory."""
 
     def __init__(self, directory: ModelDirectory) -> None:
-        self._tokenizer = _loaded(directory.path / "tokenizer.json")
+        self._tokenizer = _loaded(directory.path / TOKENIZER)
         resize_cache: Callable[[int], None] | None = getattr(self._tokenizer.model, "_resize_cache", None)
         if resize_cache is not None:  # BPE and Unigram remember words
             resize_cache(REMEMBERED_WORDS)
         settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
         self._special = {name: _special_token(settings, name) for name in SPECIAL_TOKENS if settings.has(name)}
-        self._template = _compiled(*_chat_template(directory.path / "chat_template.jinja", settings))
+        source, file = _chat_template(directory.path / "chat_template.jinja", settings)
+        self._template = _compiled(source, file)
+        decides = hashlib.sha256((directory.path / TOKENIZER).read_bytes())
+        decides.update(json.dumps([self._special, source], sort_keys=True).encode())
+        self.fingerprint = decides.hexdigest()
+        """SHA-256, in hex, over all that decides which tokens a text or a conversation becomes."""
 
     @property
     def has_chat_template(self) -> bool:

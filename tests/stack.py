@@ -24,7 +24,6 @@ from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
-from orchestrator.tokenizer import Tokenizer
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import Engine
 from specdec.engine.engines.cpu_engine import CpuEngine
@@ -70,17 +69,6 @@ class SlowEngine:
 
     def copy(self, source: Slots, target: Slots) -> None:
         self.inner.copy(source, target)
-
-
-def model_of(directory: ModelDirectory) -> Model:
-    return Model(
-        name=directory.name,
-        tokenizer=Tokenizer(directory),
-        tokenizer_fingerprint=directory.tokenizer_fingerprint,
-        context=directory.context,
-        vocabulary=directory.vocabulary,
-        end_tokens=directory.end_tokens,
-    )
 
 
 @dataclass
@@ -293,7 +281,7 @@ async def stack(
             stuck_seconds=stuck_seconds,
             failover_seconds=failover_seconds,
         )
-        model = model_of(ModelDirectory(target))
+        model = Model.of(ModelDirectory(target))
         address, _ = await exits.enter_async_context(served(GenerationServicer(model, peers)))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -103,6 +103,7 @@ class Model:
     context_tokens: int  # longest text, prompt included
     vocabulary_size: int
     chat: bool  # True: it takes `messages`
+    text_fingerprint: str  # equal ones: requests become tokens in the same way
 
 
 # A newer server may know values that this client does not: they read as "unspecified".
@@ -147,7 +148,7 @@ def read_result(response: pb.CompleteResponse) -> Result:
 
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
     """Convert the answer of `ListModels`."""
-    return [Model(m.name, m.context_tokens, m.vocabulary_size, m.chat) for m in response.models]
+    return [Model(m.name, m.context_tokens, m.vocabulary_size, m.chat, m.text_fingerprint) for m in response.models]
 
 
 def _read_finish(finish: pb.Finish) -> Finish:

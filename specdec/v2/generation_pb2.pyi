@@ -738,6 +738,7 @@ class ServedModel(google.protobuf.message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
+    TEXT_FINGERPRINT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     context_tokens: builtins.int
@@ -746,6 +747,11 @@ class ServedModel(google.protobuf.message.Message):
     """Number of token ids."""
     chat: builtins.bool
     """Whether it has a chat template."""
+    text_fingerprint: builtins.str
+    """SHA-256 over what decides how a request becomes tokens, besides the model itself, hex: the whole tokenizer (merges,
+    normaliser, pre-tokeniser, added tokens), the special tokens, the chat template and the end tokens. Orchestrators
+    that are asked in turn should have the same.
+    """
     def __init__(
         self,
         *,
@@ -753,7 +759,8 @@ class ServedModel(google.protobuf.message.Message):
         context_tokens: builtins.int = ...,
         vocabulary_size: builtins.int = ...,
         chat: builtins.bool = ...,
+        text_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "text_fingerprint", b"text_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ServedModel = ServedModel

@@ -198,8 +198,9 @@ class ModelIdentity(google.protobuf.message.Message):
     model: builtins.str
     """Name the model is served under."""
     tokenizer_fingerprint: builtins.str
-    """SHA-256 over the tokenizer's vocabulary and merges, hex. Draft and target must agree on it;
-    their logits may differ in width by padding.
+    """SHA-256 over which token id stands for which text, added tokens included, hex. Draft and target must agree on it;
+    their logits may differ in width by padding. Neither turns text into tokens: how that is done (merges, normaliser,
+    chat template) is in ServedModel.text_fingerprint.
     """
     model_fingerprint: builtins.str
     """SHA-256 over config and weights, hex. A session resumes only on an equal one."""

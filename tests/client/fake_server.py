@@ -101,7 +101,9 @@ class FakeServer(GenerationServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         await self._play_end(self._begin(pb.GenerateRequest(), context), context)
         return pb.ListModelsResponse(
-            models=[pb.ServedModel(name="fake", context_tokens=1024, vocabulary_size=256, chat=True)]
+            models=[
+                pb.ServedModel(name="fake", context_tokens=1024, vocabulary_size=256, chat=True, text_fingerprint="t1")
+            ]
         )
 
     def _begin(self, request: pb.GenerateRequest, context: Any) -> Act:

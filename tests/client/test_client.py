@@ -106,7 +106,9 @@ async def test_completes(connect: Any) -> None:
 
 async def test_lists_models(connect: Any) -> None:
     async with FakeServer() as server, connect(server) as client:
-        assert await client.models() == [Model("fake", context_tokens=1024, vocabulary_size=256, chat=True)]
+        assert await client.models() == [
+            Model("fake", context_tokens=1024, vocabulary_size=256, chat=True, text_fingerprint="t1")
+        ]
 
 
 async def test_streams_several_samples(connect: Any) -> None:

@@ -19,12 +19,11 @@ from specdec.serving.errors import InvalidRequestError, UnknownModelError
 from specdec.serving.validation import MAX_BIASES
 from specdec.v2 import generation_pb2
 from tests.models import CONTEXT, VOCABULARY, make
-from tests.stack import model_of
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return model_of(ModelDirectory(make("llama", tmp_path_factory.mktemp("models") / "m")))
+    return Model.of(ModelDirectory(make("llama", tmp_path_factory.mktemp("models") / "m")))
 
 
 def violations(model: Model, **fields: Any) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
@@ -25,7 +26,7 @@ from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from tests.ranks import Launched, launched, module
 from tests.services.conftest import Directories
 from tests.services.test_equality import SAMPLINGS, prompts, sampler
-from tests.stack import OWN_DRAFTERS, model_of, request_of, served, stack
+from tests.stack import OWN_DRAFTERS, request_of, served, stack
 
 pytest.importorskip("accelerate", reason="transformers cuts models with it: specdec-serve[parallel]")
 
@@ -49,7 +50,7 @@ async def serving(target: Path, logs: Path) -> AsyncIterator[tuple[Launched, Any
     with launched(2, logs, module, "verifier_service", "--model", str(target), *FEW) as ranks:
         ready = await asyncio.to_thread(ranks.until_said, 0, "ready ")
         peers = Peers(Pods([ready.removeprefix("ready ")]), None, failover_seconds=1.0)
-        service = GenerationServicer(model_of(ModelDirectory(target)), peers)
+        service = GenerationServicer(Model.of(ModelDirectory(target)), peers)
         async with served(service) as (address, _), grpc.aio.insecure_channel(address) as channel:
             yield ranks, generation_pb2_grpc.GenerationServiceStub(channel)
 
