@@ -18,9 +18,10 @@ with needed_by("draft", "draft"):
     from specdec import ports
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
     from specdec.engine import fast_paths
-    from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
+    from specdec.engine.engines.loading import MOST_THREADS, load_engine
     from specdec.engine.memory import share_memory_among_threads
-    from specdec.engine.preflight import servable
+    from specdec.engine.placement import Dtype, Kind, Placement
+    from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.identity import identity_of
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
 
@@ -79,7 +80,7 @@ def main(
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
     def start() -> DraftServicer:
-        directory = servable(model)
+        (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens)))
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype, device=device)
         for path in fast_paths.off():
             log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)

@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
+from specdec.engine.placement import Dtype, Placement
 from specdec.roles import environment
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -86,7 +88,7 @@ class Stack:
         `route` turns the address of a service into the one that the orchestrator is given. With these, benchmarks run
         variants of a service, and put a proxy between two.
         """
-        target_path, draft_path = _models(target, draft, local_draft)
+        target_path, draft_path = _models(target, draft, local_draft, dtype)
         local = () if local_draft is None else ("--draft-model", str(local_draft))
         children: dict[str, Child] = {}
         try:
@@ -133,10 +135,11 @@ class Stack:
                 raise LocalError(f"{name} ended unexpectedly, with exit status {status}")
 
 
-def _models(target: Path | None, draft: str | None, local_draft: Path | None) -> tuple[Path, Path | None]:
+def _models(target: Path | None, draft: str | None, local_draft: Path | None, dtype: str) -> tuple[Path, Path | None]:
     """Return the directories of target and draft to serve, checked before anything starts."""
+    from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
-    from specdec.engine.preflight import check_models
+    from specdec.engine.preflight.check import Wanted, check
 
     if target is None and not (DEMO / "target" / "config.json").is_file():
         raise LocalError("this installation has no demo pair: give --target")
@@ -145,8 +148,11 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None) ->
     default = None if target or local_draft else DEMO / "draft"
     draft_path = None if draft == "none" else Path(draft) if draft else default
     try:
-        check_models(target_path, *(each for each in (draft_path, local_draft) if each is not None))
-    except ModelDirectoryError as error:
+        placement = Placement(dtype=cast("Dtype", dtype))
+        drafts = [] if draft_path is None else [Wanted(draft_path, Placement("onnx"))]
+        drafts += [] if local_draft is None else [Wanted(local_draft, placement)]
+        check(Wanted(target_path, placement), *drafts)
+    except (ModelDirectoryError, UnsupportedModelError) as error:
         raise LocalError(str(error)) from error
     return target_path, draft_path
 

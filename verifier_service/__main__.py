@@ -17,10 +17,11 @@ with needed_by("verifier", "verifier"):
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
     from specdec.engine import fast_paths
     from specdec.engine.engine import Engine
-    from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, load_engine
+    from specdec.engine.engines.loading import MOST_THREADS, load_engine
     from specdec.engine.memory import share_memory_among_threads
     from specdec.engine.model_directory import ModelDirectory
-    from specdec.engine.preflight import servable
+    from specdec.engine.placement import Dtype, Kind, Placement
+    from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.identity import identity_of
     from specdec.serving.process import logs
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
@@ -158,11 +159,17 @@ def main(
     def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
         return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **common)
 
+    def checked(share: float = 1.0) -> list[ModelDirectory]:
+        placement = Placement(engine, dtype, device, kv_tokens, share)
+        models = [model] if draft_model is None else [model, draft_model]
+        return check(*(Wanted(each, placement) for each in models))
+
     def start(ranks: Ranks | None = None) -> VerifierServicer:
-        directory = servable(model) if ranks is None else ranks.together(lambda: servable(model))
-        draft_directory = None if draft_model is None else servable(draft_model)
-        if draft_directory is not None:
-            draft_directory.check_pair(directory)
+        if ranks is None:
+            directory, *drafts = checked()
+        else:
+            share = (ranks.local_degree if device == "cpu" else 1) / ranks.degree
+            directory, *drafts = ranks.together(lambda: checked(share))
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
             log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
@@ -170,8 +177,8 @@ def main(
                 "exactness", "rows depend on their batch here", "a token may depend on what shares its step"
             )
         local_draft = None
-        if draft_directory is not None:
-            local_draft = DraftModelProposer(load_engine(engine, draft_directory, **common), draft_directory.context)
+        for draft in drafts:
+            local_draft = DraftModelProposer(load_engine(engine, draft, **common), draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
         for path in fast_paths.off():

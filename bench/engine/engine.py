@@ -38,11 +38,12 @@ from bench.engine.systems import SpecdecEngine, SteppedSystem, median_step
 from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, transformers_model
 from bench.report import CUT_OFF, Report, folder, publish
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.loading import MOST_THREADS, Dtype, Kind, check_torch, load_engine
+from specdec.engine.engines.loading import MOST_THREADS, check_torch, load_engine
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.memory import LEAST_SLOTS
 from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.placement import Dtype, Kind
 from verifier_service.step_loop import MOST_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]

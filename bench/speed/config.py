@@ -16,8 +16,9 @@ from bench.systems.specdec import Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.loading import Dtype, check_torch
+from specdec.engine.engines.loading import check_torch
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.placement import Dtype
 from specdec.local import DEMO
 
 

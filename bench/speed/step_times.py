@@ -17,8 +17,9 @@ import numpy as np
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine, cpu_threads
-from specdec.engine.engines.loading import Dtype, load_engine
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Dtype
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
 from specdec.engine.engine import UnsupportedModelError
 
 SHARE = 0.5
@@ -15,6 +17,9 @@ TEXTS = 64
 memory: more would take long to allocate, and serve prefix caching only."""
 
 LEAST_SLOTS = 512
+
+LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+"""Version of cgroups to the files that hold a group's limit and use, in bytes."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MOST_KEPT = 1 << 30
@@ -33,11 +38,11 @@ def slots_for(slot_bytes: int, context: int, device: str, sharers: int = 1) -> i
 
 
 def free_bytes(device: str) -> int:
-    """Return the free bytes of a CUDA device, or of the machine within its container's limit."""
+    """Return the free bytes of a CUDA device, or of the machine within its container's limit. torch is asked if it is
+    loaded, otherwise the driver: an ONNX service, or one that does not load yet, is not to import torch for it."""
     if device.startswith("cuda"):
-        with contextlib.suppress(ImportError, AssertionError):  # without torch, or with one that has no CUDA
-            import torch
-
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
             torch.cuda.empty_cache()  # gives back what torch has kept, such as the weights before they were joined
             return int(torch.cuda.mem_get_info(device)[0])
         try:
@@ -45,15 +50,31 @@ def free_bytes(device: str) -> int:
         except OSError as error:
             raise UnsupportedModelError(f"device {device}: there is no CUDA driver ({error})") from error
         return free_by_driver(driver, int(device.partition(":")[2] or 0))
+    return free_on_host()
+
+
+def free_on_host(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
+    """Return the bytes that this process can still take: those of the machine, within the limits of its cgroups."""
+    limits = (_free_in(group) for group in cgroups("memory", mount, membership))
+    return min([free_on_machine(), *(free for free in limits if free is not None)])
+
+
+def free_on_machine() -> int:
+    """Return the bytes that the machine has free, or can free without swapping."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
-        limit = int((group / "memory.max").read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached_files = int(statistics["inactive_file"])  # such as the weights just read; given back when needed
-        free = min(free, limit - int((group / "memory.current").read_text()) + cached_files)
-    return max(0, free)
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def _free_in(group: Cgroup) -> int | None:
+    """Return the bytes that a cgroup has free; None if it sets no limit, or its files cannot be read."""
+    limit, used = LIMIT_FILES[group.version]
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
+        given = int((group.folder / limit).read_text())
+        statistics = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
+        # Cached files, such as weights just read, are given back when needed. Version 1 counts groups below apart.
+        cached_files = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
+        return max(0, given - int((group.folder / used).read_text()) + cached_files)
+    return None
 
 
 def free_by_driver(driver: Any, index: int) -> int:

@@ -93,6 +93,11 @@ class ModelDirectory:
         return whole.fields("text_config") if whole.has("text_config") else whole
 
     @property
+    def model_type(self) -> str:
+        """The architecture, as transformers names it."""
+        return self._whole_config.text("model_type")
+
+    @property
     def config(self) -> dict[str, Any]:
         """The fields of config.json; for a multimodal model those of its text part."""
         return self._text_config.content

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.loading import Kind, has_bfloat16, load_engine
+from specdec.engine.engines.loading import has_bfloat16, load_engine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Kind
 from tests.models import make
 
 

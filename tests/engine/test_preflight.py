@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.preflight import INDEX, check_weights
+from specdec.engine.preflight.weights import INDEX, check_weights
 
 DEMO = Path(__file__).parent.parent.parent / "demo" / "target"
 WEIGHTS = "model.safetensors"

@@ -5,22 +5,17 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from specdec.engine import fast_paths
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.providers import place_of, providers
+from specdec.engine.placement import Dtype, Kind
 
 if TYPE_CHECKING:  # imports torch
     from specdec.engine.distributed.ranks import Ranks
     from specdec.engine.hf.attention_backend import AttentionBackend
-
-Kind = Literal["torch", "eager", "onnx"]
-"""The kinds of engine. On a GPU `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
-attention by tensor operations: slower everywhere, and a reference to compare with on any device."""
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 MOST_THREADS = 1024
 """Threads that a forward pass may be given at most. Where the system cannot start as many as are asked for, OpenMP ends

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.engine.distributed.ranks import Ranks
@@ -22,6 +21,8 @@ from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.hf.shards import check_plan
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line
+from specdec.engine.preflight.architectures import check_layers
+from specdec.engine.preflight.quantisation import check_quantisation, quantised_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE = "specdec-probe"
@@ -43,9 +44,11 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str, ranks: Rank
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what matters in its reports is raised here as a one-line error
     if ranks is None:
-        _check_configuration(directory)
+        _check_configuration(directory, device)
         return _whole(directory, dtype, device)
-    ranks.together(lambda: check_plan(directory.name, _check_configuration(directory).get_text_config(), ranks.degree))
+    ranks.together(
+        lambda: check_plan(directory.name, _check_configuration(directory, device).get_text_config(), ranks.degree)
+    )
     fingerprints = ranks.all(ranks.together(lambda: directory.model_fingerprint))
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
@@ -103,12 +106,6 @@ def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrai
     return model.eval()
 
 
-def quantised_by(config: dict[str, Any]) -> str | None:
-    """Return the method by which a model's weights are quantised; None if they are not."""
-    quantisation = config.get("quantization_config")
-    return None if quantisation is None else str(quantisation.get("quant_method"))
-
-
 def is_quantised(model: PreTrainedModel) -> bool:
     return getattr(model.config, "quantization_config", None) is not None
 
@@ -121,26 +118,11 @@ def _cut_into(parts: int) -> Any:
     return DistributedConfig(tp_size=parts, tp_plan="auto")
 
 
-def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
+def _check_configuration(directory: ModelDirectory, device: str) -> PretrainedConfig:
     """Refuse, before the weights are loaded, what the configuration shows to be unsupported; return the
     configuration."""
-    for rope_type in _rope_types(directory.config):
-        if rope_type in ("dynamic", "longrope"):
-            raise UnsupportedModelError(
-                f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, "
-                "so that a session's tokens would depend on its neighbours"
-            )
-    if directory.config.get("attention_chunk_size"):
-        raise UnsupportedModelError(f"{directory.name}: chunked attention is not supported")
-    method = quantised_by(directory.config)
-    if method not in (None, "bitsandbytes", *AUTO_QUANTIZER_MAPPING):
-        raise UnsupportedModelError(f"{directory.name}: quantised by {method}, which this transformers does not know")
-    quantisation = directory.config.get("quantization_config") or {}
-    if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
-        raise UnsupportedModelError(
-            f"{directory.name}: bitsandbytes' 8 bits look for outliers in the whole batch, so that a session's "
-            "tokens would depend on its neighbours (llm_int8_threshold 0 looks for none)"
-        )
+    check_layers(directory)
+    check_quantisation(directory, device)
     try:
         config = AutoConfig.from_pretrained(directory.path, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -157,13 +139,6 @@ def _check_configuration(directory: ModelDirectory) -> PretrainedConfig:
             "interface, so that it cannot run in a packed batch"
         )
     return config
-
-
-def _rope_types(config: dict[str, Any]) -> list[str]:
-    """Return the rotary types of all layers; newer configurations nest the parameters by kind of layer."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return [str(p.get("rope_type", p.get("type", "default"))) for p in nested or [parameters]]
 
 
 def window_of(model: PreTrainedModel) -> int | None:

@@ -1,0 +1,44 @@
+"""The cgroups of this process: the folders whose files hold its limits, for either version."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+MOUNT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+class Cgroup(NamedTuple):
+    """A cgroup that limits this process: its own, or one above it."""
+
+    version: int  # 1 or 2: their files have other names
+    folder: Path
+
+
+def cgroups(controller: str, mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> Iterator[Cgroup]:
+    """Yield the cgroups in which a controller (`cpu`, `memory`) may limit this process, and all above them."""
+    for controllers, group in _groups(membership):
+        if not controllers:
+            yield from (Cgroup(2, folder) for folder in _upwards(mount, group))
+        elif controller in controllers.split(","):
+            for place in dict.fromkeys((mount / controllers, mount / controller)):
+                yield from (Cgroup(1, folder) for folder in _upwards(place, group))
+
+
+def _groups(membership: Path) -> list[tuple[str, str]]:
+    """Return the controllers and the path of each cgroup of the process; those of version 2 have no controllers."""
+    with contextlib.suppress(OSError):
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        return [(parts[1], parts[2]) for parts in lines if len(parts) == 3]
+    return []
+
+
+def _upwards(mount: Path, group: str) -> Iterator[Path]:
+    """Yield the folders of a cgroup and of those above it; in a container its own may be mounted as the top one."""
+    path = PurePosixPath(group.lstrip("/"))
+    for each in (path, *path.parents):
+        if ".." not in each.parts:
+            yield mount / each

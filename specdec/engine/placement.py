@@ -1,0 +1,29 @@
+"""How a model is to be run: with which kind of engine, in which dtype, on which device, with how much KV memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["torch", "eager", "onnx"]
+"""The kinds of engine. On a GPU `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
+attention by tensor operations: slower everywhere, and a reference to compare with on any device."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number of each dtype."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a model is to be run."""
+
+    kind: Kind = "torch"
+    dtype: Dtype | None = None
+    """None: an export's own, any other model's is float32."""
+    device: str = "cpu"
+    kv_tokens: int | None = None
+    """Slots of the KV cache; None: as memory allows."""
+    share: float = 1.0
+    """The part of the model that this device holds: less than 1 where the model is cut into parts."""

@@ -1,0 +1,66 @@
+"""The one path of all checks before a start: of each model, of the device that it is placed on, and of all together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.memory import free_bytes
+from specdec.engine.model_directory import GRAPH, ModelDirectory
+from specdec.engine.placement import Placement
+from specdec.engine.preflight.architectures import check_architecture
+from specdec.engine.preflight.device import check_placement
+from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
+from specdec.engine.preflight.quantisation import check_quantisation
+from specdec.engine.preflight.weights import check_weights
+
+
+class Wanted(NamedTuple):
+    """A model that is to be served, and how."""
+
+    path: Path
+    placement: Placement = Placement()
+
+
+def check(target: Wanted, *drafts: Wanted) -> list[ModelDirectory]:
+    """Return the models' directories, if all of them can be served on this machine at the same time and each draft can
+    draft for the target.
+
+    Raises ModelDirectoryError or UnsupportedModelError, which say in one line what is wrong and what to change, or
+    ModuleNotFoundError for a package that is missing. Weights are not read, torch and transformers not imported.
+    """
+    directories = [check_model(each) for each in (target, *drafts)]
+    for draft in directories[1:]:
+        draft.check_pair(directories[0])
+    check_memory([each.placement for each in (target, *drafts)], directories)
+    return directories
+
+
+def check_model(wanted: Wanted) -> ModelDirectory:
+    """Return a model's directory, if the model can be served by itself."""
+    directory = ModelDirectory(wanted.path)
+    check_weights(directory)
+    exported = wanted.placement.kind == "onnx" and (wanted.path / GRAPH).is_file()
+    check_placement(directory, wanted.placement, exported=exported)
+    if not exported:  # whoever exported it has checked
+        check_architecture(directory)
+        check_quantisation(directory, wanted.placement.device)
+    return directory
+
+
+def check_memory(placements: list[Placement], directories: list[ModelDirectory]) -> None:
+    """Raise UnsupportedModelError unless each device has room for all models that are placed on it."""
+    on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
+    for placement, directory in zip(placements, directories, strict=True):
+        on_device["cuda:0" if placement.device == "cuda" else placement.device].append(
+            memory_needed(directory, placement)
+        )
+    for device, models in on_device.items():
+        free, needed = free_bytes(device), sum(each.total for each in models)
+        if needed > free:
+            raise UnsupportedModelError(
+                f"{'; '.join(map(str, models))}: together {in_gigabytes(needed)}, but {device} has "
+                f"{in_gigabytes(free)} free: {' or '.join(dict.fromkeys(each.remedy for each in models))}"
+            )

@@ -1,0 +1,98 @@
+"""Which methods of quantised weights are taken: transformers runs them, each with packages of its own.
+
+Only torchao's is tested here. docs/which-models-run.md has this table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.preflight.device import installed
+
+
+class Method(NamedTuple):
+    """A method of quantisation that transformers knows."""
+
+    packages: dict[str, str]
+    """Module to the requirement that pip installs."""
+    gpu: bool = False
+    """Its kernels run on GPUs alone."""
+    refused: str | None = None
+    note: str = ""
+
+
+ACCELERATE = {"accelerate": "accelerate"}
+WIDENED = "on CPUs transformers computes with the weights in bfloat16"
+
+METHODS: dict[str, Method] = {
+    "aqlm": Method({"aqlm": "aqlm[gpu,cpu]", **ACCELERATE}),
+    "auto-round": Method({"auto_round": "auto-round"}),
+    "awq": Method({"gptqmodel": "gptqmodel", **ACCELERATE}),
+    "bitnet": Method(ACCELERATE),
+    "bitsandbytes": Method({"bitsandbytes": "bitsandbytes", **ACCELERATE}, note="8 bits: llm_int8_threshold 0 only"),
+    "compressed-tensors": Method({"compressed_tensors": "compressed-tensors"}),
+    "eetq": Method({"kernels": "kernels", **ACCELERATE}, gpu=True),
+    "fbgemm_fp8": Method({"fbgemm_gpu": "fbgemm-gpu", **ACCELERATE}, gpu=True),
+    "fouroversix": Method({"fouroversix": "fouroversix"}),
+    "fp8": Method(ACCELERATE, note=WIDENED),
+    "fp_quant": Method({"fp_quant": "fp_quant"}, gpu=True),
+    "gemma": Method({}),
+    "gguf": Method({}, refused="a file of GGUF is not a directory of safetensors"),
+    "gptq": Method({"gptqmodel": "gptqmodel", "optimum": "optimum"}),
+    "higgs": Method({"flute": "flute-kernel", "fast_hadamard_transform": "fast-hadamard-transform"}, gpu=True),
+    "hqq": Method({"hqq": "hqq"}),
+    "metal": Method({}, note="its kernels are Apple's: elsewhere transformers widens the weights"),
+    "mxfp4": Method(ACCELERATE, note=WIDENED),
+    "mxfp8": Method(ACCELERATE, note=WIDENED),
+    "nvfp4": Method({}, refused="transformers loads no weights that are already quantised so"),
+    "quanto": Method({"optimum.quanto": "optimum-quanto", **ACCELERATE}),
+    "quark": Method({"quark": "amd-quark"}),
+    "sinq": Method({"sinq": "sinq"}),
+    "spqr": Method({"spqr_quant": "spqr_quant[gpu]", **ACCELERATE}, gpu=True),
+    "torchao": Method({"torchao": "torchao"}, note="tested, with int8"),
+    "vptq": Method({"vptq": "vptq", **ACCELERATE}, gpu=True),
+}
+"""`quant_method` of quantization_config to what it takes."""
+
+
+def quantised_by(config: dict[str, Any]) -> str | None:
+    """Return the method by which a model's weights are quantised; None if they are not."""
+    quantisation = config.get("quantization_config")
+    return None if quantisation is None else str(quantisation.get("quant_method"))
+
+
+def check_quantisation(directory: ModelDirectory, device: str) -> None:
+    """Raise UnsupportedModelError, by name, if a model's weights are quantised in a way that cannot be run here."""
+    name = quantised_by(directory.config)
+    if name is None:
+        return
+    subject = f"{directory.name}: quantised by {name}"
+    method = METHODS.get(name)
+    if method is None:
+        raise UnsupportedModelError(f"{subject}, which transformers does not know; it knows {', '.join(METHODS)}")
+    if method.refused is not None:
+        raise UnsupportedModelError(f"{subject}: {method.refused}")
+    check_outliers(directory)
+    if method.gpu and device == "cpu":
+        raise UnsupportedModelError(f"{subject}, which runs on GPUs alone: say --device cuda")
+    missing = [requirement for module, requirement in method.packages.items() if not installed(module)]
+    if missing:
+        raise UnsupportedModelError(
+            f"{subject}, which takes more packages: pip install {' '.join(map(_quoted, missing))}"
+        )
+
+
+def check_outliers(directory: ModelDirectory) -> None:
+    """Raise UnsupportedModelError for weights in 8 bits whose products look at the whole batch."""
+    quantisation = directory.config.get("quantization_config") or {}
+    if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
+        raise UnsupportedModelError(
+            f"{directory.name}: bitsandbytes' 8 bits look for outliers in the whole batch, so that a session's "
+            "tokens would depend on its neighbours (llm_int8_threshold 0 looks for none)"
+        )
+
+
+def _quoted(requirement: str) -> str:
+    return f"'{requirement}'" if "[" in requirement else requirement

@@ -1,0 +1,99 @@
+"""Files of weights, known by their headers: that they are complete, and what they hold. The weights are not read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import in_one_line, opened, read_fields
+
+INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 100_000_000
+"""Bytes of the largest header that the format allows."""
+
+USUAL = frozenset({"F64", "F32", "F16", "BF16"})
+"""Names of the formats in which weights are stored that are not quantised."""
+
+EMBEDDINGS = (".embed_tokens.weight", "wte.weight", ".word_embeddings.weight")
+"""How the names of token embeddings end: a row for each id of the vocabulary."""
+
+
+def check_weights(directory: ModelDirectory) -> None:
+    """Raise ModelDirectoryError unless the files of weights are there, and each is as long as its header says."""
+    files = directory.weights()
+    if not files:
+        raise ModelDirectoryError(f"{directory.path}: no weights (*.safetensors or {GRAPH}){_other_format(directory)}")
+    index = read_fields(directory.path / INDEX)
+    if index is not None:
+        named = {name for name in index.fields("weight_map").content.values() if isinstance(name, str)}
+        missing = sorted(named - {file.name for file in files})
+        if missing:
+            raise ModelDirectoryError(
+                f"{index.file}: names {missing[0]}, which is not there ({len(missing)} of {len(named)} files missing)"
+            )
+    for file in files:
+        if file.suffix == ".safetensors":
+            for name, tensor in _tensors(file).items():
+                _check_vocabulary(directory, file, name, tensor)
+
+
+def _check_vocabulary(directory: ModelDirectory, file: Path, name: str, tensor: dict[str, Any]) -> None:
+    if name.endswith(EMBEDDINGS) and tensor["dtype"] in USUAL and len(tensor["shape"]) == 2:
+        rows = tensor["shape"][0]
+        if rows != directory.vocabulary:
+            raise ModelDirectoryError(
+                f"{file}: {name} has rows for {rows} token ids, by config.json vocab_size is {directory.vocabulary}"
+            )
+
+
+def bytes_of(directory: ModelDirectory, width: int | None) -> int:
+    """Return the bytes of all weights. With a `width`, numbers in the usual formats count so many bytes each; integers,
+    and what is quantised, stay as they are stored."""
+    total = 0
+    for file in directory.weights():
+        if file.suffix == ".safetensors":
+            for tensor in _tensors(file).values():
+                start, end = tensor["data_offsets"]
+                if width is not None and tensor["dtype"] in USUAL:
+                    total += math.prod(tensor["shape"]) * width
+                else:
+                    total += end - start
+    return total
+
+
+def _tensors(file: Path) -> dict[str, dict[str, Any]]:
+    """Return what the header of a safetensors file tells of each tensor: `dtype`, `shape`, `data_offsets`.
+    ModelDirectoryError unless the file has all the bytes that it tells of."""
+    with opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+            raise ModelDirectoryError(
+                f"{file}: cannot be loaded: its header is cut off, or it is not a safetensors file"
+            )
+        try:
+            header = json.loads(stream.read(length))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            ends = [int(entry["data_offsets"][1]) for entry in tensors.values()]
+            for entry in tensors.values():
+                str(entry["dtype"]), math.prod(map(int, entry["shape"]))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise ModelDirectoryError(
+                f"{file}: cannot be loaded: its header is damaged: {in_one_line(error)}"
+            ) from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise ModelDirectoryError(f"{file}: has {size} bytes, by its header they are {expected}: copy it again")
+    return tensors
+
+
+def _other_format(directory: ModelDirectory) -> str:
+    """Return what to say of weights in a format that is not read, as the end of a message."""
+    for file in sorted(directory.path.iterdir()):
+        if file.suffix in (".bin", ".pt", ".pth", ".gguf"):
+            return f"; {file.name} is of another format: save the model as safetensors"
+    return ""

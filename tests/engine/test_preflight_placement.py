@@ -1,0 +1,128 @@
+"""Proves that what a model asks of a machine is checked by name, value and remedy before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.memory import free_on_host
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.placement import Placement
+from specdec.engine.preflight import architectures
+from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.preflight.memory_needed import memory_needed
+from specdec.engine.preflight.quantisation import METHODS
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO = ROOT / "demo"
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., Path]:
+    """The demo's target with other fields in its configuration."""
+
+    def make(**fields: Any) -> Path:
+        folder = Path(shutil.copytree(DEMO / "target", tmp_path / "model"))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        return folder
+
+    return make
+
+
+def test_the_table_holds_every_architecture_of_transformers() -> None:
+    groups = [architectures.TESTED, architectures.RAN, architectures.UNTRIED, frozenset(architectures.REFUSED)]
+    assert sum(map(len, groups)) == len(frozenset().union(*groups))
+    assert frozenset().union(*groups) == frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_table_holds_every_method_of_quantisation() -> None:
+    known = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
+    assert known == METHODS.keys()
+
+
+def test_the_page_has_the_tables() -> None:
+    page = (ROOT / "docs" / "which-models-run.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for reason, names in architectures.REASONS.items():
+        (row,) = (each for each in rows if reason in each)
+        assert set(re.findall(r"`([\w-]+)`", row)) == set(names.split())
+    for group in (architectures.TESTED, architectures.RAN, architectures.UNTRIED):
+        assert any(set(re.findall(r"`([\w-]+)`", row)) >= group for row in rows)
+    for name, method in METHODS.items():
+        (row,) = (each for each in rows if each.startswith(f"| `{name}` |"))
+        assert all(part in row for part in (*method.packages.values(), method.refused or method.note))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "mamba"}, "architecture mamba is not supported: it does not take its attention"),
+        ({"model_type": "gpt_oss"}, "its attention has a term for sinks"),
+        ({"model_type": "t5"}, "architecture t5 .* is none of the causal language models"),
+        ({"model_type": 3}, "model_type is 3, must be a string"),
+        ({"attention_chunk_size": 8}, "chunked attention is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None}, "longrope rotary embeddings"),
+        ({"quantization_config": {"quant_method": "magic"}}, "quantised by magic, which transformers does not know"),
+        ({"quantization_config": {"quant_method": "nvfp4"}}, "quantised by nvfp4: transformers loads no weights"),
+        ({"quantization_config": {"quant_method": "eetq"}}, "quantised by eetq, which runs on GPUs alone"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq, .* pip install gptqmodel"),
+        ({"vocab_size": 100}, "by config.json vocab_size is 100"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused(configured: Callable[..., Path], fields: Any, said: str) -> None:
+    with pytest.raises((ModelDirectoryError, UnsupportedModelError), match=said):
+        check(Wanted(configured(**fields)))
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (Placement(device="abacus"), "device abacus: cpu, cuda and cuda:N are supported"),
+        (Placement(dtype="float16"), "dtype float16: is for GPUs"),
+        (Placement("onnx", dtype="bfloat16"), "dtype bfloat16: the ONNX engine"),
+        (Placement(kv_tokens=1 << 31), "tokens of keys and values.* free: give fewer --kv-tokens"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(placement: Placement, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        check(Wanted(DEMO / "target", placement))
+
+
+def test_the_demo_pair_passes_on_one_machine() -> None:
+    target, draft = check(Wanted(DEMO / "target"), Wanted(DEMO / "draft", Placement("onnx")))
+    assert (target.path, draft.path) == (DEMO / "target", DEMO / "draft")
+
+
+def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
+    directory = ModelDirectory(DEMO / "target")
+    wide, narrow = (memory_needed(directory, Placement(dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    more = memory_needed(directory, Placement(kv_tokens=1024))
+    assert wide.weights == 2 * narrow.weights > 0
+    assert wide.kv == 2 * narrow.kv == more.kv // 2 > 0
+    assert memory_needed(directory, Placement(share=0.5)).total == wide.total // 2
+
+
+@pytest.mark.parametrize(
+    ("version", "membership", "files"),
+    [
+        (2, "0::/a\n", {"memory.max": "3000", "memory.current": "2000"}),
+        (1, "4:memory:/a\n", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "2000"}),
+    ],
+)
+def test_the_limits_of_cgroups_hold(tmp_path: Path, version: int, membership: str, files: dict[str, str]) -> None:
+    folder = tmp_path / "mount" / ("memory" if version == 1 else "") / "a"
+    folder.mkdir(parents=True)
+    (tmp_path / "self").write_text(membership)
+    for name, text in ({"memory.stat": "inactive_file 500\n"} | files).items():
+        (folder / name).write_text(text)
+    assert free_on_host(tmp_path / "mount", tmp_path / "self") == 1500
