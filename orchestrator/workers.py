@@ -12,9 +12,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-import time
 from asyncio.subprocess import PIPE, Process
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,13 +20,10 @@ import structlog
 
 from specdec.serving.process import logs
 from specdec.serving.process.listening import bound
+from specdec.serving.process.restarts import Restarts
 from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, stop_asked_for
 
 log = structlog.get_logger()
-
-DEATHS = 5
-WITHIN_SECONDS = 60.0
-"""Deaths of workers within so many seconds that are no accident: workers are then not started again."""
 
 END_SECONDS = 5.0
 """Seconds for a worker to end, once it has drained."""
@@ -71,9 +66,9 @@ class Workers:
         self._all_ready = all_ready
         self._awaited: set[int] = set()  # workers that have not been ready yet
         self._processes: set[Process] = set()
-        self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._restarts = Restarts()
         self._failure: StartError | None = None
-        self._ending = False
+        self._ending = asyncio.Event()
 
     async def run(self, count: int) -> None:
         """Run `count` processes until `end`; StartError if they cannot stay up."""
@@ -86,41 +81,46 @@ class Workers:
 
     def end(self, number: signal.Signals) -> None:
         """End all processes by this signal, and start none again."""
-        self._ending = True
+        self._ending.set()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
     async def _keep_up(self, number: int) -> None:
-        while not self._ending:
+        while not self._ending.is_set():
             # In a session of its own: Ctrl-C is for the supervisor, which ends its workers in order.
             process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True
             )
             self._processes.add(process)
-            if self._ending:  # it was being started when the others were ended
+            if self._ending.is_set():  # it was being started when the others were ended
                 process.terminate()
             assert process.stdout is not None
             if await process.stdout.readline():  # `ready`
                 self._is_ready(number)
             status = await process.wait()
             self._processes.remove(process)
-            if not self._ending:
-                self._died(number, process.pid, status)
+            if not self._ending.is_set():
+                await self._died(number, process.pid, status)
 
     def _is_ready(self, number: int) -> None:
+        self._restarts.ready()
         if number in self._awaited:
             self._awaited.remove(number)
             if not self._awaited:
                 self._all_ready()
 
-    def _died(self, number: int, pid: int, status: int) -> None:
+    async def _died(self, number: int, pid: int, status: int) -> None:
+        """Wait until the next start of a worker, or give all of them up."""
         log.warning("worker_died", pid=pid, status=status)
-        self._deaths.append(time.monotonic())
+        pause = self._restarts.died()
         if number in self._awaited:
             self._give_up("a worker did not start (its own message is above)")
-        elif len(self._deaths) == DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN_SECONDS:
-            self._give_up(f"workers died {DEATHS} times in {WITHIN_SECONDS:g} s, the last with status {status}")
+        elif pause is None:
+            self._give_up(f"workers died {self._restarts.deaths} times in a row, the last with status {status}")
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
 
     def _give_up(self, why: str) -> None:
         self._failure = StartError(why)

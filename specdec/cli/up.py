@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -54,8 +55,9 @@ def up(
     ] = False,
     log_level: LogLevel = "warning",
 ) -> None:
-    """Start all three services on this machine. Ctrl-C stops them."""
+    """Start all three services on this machine, and again those that die. Ctrl-C stops them."""
     from specdec.local import LocalError, Stack
+    from specdec.local.upkeep import Upkeep
     from specdec.serving.process.listening import ListenError, bound
 
     wanted = {
@@ -84,8 +86,9 @@ def up(
         ) as stack:
             described = {"address": stack.address, "services": stack.addresses}
             print(json.dumps(described) if json_output else stack.address, flush=True)
+            upkeep = Upkeep(stack, lambda line: print(f"specdec: {line}", file=sys.stderr, flush=True))
             while not stop:
                 time.sleep(0.2)
-                stack.check()
+                upkeep.look()
     except (LocalError, ListenError) as error:
         fail(str(error))

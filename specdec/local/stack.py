@@ -1,58 +1,30 @@
-"""Runs all three services as processes on this machine, for `specdec up` and the demo.
+"""Starts all three services as processes on this machine, and ends them.
 
 The target uses all CPU cores, and leaves one to its draft while that works: with a thread on every core, all threads
 would wait at every layer for the one whose core the draft uses (docs/decisions/2026-11-21-cores-and-messages.md).
-Children end when their stdin closes, so that none is left behind however the parent dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from specdec.engine.placement import Dtype, Placement
-from specdec.roles import environment
+from specdec.local.child import Child, LocalError, stop
 
-DEMO = Path(__file__).parent.parent / "demo"
-START_SECONDS = 300.0
-STOP_SECONDS = 10.0
+DEMO = Path(__file__).parents[2] / "demo"
+
+LEAST_FAILOVER_SECONDS = 30.0
+"""Seconds that requests wait for a verifier at least. Here they wait for twice the time that its first start took, if
+that is longer: only one can come back, and it must load first."""
 
 PROGRAMS = {"verifier": ("verifier_service",), "draft": ("draft_service",), "orchestrator": ("orchestrator",)}
 """Arguments of `python -m` for each role."""
-
-
-class LocalError(Exception):
-    """The services do not run; the message says why, in one line for a person."""
-
-
-@dataclass
-class Child:
-    """One service process."""
-
-    name: str
-    process: subprocess.Popen[str]
-    lines: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
-
-    def await_address(self, stopped: Callable[[], bool]) -> str:
-        """Wait until the service is ready; return its address. LocalError if it ends, is too slow, or `stopped()`."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and not stopped():
-            with contextlib.suppress(queue.Empty):
-                line = self.lines.get(timeout=0.1)
-                if line is None:
-                    raise LocalError(f"{self.name} did not start (its own message is above)")
-                if line.startswith("ready "):
-                    return line.split()[1]
-        raise LocalError("interrupted" if stopped() else f"{self.name} is not ready after {START_SECONDS:.0f} s")
 
 
 @dataclass
@@ -91,6 +63,7 @@ class Stack:
         target_path, draft_path = _models(target, draft, local_draft, dtype)
         local = () if local_draft is None else ("--draft-model", str(local_draft))
         children: dict[str, Child] = {}
+        begin = time.monotonic()
         try:
             verifier = children["verifier"] = _spawn(
                 "verifier",
@@ -115,7 +88,8 @@ class Stack:
                 )
             options = ["--model", str(target_path), "--port", str(port)]
             addresses = {"verifier": verifier.await_address(stopped)}
-            options += ["--verifier", route(addresses["verifier"])]
+            patience = max(LEAST_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
+            options += ["--failover-seconds", f"{patience:.0f}", "--verifier", route(addresses["verifier"])]
             if draft_path is not None:
                 addresses["draft"] = children["draft"].await_address(stopped)
                 options += ["--draft", route(addresses["draft"])]
@@ -125,14 +99,7 @@ class Stack:
             addresses["orchestrator"] = children["orchestrator"].await_address(stopped)
             yield cls(addresses["orchestrator"], children, addresses)
         finally:
-            _stop(children.values())
-
-    def check(self) -> None:
-        """Raise LocalError if the verifier or the orchestrator has ended; without its draft, the stack still serves."""
-        for name in ("verifier", "orchestrator"):
-            status = self.children[name].process.poll()
-            if status is not None:
-                raise LocalError(f"{name} ended unexpectedly, with exit status {status}")
+            stop(children.values())
 
 
 def _models(target: Path | None, draft: str | None, local_draft: Path | None, dtype: str) -> tuple[Path, Path | None]:
@@ -164,35 +131,4 @@ def _threads(drafted: bool) -> tuple[str, ...]:
 
 def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_level: str) -> Child:
     common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
-    process = subprocess.Popen(
-        [sys.executable, "-m", *program, *common, *options],  # of an option given twice the last one counts
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"TOKENIZERS_PARALLELISM": "false", **environment()},
-        start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
-    )
-    child = Child(name, process)
-
-    def pump() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            child.lines.put(line)
-        child.lines.put(None)
-
-    threading.Thread(target=pump, name=f"{name}-stdout", daemon=True).start()
-    return child
-
-
-def _stop(children: Iterable[Child]) -> None:
-    """End all services at the same time; each drains its running requests. After STOP_SECONDS they are killed."""
-    alive = [child for child in children if child.process.poll() is None]
-    for child in alive:
-        child.process.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
-    for child in alive:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
+    return Child.start(name, "-m", *program, *common, *options)  # of an option given twice the last one counts

@@ -1,0 +1,103 @@
+"""A service as a child process, which ends when its stdin closes: none is left behind however the parent dies."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from specdec.roles import environment
+
+START_SECONDS = 300.0
+STOP_SECONDS = 10.0
+
+
+class LocalError(Exception):
+    """The services do not run; the message says why, in one line for a person."""
+
+
+@dataclass
+class Child:
+    """One service process."""
+
+    name: str
+    command: tuple[str, ...]
+    """Arguments of the interpreter."""
+
+    process: subprocess.Popen[str]
+    lines: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+
+    @classmethod
+    def start(cls, name: str, *command: str) -> Child:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"TOKENIZERS_PARALLELISM": "false", **environment()},
+            start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
+        )
+        child = cls(name, command, process)
+
+        def pump() -> None:
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    child.lines.put(line)
+            child.lines.put(None)
+
+        threading.Thread(target=pump, name=f"{name}-stdout", daemon=True).start()
+        return child
+
+    def again(self, address: str) -> Child:
+        """Start the same service once more, at this address."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        return Child.start(self.name, *self.command, "--port", address.rpartition(":")[2])
+
+    def await_address(self, stopped: Callable[[], bool]) -> str:
+        """Wait until the service is ready; return its address. LocalError if it ends, is too slow, or `stopped()`."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and not stopped():
+            with contextlib.suppress(queue.Empty):
+                line = self.lines.get(timeout=0.1)
+                if line is None:
+                    raise LocalError(f"{self.name} did not start (its own message is above)")
+                if line.startswith("ready "):
+                    return line.split()[1]
+        raise LocalError("interrupted" if stopped() else f"{self.name} is not ready after {START_SECONDS:.0f} s")
+
+    def became_ready(self) -> bool:
+        """Return whether the service has said that it is ready since it was last asked."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self.lines.get_nowait()) is not None:
+                if line.startswith("ready "):
+                    return True
+        return False
+
+    def ending(self) -> str | None:
+        """Return how the process ended; None while it runs."""
+        status = self.process.poll()
+        if status is None:
+            return None
+        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+
+
+def stop(children: Iterable[Child]) -> None:
+    """End all services at the same time; each drains its running requests. After STOP_SECONDS they are killed."""
+    alive = [child for child in children if child.process.poll() is None]
+    for child in alive:
+        child.process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for child in alive:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()

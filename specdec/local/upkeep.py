@@ -1,0 +1,56 @@
+"""Upkeep of a running stack: a service that dies is started again, at its old address, so that clients see a pause.
+
+It is looked at now and then by whoever owns the stack, and has no thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdec.local.child import LocalError
+from specdec.local.stack import Stack
+from specdec.serving.process.restarts import Restarts
+
+
+@dataclass
+class _Life:
+    """What is known of one service."""
+
+    restarts: Restarts = field(default_factory=Restarts)
+    died_at: float | None = None  # until it is ready again
+    start_at: float | None = None  # while it is not even starting
+
+
+class Upkeep:
+    """Restarts the services of a stack. `say` takes a line for a person about each death and each return."""
+
+    def __init__(self, stack: Stack, say: Callable[[str], None]) -> None:
+        self._stack = stack
+        self._say = say
+        self._lives = {name: _Life() for name in stack.children}
+        for life in self._lives.values():
+            life.restarts.ready()
+
+    def look(self) -> None:
+        """Do what is to be done now; LocalError if a service died so often that it is not started again."""
+        for name, life in self._lives.items():
+            self._look_at(name, life)
+
+    def _look_at(self, name: str, life: _Life) -> None:
+        child, now = self._stack.children[name], time.monotonic()
+        if life.start_at is not None:
+            if now >= life.start_at:
+                life.start_at = None
+                self._stack.children[name] = child.again(self._stack.addresses[name])
+        elif (how := child.ending()) is not None:
+            pause = life.restarts.died()
+            if pause is None:
+                raise LocalError(f"{name} died {life.restarts.deaths} times in a row, the last time: {how}")
+            self._say(f"{name} died ({how}): it starts again in {pause:g} s")
+            life.died_at, life.start_at = life.died_at or now, now + pause
+        elif life.died_at is not None and child.became_ready():
+            life.restarts.ready()
+            self._say(f"{name} is back at {self._stack.addresses[name]} after {now - life.died_at:.1f} s")
+            life.died_at = None

@@ -1,0 +1,105 @@
+"""`specdec up` starts again what dies, at its old address: clients see a pause, and the person is told in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from specdec.client import Client
+from specdec.serving.process.restarts import DEATHS
+from testing.processes import alive, children_of
+from tests.models import make, near
+
+TOKENS = 200
+
+
+@dataclass(frozen=True)
+class Up:
+    process: subprocess.Popen[str]
+    address: str
+
+    def pid_of(self, module: str) -> int:
+        (found,) = [
+            pid
+            for pid in children_of(self.process.pid)
+            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        ]
+        return found
+
+    def until_said(self, words: str) -> str:
+        """Return the next line on stderr with these words; all lines before it are read."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if words in line:
+                return line
+        raise AssertionError(f"it ended without {words!r}")
+
+
+@contextmanager
+def up(*options: str) -> Iterator[Up]:
+    command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--json", "--log-level", "error", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield Up(process, json.loads(process.stdout.readline())["address"])
+        finally:
+            children = children_of(process.pid)
+            process.terminate()
+            process.wait(20)
+    assert not [pid for pid in children if alive(pid)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("target") / "target")
+
+
+def test_a_client_sees_only_a_pause(target: Path, tmp_path: Path) -> None:
+    draft = near(target, tmp_path / "draft", noise=0.04)
+    with up("--target", str(target), "--draft", str(draft)) as running, Client(running.address) as client:
+
+        def text(victim: str | None = None) -> list[int]:
+            tokens: list[int] = []
+            options = {"max_tokens": TOKENS, "temperature": 0.8, "seed": 3, "ignore_end_token": True}
+            with client.generate("hello there", **options) as stream:  # type: ignore[arg-type]
+                for chunk in stream:
+                    tokens += chunk.tokens
+                    if victim is not None:
+                        os.kill(running.pid_of(victim), signal.SIGKILL)
+                        victim = None
+            return tokens
+
+        whole = text()
+        assert len(whole) == TOKENS
+        for role, module in (
+            ("draft", "draft_service"),
+            ("verifier", "verifier_service"),
+            ("orchestrator", "orchestrator"),
+        ):
+            assert text(module) == whole, role
+            assert running.until_said(f"{role} died (killed by SIGKILL): it starts again in 0.25 s")
+            assert running.until_said(f"{role} is back at ")
+        assert text() == whole
+        running.process.terminate()
+        assert running.process.wait(20) == 0
+
+
+def test_what_dies_in_a_row_ends_all_with_the_reason(target: Path) -> None:
+    with up("--target", str(target)) as running:
+        for _ in range(DEATHS - 1):
+            os.kill(running.pid_of("orchestrator"), signal.SIGKILL)
+            running.until_said("orchestrator is back at ")
+        os.kill(running.pid_of("orchestrator"), signal.SIGKILL)
+        assert running.until_said("in a row") == (
+            f"specdec: orchestrator died {DEATHS} times in a row, the last time: killed by SIGKILL\n"
+        )
+        assert running.process.wait(20) not in (0, None)
