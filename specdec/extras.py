@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from specdec.exit_status import ExitStatus
+
 DISTRIBUTION = "specdec-serve"
 
 EXTRAS = {
@@ -58,7 +60,8 @@ def hint(error: ModuleNotFoundError, role: str | None = None) -> str | None:
 
 @contextmanager
 def needed_by(program: str, role: str | None = None) -> Iterator[None]:
-    """Run what imports. If a module is missing that an extra brings, end the process with the hint on stderr."""
+    """Run what imports. If a module is missing that an extra brings, end the process with the hint on stderr;
+    an interruption ends it without a word."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -66,3 +69,5 @@ def needed_by(program: str, role: str | None = None) -> Iterator[None]:
         if line is None:
             raise
         sys.exit(f"{program}: {line}")
+    except KeyboardInterrupt:  # imports take seconds
+        raise SystemExit(ExitStatus.INTERRUPTED) from None

@@ -13,6 +13,7 @@ with needed_by("specdec"):  # the client alone may be installed
 
 from specdec.cli.bench import bench
 from specdec.cli.export import export
+from specdec.cli.failure import ending
 from specdec.cli.generate import generate
 from specdec.cli.services import draft, orchestrator, verifier
 from specdec.cli.stats import stats
@@ -47,7 +48,7 @@ def specdec(
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator):
-    app.command(context_settings=PASS_ON)(service)
+    app.command(context_settings=PASS_ON)(ending(service))
 for command in (export, up, stats, generate):
-    app.command()(command)
-app.command(context_settings=PASS_ON)(bench)
+    app.command()(ending(command))
+app.command(context_settings=PASS_ON)(ending(bench))

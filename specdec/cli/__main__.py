@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from specdec.cli import main
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    main()

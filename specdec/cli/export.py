@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from specdec.cli.failure import fail
+from specdec.exit_status import ExitStatus
 
 
 def export(
@@ -30,5 +31,5 @@ def export(
 
         run(directory, out, dtype)
     except (ModelDirectoryError, UnsupportedModelError) as error:
-        fail(str(error))
+        fail(str(error), ExitStatus.USAGE)
     print(out)

@@ -1,12 +1,87 @@
-"""How a command fails: with one line on stderr."""
+"""How a command fails: with one line on stderr and a status that says what kind of failure it is."""
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NoReturn, ParamSpec
+
+import grpc
+import typer
+
+from specdec.client.errors import (
+    ERRORS,
+    AccessDenied,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ServerError,
+    SpecdecError,
+    Unavailable,
+    Unimplemented,
+)
+from specdec.exit_status import ExitStatus
+from specdec.extras import hint
+
+STATUS: Mapping[type[SpecdecError], ExitStatus] = MappingProxyType(
+    {
+        InvalidRequest: ExitStatus.REFUSED,
+        NotFound: ExitStatus.REFUSED,
+        AccessDenied: ExitStatus.REFUSED,
+        Unimplemented: ExitStatus.REFUSED,
+        Unavailable: ExitStatus.UNREACHABLE,
+        Overloaded: ExitStatus.TRY_AGAIN,
+        DeadlineExceeded: ExitStatus.TRY_AGAIN,
+        Cancelled: ExitStatus.INTERNAL,  # by the server: who cancels here is interrupted
+        ServerError: ExitStatus.INTERNAL,
+    }
+)
+"""The status for every error of a call; a test checks that none is missing."""
+
+TRACEBACK = "SPECDEC_TRACEBACK"
+"""Variable of the environment that has a mistake of ours raised instead of told in a line."""
+
+Arguments = ParamSpec("Arguments")
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
     """End the process with a message for a person."""
     print(f"specdec: {message}", file=sys.stderr)
-    raise SystemExit(1)
+    raise SystemExit(status)
+
+
+def status_of(code: grpc.StatusCode) -> ExitStatus:
+    """Return the status for what a call ended with."""
+    return STATUS[ERRORS[code]]
+
+
+def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Wrap a command so that it never ends with a traceback, whatever ends it."""
+
+    @functools.wraps(command)
+    def run(*args: Arguments.args, **options: Arguments.kwargs) -> None:
+        try:
+            command(*args, **options)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except KeyboardInterrupt:
+            raise SystemExit(ExitStatus.INTERRUPTED) from None
+        except BrokenPipeError:
+            # What is left in the buffer has nowhere to go, and the interpreter would complain of it at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(ExitStatus.BROKEN_PIPE) from None
+        except SpecdecError as error:
+            fail(str(error), STATUS[type(error)])
+        except Exception as error:
+            missing = isinstance(error, ModuleNotFoundError) and hint(error)
+            if missing or os.environ.get(TRACEBACK):
+                raise  # what is missing is told by `needed_by`, which knows who runs
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            fail(f"internal error: {what} ({TRACEBACK}=1 shows where)", ExitStatus.INTERNAL)
+
+    return run

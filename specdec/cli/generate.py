@@ -17,6 +17,7 @@ from specdec import ports
 from specdec.cli.failure import fail
 from specdec.client import Chunk, Client, Finish, SpecdecError
 from specdec.command_line import addresses, duration
+from specdec.exit_status import ExitStatus
 
 STYLES = {
     "remote_draft": "green",
@@ -101,7 +102,7 @@ def generate(
 ) -> None:
     """Continue prompts. On a terminal, each token has the colour of its source."""
     if (prompt is None) == (prompt_file is None):
-        fail("give either PROMPT or --prompt-file")
+        fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -119,10 +120,8 @@ def generate(
         with Client(address, timeout=timeout) as client:
             for each in _prompts(prompt, prompt_file):
                 _complete(client, each, options, json_output)
-    except (SpecdecError, ValueError, TypeError) as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    except (ValueError, TypeError) as error:  # what no message can say
+        fail(str(error), ExitStatus.USAGE)
 
 
 def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
@@ -133,18 +132,18 @@ def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        fail(f"{file}: {error.strerror}")
+        fail(f"{file}: {error.strerror}", ExitStatus.USAGE)
     except UnicodeDecodeError:
-        fail(f"{file}: is not UTF-8 text")
+        fail(f"{file}: is not UTF-8 text", ExitStatus.USAGE)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
         except ValueError as error:
-            fail(f"{file}:{number}: is not JSON: {error}")
+            fail(f"{file}:{number}: is not JSON: {error}", ExitStatus.USAGE)
         if not isinstance(entry, dict) or ("text" in entry) == ("tokens" in entry):
-            fail(f"{file}:{number}: must be an object with either `text` or `tokens`")
+            fail(f"{file}:{number}: must be an object with either `text` or `tokens`", ExitStatus.USAGE)
         yield entry
 
 

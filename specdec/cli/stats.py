@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.cli.failure import fail
+from specdec.cli.failure import fail, status_of
 from specdec.client.address import Address
 from specdec.command_line import address, duration
 
@@ -35,13 +34,13 @@ def stats(
 
     from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
-    with grpc.insecure_channel(at.target) as channel, contextlib.suppress(KeyboardInterrupt):
+    with grpc.insecure_channel(at.target) as channel:
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         while True:
             try:
                 seen = stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=10)
             except grpc.RpcError as error:
-                fail(f"{at.target}: {error.code().name}: {error.details()}")
+                fail(f"{at.target}: {error.code().name}: {error.details()}", status_of(error.code()))
             if json_output:
                 values = MessageToDict(
                     seen, always_print_fields_with_no_presence=True, preserving_proto_field_name=True

@@ -23,6 +23,7 @@ from orchestrator.__main__ import main as orchestrator
 from specdec import cli
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.export import export
+from specdec.exit_status import ExitStatus
 from testing.processes import alive, children_of
 from tests.models import make, near
 from verifier_service.__main__ import main as verifier
@@ -121,20 +122,22 @@ def test_generate_streams_text(up: Up) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "status"),
     [
-        (("abc", "--temperature", "-1"), "temperature"),
-        (("abc", "--top-p", "0"), "top_p"),
-        (("abc", "--temperature", "nan"), "temperature"),
-        (("",), "text"),
-        ((), "PROMPT or --prompt-file"),
-        (("abc", "--prompt-file", "x"), "PROMPT or --prompt-file"),
-        (("--prompt-file", "/nonexistent.jsonl"), "nonexistent"),
+        (("abc", "--temperature", "-1"), "temperature", ExitStatus.REFUSED),
+        (("abc", "--top-p", "0"), "top_p", ExitStatus.REFUSED),
+        (("abc", "--temperature", "nan"), "temperature", ExitStatus.REFUSED),
+        (("",), "text", ExitStatus.REFUSED),
+        ((), "PROMPT or --prompt-file", ExitStatus.USAGE),
+        (("abc", "--prompt-file", "x"), "PROMPT or --prompt-file", ExitStatus.USAGE),
+        (("--prompt-file", "/nonexistent.jsonl"), "nonexistent", ExitStatus.USAGE),
     ],
 )
-def test_generate_says_what_is_wrong_in_one_line(up: Up, arguments: tuple[str, ...], message: str) -> None:
+def test_generate_says_what_is_wrong_in_one_line(
+    up: Up, arguments: tuple[str, ...], message: str, status: ExitStatus
+) -> None:
     done = specdec("generate", *arguments, "--address", up.address)
-    assert done.returncode == 1
+    assert done.returncode == status
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -144,7 +147,7 @@ def test_no_server_is_one_line(pair: Pair) -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     done = specdec("generate", "abc", "--address", address)
-    assert done.returncode == 1
+    assert done.returncode == ExitStatus.UNREACHABLE
     assert done.stderr.startswith("specdec: ")
     assert "Traceback" not in done.stderr
 
@@ -220,7 +223,7 @@ def test_export_writes_what_the_draft_serves(tmp_path: Path) -> None:
         export(ModelDirectory(model), model)
     assert (model / "model.safetensors").is_file()
     wrong = specdec("export", "/nonexistent", str(tmp_path / "other"))
-    assert wrong.returncode == 1
+    assert wrong.returncode == ExitStatus.USAGE
     assert wrong.stderr == "specdec: /nonexistent: no such directory\n"
 
 

@@ -1,0 +1,73 @@
+"""Every way a command can end has its status, and no traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Callable
+
+import grpc
+import pytest
+import typer
+
+from specdec.cli.failure import STATUS, ending, status_of
+from specdec.client.errors import ERRORS, InvalidRequest, Overloaded, SpecdecError, Unavailable
+from specdec.exit_status import ExitStatus
+from tests.client.fake_server import Act, FakeServer
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def command() -> None:
+        raise error
+
+    return ending(command)
+
+
+def test_every_error_of_a_call_has_a_status() -> None:
+    assert set(ERRORS.values()) == set(STATUS) == set(SpecdecError.__subclasses__())
+    assert status_of(grpc.StatusCode.OUT_OF_RANGE) is ExitStatus.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (InvalidRequest("top_p: is 2"), 65, "specdec: top_p: is 2\n"),
+        (Unavailable("nobody"), 69, "specdec: nobody\n"),
+        (Overloaded("full"), 75, "specdec: full\n"),
+        (KeyError("x"), 70, "specdec: internal error: KeyError: 'x' (SPECDEC_TRACEBACK=1 shows where)\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(3), 3, ""),
+    ],
+)
+def test_an_error_is_one_line_and_a_status(
+    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raising(error)()
+    assert ended.value.code == status
+    assert capsys.readouterr().err == said
+
+
+def test_a_traceback_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        raising(KeyError("x"))()
+
+
+def test_what_typer_says_stays() -> None:
+    with pytest.raises(typer.BadParameter):
+        raising(typer.BadParameter("no"))()
+
+
+async def test_an_interrupted_command_ends_without_a_word() -> None:
+    async with FakeServer(Act(0, "hold")) as server:
+        command = (sys.executable, "-m", "specdec.cli", "generate", "hi", "--address", server.address)
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        async with asyncio.timeout(60):
+            await server.held.wait()
+            process.send_signal(signal.SIGINT)
+            _, complained = await process.communicate()
+    assert process.returncode == ExitStatus.INTERRUPTED
+    assert b"Traceback" not in complained
