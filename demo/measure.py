@@ -86,6 +86,9 @@ vocabulary 4096), bfloat16. {trained} It exists to show specdec at work on a sma
 **Data.** The source of Python's standard library, as an installation carries it (Python Software Foundation
 License, https://docs.python.org/3/license.html), without data tables; one file in forty held out.
 
+**Chat.** The chat template writes what is said as comments, after which the model goes on with code: it was trained on
+no conversations.
+
 **Held-out loss.** {loss:.3f} nats a token, on 64 windows of 512 tokens.
 
 **Acceptance** of the draft's guesses on the target's own continuations of {PROMPTS} held-out prompts ({NEW_TOKENS}

@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,21 @@ from demo import corpus
 
 HOME = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = """\
+{% for message in messages %}
+{% if message.role == "assistant" %}
+{{ message.content }}
+
+{% elif message.role in ("system", "user") %}
+# {{ message.content | trim | replace("\\n", "\\n# ") }}
+{% else %}
+{{ raise_exception("no turn of the role " ~ message.role ~ ": there are system, user and assistant") }}
+{% endif %}
+{% endfor %}
+"""
+"""What is said becomes comments, what the assistant answered is code: the model goes on with Python, as with any text.
+It was trained on no conversations."""
+
 VOCABULARY = 4096
 CONTEXT = 1024
 
@@ -41,6 +57,17 @@ SHAPES = {
 
 
 # --- tokenizer ---------------------------------------------------------------------------------
+
+
+def tokenizer_settings() -> dict[str, Any]:
+    """Return the content of tokenizer_config.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
 
 
 def train_tokenizer() -> None:
@@ -58,18 +85,7 @@ def train_tokenizer() -> None:
         folder = HOME / role
         folder.mkdir(exist_ok=True)
         tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps(
-                {
-                    "tokenizer_class": "PreTrainedTokenizerFast",
-                    "eos_token": END_OF_TEXT,
-                    "model_max_length": CONTEXT,
-                    "clean_up_tokenization_spaces": False,
-                },
-                indent=2,
-            )
-            + "\n"
-        )
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings(), indent=2) + "\n")
 
 
 def encoded(*, held_out: bool) -> torch.Tensor:

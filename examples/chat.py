@@ -14,7 +14,7 @@ def main(address: str = "127.0.0.1:50050") -> None:
     with Client(address) as client:
         try:
             completion = client.complete(messages=messages, max_tokens=48).completions[0]
-        except InvalidRequest as error:  # a base model has no template
+        except InvalidRequest as error:  # a base model may have no template
             print(error.violations)
             return
         print(completion.text)

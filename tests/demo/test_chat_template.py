@@ -1,0 +1,24 @@
+"""The bundled pair renders conversations, and a pair that is trained anew does so too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from demo.train import HOME, SHAPES, tokenizer_settings
+from orchestrator.tokenizer import ChatTemplateError, Tokenizer
+from specdec.engine.model_directory import ModelDirectory
+
+
+@pytest.mark.parametrize("role", SHAPES)
+def test_what_is_bundled_is_what_training_writes(role: str) -> None:
+    assert json.loads((HOME / role / "tokenizer_config.json").read_text()) == tokenizer_settings()
+
+
+def test_what_is_said_becomes_comments_and_answers_are_code() -> None:
+    tokenizer = Tokenizer(ModelDirectory(HOME / "target"))
+    turns = [("system", "Be brief.\nBe kind."), ("user", " Print 1. "), ("assistant", "print(1)"), ("user", "Again.")]
+    assert tokenizer.render(turns) == "# Be brief.\n# Be kind.\n# Print 1.\nprint(1)\n\n# Again.\n"
+    with pytest.raises(ChatTemplateError, match="no turn of the role tool"):
+        tokenizer.render([("tool", "1")])
