@@ -6,7 +6,9 @@ import asyncio
 
 import structlog
 
+from orchestrator.admission import LeftAloneError
 from orchestrator.backoff import Backoff
+from orchestrator.peer_stream import LostError
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, ServiceError
@@ -22,6 +24,7 @@ class VerifierChoice:
         self._pods = context.peers.verifiers
         self._backoff = Backoff(context.peers.failover_seconds)
         self._tried: dict[Pod, Exception] = {}  # pods tried since the last progress or pause
+        self._answers: dict[Pod, Exception] = {}  # of those tried since the last progress, the latest of each
         self._unfit: dict[Pod, ServiceError] = {}  # pods that serve something else, or have failed on this text
         self._left: Pod | None = None  # the last pod that had the text and was left
 
@@ -51,9 +54,13 @@ class VerifierChoice:
         if full and not resumed:
             raise min(full, key=lambda error: error.retry_after)
         if self._backoff.exhausted:
-            tried = {str(pod): str(self._tried.get(pod, "its circuit breaker is open")) for pod in self._pods}
+            tried = {str(pod): str(self._answers.get(pod, "its circuit breaker is open")) for pod in self._pods}
             log.warning("no_verifier", tried=tried)
-            raise PeerLostError(f"verifier: none available within {self._backoff.budget:g} s", "VERIFIER_LOST")
+            # Whoever asks is told the addresses, which are the operator's; what pods said is in the log.
+            told = ", ".join(f"{pod} ({_kind(self._answers.get(pod))})" for pod in self._pods) or "no address is known"
+            raise PeerLostError(
+                f"verifier: none available within {self._backoff.budget:g} s; tried {told}", "VERIFIER_LOST"
+            )
 
     async def _pause(self) -> None:
         pause, left = self._backoff.pause(), self._context.timeout
@@ -71,15 +78,16 @@ class VerifierChoice:
         """Note that the text has grown: any pod that fits may be asked again."""
         self._backoff.progressed()
         self._tried.clear()
+        self._answers.clear()
 
     def refused(self, pod: Pod, error: Exception) -> None:
         """Do not ask this pod again before the next pause."""
-        self._tried[pod] = error
+        self._tried[pod] = self._answers[pod] = error
 
     def lost(self, pod: Pod, error: Exception) -> None:
         """Do not ask this pod again before the next pause, and then after all others."""
         self._left = pod
-        self._tried[pod] = error
+        self._tried[pod] = self._answers[pod] = error
 
     def unfit(self, pod: Pod, error: ServiceError) -> None:
         """Do not ask this pod again; if no other can be had, `error` ends the request."""
@@ -89,3 +97,16 @@ class VerifierChoice:
         """Do not ask this pod again, which had the text and cannot go on with it."""
         self._left = pod
         self._unfit[pod] = error
+
+
+def _kind(answer: Exception | None) -> str:
+    """Return what a pod's answer was, in our own words."""
+    match answer:
+        case None | LeftAloneError():
+            return "left alone after failures"
+        case OverloadedError():
+            return "no room"
+        case LostError(conclusive=True):
+            return "not reachable"
+        case _:
+            return "session lost"

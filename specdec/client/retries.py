@@ -15,8 +15,9 @@ from specdec.client.rotation import Rotation
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
 _LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
-_MODEL_CHANGED = "MODEL_CHANGED"
-"""Reason of a server without the model to go on with: another server may have it, this one will not have it soon."""
+_SETTLED = ("MODEL_CHANGED", "VERIFIER_LOST")
+"""Reasons of a server that cannot serve the text and has waited for what it lacks, the model to go on with or any
+verifier, for as long as it is meant to: another server may have it, this one will not have it soon."""
 
 
 class Retries:
@@ -59,13 +60,13 @@ class Retries:
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
         if not (lost or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
             raise seen from error
-        changed = seen.reason == _MODEL_CHANGED
+        settled = seen.reason in _SETTLED
         self._failures[self.address] += 1
-        if lost and not changed:
+        if lost and not settled:
             self._rotation.failed(self.address)
         self.address = self._rotation.take(self._failures)
         again = self._failures[self.address]
-        if again > (0 if changed else self._most):
+        if again > (0 if settled else self._most):
             raise seen from error
         if not again:
             return 0.0  # another server, which may work

@@ -250,6 +250,17 @@ async def test_another_model_is_told(connect: Any) -> None:
     assert [call.request.model_fingerprint for call in server.calls] == ["", MODEL]
 
 
+async def test_a_server_that_has_waited_in_vain_is_not_asked_again(connect: Any) -> None:
+    """It has tried its verifiers for as long as it is meant to: to have it try again would multiply that time."""
+    lost = rich(code_pb2.UNAVAILABLE, error_details_pb2.ErrorInfo(reason="VERIFIER_LOST", domain="specdec"))
+    script = itertools.repeat(lost)
+    async with FakeServer(script=script) as one, FakeServer(script=script) as other, connect(one, other) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.complete("hi")
+    assert caught.value.reason == "VERIFIER_LOST"
+    assert (len(one.calls), len(other.calls)) == (1, 1)
+
+
 async def test_another_server_may_have_the_model(connect: Any) -> None:
     changed = rich(code_pb2.UNAVAILABLE, error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec"))
     script = iter([Act(9, "abort"), changed, Act()])
