@@ -21,6 +21,11 @@ from tests.models import make, near
 
 TOKENS = 200
 
+RETRIES = 200
+"""Retries of a client while its only orchestrator starts again, on a busy machine too."""
+
+pytestmark = pytest.mark.timeout(900)  # services start again and again, each as slowly as the machine is busy
+
 
 @dataclass(frozen=True)
 class Up:
@@ -65,7 +70,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_client_sees_only_a_pause(target: Path, tmp_path: Path) -> None:
     draft = near(target, tmp_path / "draft", noise=0.04)
-    with up("--target", str(target), "--draft", str(draft)) as running, Client(running.address) as client:
+    with (
+        up("--target", str(target), "--draft", str(draft)) as running,
+        Client(running.address, max_retries=RETRIES) as client,
+    ):
 
         def text(victim: str | None = None) -> list[int]:
             tokens: list[int] = []
