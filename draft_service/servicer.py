@@ -17,7 +17,14 @@ from specdec.serving.errors import InvalidRequestError
 from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
-from specdec.serving.validation import open_size_violations, rule_violations, sampling_violations, text_violations
+from specdec.serving.validation import (
+    MAX_BRANCHES,
+    MAX_DEPTH,
+    open_size_violations,
+    rule_violations,
+    sampling_violations,
+    text_violations,
+)
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 
@@ -27,8 +34,8 @@ class Limits:
 
     defaults: ExpansionPolicy = field(default_factory=ExpansionPolicy)
     max_nodes: int = 256
-    max_depth: int = 128
-    max_branches: int = 16
+    max_depth: int = MAX_DEPTH
+    max_branches: int = MAX_BRANCHES
     max_sessions: int = 256
 
 
@@ -78,9 +85,13 @@ class DraftServicer(
                 session.outgoing.resend()
 
     def opened(self, session: Session) -> draft_pb2.DraftResponse:
-        return draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=self._identity))
+        policy = session.policy
+        opened = draft_pb2.DraftOpened(
+            identity=self._identity, max_depth=policy.max_depth, max_branches=policy.max_branches
+        )
+        return draft_pb2.DraftResponse(opened=opened)
 
-    def heartbeat(self) -> draft_pb2.DraftResponse:
+    def heartbeat(self, session: Session) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(heartbeat=model_pb2.Heartbeat(steps=self._loop.steps, capacity=self.capacity()))
 
     def is_last(self, response: draft_pb2.DraftResponse) -> bool:

@@ -109,6 +109,8 @@ class CommitCheck:
             return f"its min_candidate_probability is {commit.min_candidate_probability}"
         if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:
             return f"it reports {commit.preemptions} preemptions and {commit.queued_us} us in a queue"
+        if commit.undrafted_tokens > len(commit.committed.tokens):
+            return f"it reports {commit.undrafted_tokens} undrafted tokens of {len(commit.committed.tokens)}"
         if commit.cached_tokens > self._end:
             return f"it reports {commit.cached_tokens} cached tokens"
         return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from orchestrator.candidate_flow import CandidateFlow
 from orchestrator.draft_control import DraftControl
 from orchestrator.draft_stream import DraftStream
@@ -14,6 +16,11 @@ USELESS_AFTER_STEPS = 128
 """Steps in a row in which candidates were wanted and none was accepted, after which a draft is given up: it lags, or
 guesses at random. Of a draft that helps in one step of twenty, so many steps without help have a probability of
 0.14 %."""
+
+
+LATE_SHARE = 0.5
+"""Share of `failover_seconds` for which a text waits for one draft without which no token can be chosen: what is left
+is enough to try another."""
 
 
 class UselessError(LostError):
@@ -40,6 +47,7 @@ class DraftSession:
         self._flow = CandidateFlow(state.max_nodes)
         self._fruitless = 0  # steps in a row without an accepted candidate
         self._offered = 0  # candidates verified in them
+        self._awaited_since: float | None = None  # the text cannot go on without the draft; monotonic
 
     async def open(self) -> None:
         """Open the session with the text as it is now."""
@@ -52,12 +60,23 @@ class DraftSession:
 
     def on_opened(self, state: SpeculationState) -> None:
         """Have the draft send its candidates to another verifier, which has none of them."""
+        self._awaited_since = None
         self._flow = CandidateFlow(state.max_nodes)
         for message in self._control.another_verifier(state.max_nodes):
             self._stream.send(message)
 
+    def on_awaited(self) -> None:
+        """Note that the text cannot go on until the draft has sent something; abort the session if that lasts too
+        long."""
+        now = time.monotonic()
+        if self._awaited_since is None:
+            self._awaited_since = now
+        elif now - self._awaited_since >= LATE_SHARE * self._context.peers.failover_seconds:
+            self._stream.abort(LaggingError(f"it has sent nothing for {now - self._awaited_since:.1f} s"))
+
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
         """Tell the draft what the target has decided; return True if that speaks for the draft."""
+        self._awaited_since = None
         self._flow.committed()
         paused = self._control.paused
         for message in self._control.messages(commit):

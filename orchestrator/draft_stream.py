@@ -52,6 +52,7 @@ class DraftStream(PeerStream):
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
         self._check(opened.identity)
+        self._context.granted.by_draft(opened)
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())
 

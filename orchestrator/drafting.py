@@ -69,7 +69,15 @@ class Drafting:
         self._given_up: ServiceError | None = None  # the text needs a draft, and none can be had
         if self._pods is None and context.sample.needs_draft:
             self._given_up = _draft_required("there is no draft service")
-        self.undrafted_reason = "" if self._pods is not None else "no_draft" if remote else "off"
+        self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
+        self.undrafted_tokens = 0  # of steps that should have had candidates of a draft, and had none
+
+    @property
+    def undrafted_reason(self) -> str:
+        """Why tokens were chosen without candidates of a draft; empty if none were, or if the request leaves it to the
+        verifier which steps have any."""
+        late = self.undrafted_tokens and self._context.sample.insists_on_draft
+        return self._why_undrafted or ("late" if late else "")
 
     @property
     def policy(self) -> verifier_pb2.VerifyPolicy:
@@ -98,9 +106,21 @@ class Drafting:
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
         """Go on drafting behind what the target has decided."""
+        sample = self._context.sample
+        if sample.speculation.remote and not sample.needs_draft:
+            # Of a session that it believes to have no draft, a verifier counts none.
+            tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
+            self.undrafted_tokens += tokens
         self._update(self._state.after_commit(commit))
         if self._session is not None and self._session.on_commit(commit):
             self._backoff.progressed()
+
+    def on_awaited(self) -> None:
+        """Note that the verifier can choose no token until the draft has sent its distribution. A draft that sends none
+        is given up, and the time until then counts as time without a draft."""
+        self._backoff.failed()
+        if self._session is not None:
+            self._session.on_awaited()
 
     def _update(self, state: SpeculationState) -> None:
         self._state = state
@@ -198,7 +218,7 @@ class Drafting:
             return
         if not self._undrafted:
             self._undrafted = True
-            self.undrafted_reason = reason
+            self._why_undrafted = reason
             log.info("undrafted", reason=reason, why=why)
         await self._set_drafted(False)
 

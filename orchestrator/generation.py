@@ -12,6 +12,7 @@ from contextlib import aclosing
 from orchestrator.committed_text import CommittedText
 from orchestrator.drafting import Drafting
 from orchestrator.failover_events import FailoverEvents
+from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.sample import Sample
@@ -27,7 +28,8 @@ class Generation:
     """Runs one sample. It is the `CandidateSink` of its drafting: what that has for a verifier goes to verification."""
 
     def __init__(self, sample: Sample, model: Model, peers: Peers, deadline: float | None) -> None:
-        self._context = SampleContext(sample, model, peers, deadline, CommittedText(sample), FailoverEvents())
+        granted = GrantedLimits(sample.speculation)
+        self._context = SampleContext(sample, model, peers, deadline, CommittedText(sample), FailoverEvents(), granted)
         self._transcript = Transcript(sample, model)
         self._drafting = Drafting(self._context, sink=self)
         self._verification = Verification(self._context, self._drafting.policy)
@@ -41,6 +43,9 @@ class Generation:
             async for message in messages:
                 if isinstance(message, verifier_pb2.VerifyOpened):
                     self._drafting.on_opened(message)
+                    continue
+                if isinstance(message, model_pb2.Heartbeat):
+                    self._drafting.on_awaited()
                     continue
                 self._drafting.on_commit(message)
                 response = self._transcript.take(message)
@@ -74,5 +79,9 @@ class Generation:
         finish.numerics_mode = verification.identity.numerics_mode
         finish.reproducible = self._context.sample.rule is Rule.COUPLED and not verification.numerics_changed
         finish.preemptions = verification.preemptions
-        finish.speculation.undrafted_reason = self._drafting.undrafted_reason
-        finish.speculation.failover_events.update(self._context.events.counts)
+        speculation = finish.speculation
+        speculation.undrafted_reason = self._drafting.undrafted_reason
+        # Of the tokens that are left: some may be past a stop string.
+        speculation.undrafted_tokens = min(self._drafting.undrafted_tokens, sum(speculation.sources.values()))
+        speculation.granted.CopyFrom(self._context.granted.message())
+        speculation.failover_events.update(self._context.events.counts)

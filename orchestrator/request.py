@@ -20,6 +20,7 @@ from specdec.serving.validation import (
     rule_violations,
     sampling_violations,
     size_violations,
+    speculation_limit_violations,
     token_violations,
     too_many,
 )
@@ -159,6 +160,7 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
 def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple[str, str]]) -> Speculation:
     """Return how to speculate; what is wrong with it is added to `violations`."""
     wanted = message.speculation
+    violations += speculation_limit_violations("speculation", wanted)
     wrong = drafter_violations("speculation.drafters", wanted.drafters)
     if wrong:
         violations += wrong

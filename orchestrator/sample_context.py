@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator.committed_text import CommittedText
 from orchestrator.failover_events import FailoverEvents
+from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.sample import Sample
@@ -22,6 +23,7 @@ class SampleContext:
     deadline: float | None  # the caller's, in monotonic time
     text: CommittedText
     events: FailoverEvents
+    granted: GrantedLimits
 
     @property
     def timeout(self) -> float | None:

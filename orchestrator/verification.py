@@ -23,7 +23,7 @@ from specdec.v2 import model_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
-Message = verifier_pb2.VerifyOpened | verifier_pb2.Commit
+Message = verifier_pb2.VerifyOpened | verifier_pb2.Commit | model_pb2.Heartbeat
 
 
 class Verification:
@@ -46,8 +46,9 @@ class Verification:
         return sum(self._preemptions)
 
     async def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield the answer of every verifier that takes the text, and commits in order, each once, until the last. What
-        a commit adds is in the committed text when the commit is yielded."""
+        """Yield the answer of every verifier that takes the text, and commits in order, each once, until the last; and
+        heartbeats while the text awaits its draft. What a commit adds is in the committed text when the commit is
+        yielded."""
         context, choice = self._context, self._choice
         while True:
             pod = await choice.next(numerics=self.identity.numerics_fingerprint, resumed=self._resumed)
@@ -57,11 +58,12 @@ class Verification:
                     with pod.load.session():
                         yield opened
                         check = CommitCheck(context.sample, context.model, opened.identity.context_tokens)
-                        async for commit in stream.commits():
-                            if problem := check.violation(commit, len(context.text.generated)):
-                                raise LostError(f"invalid commit: {problem}")
-                            self._take(pod, commit)
-                            yield commit
+                        async for message in stream.messages():
+                            if isinstance(message, verifier_pb2.Commit):
+                                if problem := check.violation(message, len(context.text.generated)):
+                                    raise LostError(f"invalid commit: {problem}")
+                                self._take(pod, message)
+                            yield message
                     return
                 except LostError as lost:
                     self._note_lost(stream, lost)

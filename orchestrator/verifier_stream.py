@@ -67,6 +67,7 @@ class VerifierStream(PeerStream):
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
         self._check_opened(opened, revision)
+        self._context.granted.by_verifier(opened)
         self.pod.numerics = opened.identity.numerics_fingerprint
         self.pod.load.report(opened.capacity if opened.HasField("capacity") else UNREPORTED_CAPACITY)
         self.opened = True
@@ -97,8 +98,8 @@ class VerifierStream(PeerStream):
                 )
             )
 
-    async def commits(self) -> AsyncIterator[verifier_pb2.Commit]:
-        """Yield commits until the last one."""
+    async def messages(self) -> AsyncIterator[verifier_pb2.Commit | model_pb2.Heartbeat]:
+        """Yield commits until the last one, and the heartbeats that say that the text awaits its draft."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -110,6 +111,8 @@ class VerifierStream(PeerStream):
                 case "heartbeat":
                     self._count_heartbeat()
                     self._look_at(response.heartbeat)
+                    if response.heartbeat.awaits_draft:
+                        yield response.heartbeat
                 case _:  # a newer verifier may send what we do not know, now and then
                     self._count_heartbeat()
 

@@ -25,6 +25,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.identity import identity_of
     from specdec.serving.process import logs
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
+    from specdec.serving.validation import MAX_CANDIDATES
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import Limits, VerifierServicer
     from verifier_service.step_loop import StepLoop
@@ -101,7 +102,8 @@ def main(
         ),
     ] = 512,
     max_candidates: Annotated[
-        int, typer.Option(min=1, max=128, help="Most candidates of one session that a step verifies.")
+        int,
+        typer.Option(min=1, max=MAX_CANDIDATES, help="Most candidates of one session that a step verifies."),
     ] = Limits.max_candidates,
     suffix_cache_tokens: Annotated[
         int,

@@ -164,10 +164,11 @@ class VerifierServicer(
             capacity=self.capacity(),
             drafting_wanted=wanted,
             min_candidate_probability=probability,
+            max_candidates=session.policy.max_candidates,
         )
         return verifier_pb2.VerifyResponse(opened=opened)
 
-    def heartbeat(self) -> verifier_pb2.VerifyResponse:
+    def heartbeat(self, session: BackendSession) -> verifier_pb2.VerifyResponse:
         load = self._backend.stats
         begun = load.step_begun
         heartbeat = model_pb2.Heartbeat(
@@ -175,6 +176,7 @@ class VerifierServicer(
             capacity=self.capacity(),
             step_age_us=int(1e6 * (time.monotonic() - begun)) if begun else 0,
             step_expected_us=int(1e6 * load.step_expected),
+            awaits_draft=session.awaits_draft,
         )
         return verifier_pb2.VerifyResponse(heartbeat=heartbeat)
 
@@ -263,5 +265,6 @@ def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyRespo
         drafted_sessions=times.drafted,
         checksum=result.checksum,
         round_trip_us=int(1e6 * times.round_trip),
+        undrafted_tokens=result.undrafted,
     )
     return verifier_pb2.VerifyResponse(commit=commit)

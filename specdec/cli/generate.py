@@ -15,7 +15,7 @@ from rich.text import Text
 
 from specdec import ports
 from specdec.cli.failure import fail
-from specdec.client import Chunk, Client, Finish, SpecdecError
+from specdec.client import Chunk, Client, Finish, SpecdecError, Speculation
 from specdec.command_line import addresses, duration
 from specdec.exit_status import ExitStatus
 
@@ -181,8 +181,15 @@ def _complete(client: Client, prompt: dict[str, Any], options: dict[str, Any], j
         err.print(
             f"[dim]{len(tokens)} tokens in {seconds:.2f} s ({len(tokens) / seconds:.0f}/s), "
             f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
-            f"{finish.reason}, seed {seed}[/dim]"
+            f"{without_draft(s)}{finish.reason}, seed {seed}[/dim]"
         )
+
+
+def without_draft(speculation: Speculation) -> str:
+    """Return how many tokens should have had candidates of a draft, and had none; empty if it is as asked."""
+    if not speculation.undrafted_reason or not speculation.undrafted_tokens:
+        return ""
+    return f"{speculation.undrafted_tokens} tokens without a draft ({speculation.undrafted_reason}); "
 
 
 def coloured(chunk: Chunk) -> Text:
@@ -209,6 +216,8 @@ def _report(
             "accepted": s.accepted,
             "mean_tokens_per_step": s.mean_tokens_per_step,
             "sources": dict(s.sources),
+            "undrafted_reason": s.undrafted_reason,
+            "undrafted_tokens": s.undrafted_tokens,
         },
         "seconds": seconds,
         "time_to_first_token": first,

@@ -11,7 +11,16 @@ Only `specdec.client` itself is public; the modules below it may move.
 """
 
 from specdec.client.aio import AsyncClient, AsyncStream
-from specdec.client.completion import Chunk, Completion, Finish, Logprobs, Model, Result, Speculation
+from specdec.client.completion import (
+    Chunk,
+    Completion,
+    Finish,
+    Logprobs,
+    Model,
+    Result,
+    Speculation,
+    SpeculationLimits,
+)
 from specdec.client.errors import (
     AccessDenied,
     Cancelled,
@@ -49,6 +58,7 @@ __all__ = [
     "ServerError",
     "SpecdecError",
     "Speculation",
+    "SpeculationLimits",
     "Stream",
     "Unavailable",
     "Unimplemented",

@@ -17,6 +17,15 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
+class SpeculationLimits:
+    """Limits of speculation; None: not asked for."""
+
+    max_candidates: int | None
+    max_depth: int | None
+    max_branches: int | None
+
+
+@dataclass(frozen=True)
 class Speculation:
     """Statistics of speculation for one completion. Of a part that was interrupted, only what arrived counts."""
 
@@ -25,9 +34,11 @@ class Speculation:
     accepted: int  # candidates accepted
     overrun: int  # tokens computed past a stop string and dropped
     accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
-    undrafted_reason: str  # why drafting was off for part of the request; empty if it was not
+    undrafted_reason: str  # why tokens were chosen without a draft service's candidates; empty if that is as asked
+    undrafted_tokens: int  # tokens that should have had such candidates, and had none
     sources: dict[str, int]  # tokens by where they came from
     failover_events: dict[str, int]  # number by reason; "resumed": how often the client resumed the stream
+    granted: SpeculationLimits  # what pods granted of the limits that the request set
 
     @property
     def mean_tokens_per_step(self) -> float:
@@ -165,14 +176,24 @@ def _read_finish(finish: pb.Finish) -> Finish:
             overrun=statistics.overrun,
             accepted_histogram=list(statistics.accepted_histogram),
             undrafted_reason=statistics.undrafted_reason,
+            undrafted_tokens=statistics.undrafted_tokens,
             sources=dict(statistics.sources),
             failover_events=dict(statistics.failover_events),
+            granted=_read_limits(statistics.granted),
         ),
         numerics=finish.numerics_fingerprint,
         exact=finish.numerics_mode == model_pb2.NUMERICS_MODE_EXACT,
         preemptions=finish.preemptions,
         cached_tokens=finish.usage.cached_tokens,
         reproducible=finish.reproducible,
+    )
+
+
+def _read_limits(limits: pb.SpeculationLimits) -> SpeculationLimits:
+    return SpeculationLimits(
+        max_candidates=limits.max_candidates if limits.HasField("max_candidates") else None,
+        max_depth=limits.max_depth if limits.HasField("max_depth") else None,
+        max_branches=limits.max_branches if limits.HasField("max_branches") else None,
     )
 
 

@@ -112,8 +112,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """Return the answer to `open`."""
 
     @abstractmethod
-    def heartbeat(self) -> Response:
-        """Return a heartbeat."""
+    def heartbeat(self, session: Session) -> Response:
+        """Return a heartbeat for the stream of a session. Runs on the event loop."""
 
     @abstractmethod
     def is_last(self, response: Response) -> bool:
@@ -147,7 +147,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         try:
             await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
-            await responses.write_to(context, heartbeat=self.heartbeat, is_last=self.is_last)
+            await responses.write_to(context, heartbeat=partial(self.heartbeat, session), is_last=self.is_last)
             # The caller ends the stream: requests may still be on their way, and a write that meets a
             # stream closed from here would cost it the last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)

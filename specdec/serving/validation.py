@@ -149,6 +149,23 @@ def rule_violations(
     return found
 
 
+MAX_CANDIDATES = 128
+MAX_DEPTH = 128
+MAX_BRANCHES = 16
+"""Limits on what a request may ask for: candidates of a session in a step, tokens ahead of its text, alternatives at
+one place. A pod may grant less, and no pod grants more."""
+
+
+def speculation_limit_violations(field: str, message: generation_pb2.Speculation) -> list[tuple[str, str]]:
+    """Return the limits of speculation that ask for more than any pod grants."""
+    asked = (
+        ("max_candidates", message.max_candidates, MAX_CANDIDATES),
+        ("max_depth", message.max_depth, MAX_DEPTH),
+        ("max_branches", message.max_branches, MAX_BRANCHES),
+    )
+    return [(f"{field}.{name}", f"is {value}, must be at most {most}") for name, value, most in asked if value > most]
+
+
 MOST_WINDOW_ROWS = 128
 
 

@@ -161,6 +161,14 @@ class DraftOpened(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     IDENTITY_FIELD_NUMBER: builtins.int
+    MAX_DEPTH_FIELD_NUMBER: builtins.int
+    MAX_BRANCHES_FIELD_NUMBER: builtins.int
+    max_depth: builtins.int
+    """Tokens ahead of the committed text that this session may draft: as many as its policy asks for, or as this pod
+    takes. 0: it does not say.
+    """
+    max_branches: builtins.int
+    """Children that one of its nodes may have, likewise."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -169,9 +177,11 @@ class DraftOpened(google.protobuf.message.Message):
         self,
         *,
         identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
+        max_depth: builtins.int = ...,
+        max_branches: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "max_branches", b"max_branches", "max_depth", b"max_depth"]) -> None: ...
 
 global___DraftOpened = DraftOpened
 

@@ -306,11 +306,13 @@ class Speculation(google.protobuf.message.Message):
     forced: builtins.bool
     """Speculate whether or not it is found to pay."""
     max_candidates: builtins.int
-    """Candidates verified in one step at most; 0 for the default."""
+    """Candidates verified in one step at most, up to 128; 0 for the default. A pod may grant less, of this and of the two
+    numbers that follow: SpeculationStatistics.granted.
+    """
     max_depth: builtins.int
-    """Tokens drafted ahead at most; 0 for the default."""
+    """Tokens drafted ahead at most, up to 128; 0 for the default."""
     max_branches: builtins.int
-    """Alternatives at one place at most; 0 for the default."""
+    """Alternatives at one place at most, up to 16; 0 for the default."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
         """Who may propose candidates; at most once each. Empty, and not `off`: all there are."""
@@ -566,6 +568,8 @@ class SpeculationStatistics(google.protobuf.message.Message):
     UNDRAFTED_REASON_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     FAILOVER_EVENTS_FIELD_NUMBER: builtins.int
+    GRANTED_FIELD_NUMBER: builtins.int
+    UNDRAFTED_TOKENS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Target steps that committed tokens."""
     offered: builtins.int
@@ -575,8 +579,14 @@ class SpeculationStatistics(google.protobuf.message.Message):
     overrun: builtins.int
     """Tokens computed past a stop string and dropped."""
     undrafted_reason: builtins.str
-    """Why drafting was off for part of the request, if it was: "off", "no_draft",
-    "tokenizer_mismatch", "draft_lost", "draft_useless".
+    """Why tokens were chosen without candidates of a draft service, if some were: "off", "no_draft",
+    "tokenizer_mismatch", "draft_lost", "draft_useless", or, where the request insists on a draft (`forced`, or the
+    REJECTION rule), "late": there was a draft, and its candidates came too late.
+    """
+    undrafted_tokens: builtins.int
+    """Tokens of steps that should have had candidates of a draft service, and had none: no draft could be had, or it was
+    late. Tokens of steps in which drafting was found not to pay are not among them, and none under CONTRASTIVE, which
+    waits for its draft.
     """
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -592,6 +602,12 @@ class SpeculationStatistics(google.protobuf.message.Message):
         "draft_back"; "draft_paused" and "draft_resumed" when drafting was found not to pay, and to pay again.
         """
 
+    @property
+    def granted(self) -> global___SpeculationLimits:
+        """What pods granted of the limits that the request set: the least of all that served the text. What the request left
+        to the services is unset.
+        """
+
     def __init__(
         self,
         *,
@@ -603,10 +619,46 @@ class SpeculationStatistics(google.protobuf.message.Message):
         undrafted_reason: builtins.str = ...,
         sources: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         failover_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        granted: global___SpeculationLimits | None = ...,
+        undrafted_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "failover_events", b"failover_events", "offered", b"offered", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "undrafted_reason", b"undrafted_reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["granted", b"granted"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_histogram", b"accepted_histogram", "failover_events", b"failover_events", "granted", b"granted", "offered", b"offered", "overrun", b"overrun", "sources", b"sources", "steps", b"steps", "undrafted_reason", b"undrafted_reason", "undrafted_tokens", b"undrafted_tokens"]) -> None: ...
 
 global___SpeculationStatistics = SpeculationStatistics
+
+@typing.final
+class SpeculationLimits(google.protobuf.message.Message):
+    """Limits of speculation. An unset one was not asked for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAX_CANDIDATES_FIELD_NUMBER: builtins.int
+    MAX_DEPTH_FIELD_NUMBER: builtins.int
+    MAX_BRANCHES_FIELD_NUMBER: builtins.int
+    max_candidates: builtins.int
+    """As in Speculation."""
+    max_depth: builtins.int
+    """As in Speculation."""
+    max_branches: builtins.int
+    """As in Speculation."""
+    def __init__(
+        self,
+        *,
+        max_candidates: builtins.int | None = ...,
+        max_depth: builtins.int | None = ...,
+        max_branches: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_branches", b"_max_branches", "_max_candidates", b"_max_candidates", "_max_depth", b"_max_depth", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_branches", b"_max_branches", "_max_candidates", b"_max_candidates", "_max_depth", b"_max_depth", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_depth", b"max_depth"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_branches", b"_max_branches"]) -> typing.Literal["max_branches"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_candidates", b"_max_candidates"]) -> typing.Literal["max_candidates"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_depth", b"_max_depth"]) -> typing.Literal["max_depth"] | None: ...
+
+global___SpeculationLimits = SpeculationLimits
 
 @typing.final
 class CompleteRequest(google.protobuf.message.Message):

@@ -497,12 +497,17 @@ class Heartbeat(google.protobuf.message.Message):
     CAPACITY_FIELD_NUMBER: builtins.int
     STEP_AGE_US_FIELD_NUMBER: builtins.int
     STEP_EXPECTED_US_FIELD_NUMBER: builtins.int
+    AWAITS_DRAFT_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Steps this pod has made since it started."""
     step_age_us: builtins.int
     """How long the step under way has lasted, microseconds; 0: none is."""
     step_expected_us: builtins.int
     """How long a step of its size usually takes, microseconds."""
+    awaits_draft: builtins.bool
+    """From a verifier, under CONTRASTIVE: this session has memory, and nothing can be chosen until its draft has sent its
+    distribution after the committed text.
+    """
     @property
     def capacity(self) -> global___PodCapacity:
         """How full it is."""
@@ -514,8 +519,9 @@ class Heartbeat(google.protobuf.message.Message):
         capacity: global___PodCapacity | None = ...,
         step_age_us: builtins.int = ...,
         step_expected_us: builtins.int = ...,
+        awaits_draft: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["capacity", b"capacity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "step_age_us", b"step_age_us", "step_expected_us", b"step_expected_us", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["awaits_draft", b"awaits_draft", "capacity", b"capacity", "step_age_us", b"step_age_us", "step_expected_us", b"step_expected_us", "steps", b"steps"]) -> None: ...
 
 global___Heartbeat = Heartbeat

@@ -187,12 +187,17 @@ class VerifyOpened(google.protobuf.message.Message):
     CAPACITY_FIELD_NUMBER: builtins.int
     DRAFTING_WANTED_FIELD_NUMBER: builtins.int
     MIN_CANDIDATE_PROBABILITY_FIELD_NUMBER: builtins.int
+    MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
     drafting_wanted: builtins.bool
     """As in Commit, for a session that joins the others."""
     min_candidate_probability: builtins.float
     """As in Commit, likewise."""
+    max_candidates: builtins.int
+    """Candidates of this session that a step verifies at most: as many as its policy asks for, or as this pod takes. 0: it
+    does not say.
+    """
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -209,9 +214,10 @@ class VerifyOpened(google.protobuf.message.Message):
         capacity: specdec.v2.model_pb2.PodCapacity | None = ...,
         drafting_wanted: builtins.bool = ...,
         min_candidate_probability: builtins.float = ...,
+        max_candidates: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["capacity", b"capacity", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "identity", b"identity", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "identity", b"identity", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
 
 global___VerifyOpened = VerifyOpened
 
@@ -296,6 +302,7 @@ class Commit(google.protobuf.message.Message):
     QUEUED_US_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
+    UNDRAFTED_TOKENS_FIELD_NUMBER: builtins.int
     offered: builtins.int
     """Candidates verified."""
     accepted: builtins.int
@@ -330,6 +337,8 @@ class Commit(google.protobuf.message.Message):
     """On the first commit: tokens of the text that were in memory already."""
     preemptions: builtins.int
     """Times this session has lost its memory to another so far."""
+    undrafted_tokens: builtins.int
+    """Tokens of steps for which candidates of a draft service were wanted, and none was there. 0 under CONTRASTIVE."""
     @property
     def committed(self) -> specdec.v2.model_pb2.Committed:
         """The new tokens and where they follow on. 1 to accepted + `steps` tokens."""
@@ -363,9 +372,10 @@ class Commit(google.protobuf.message.Message):
         queued_us: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         preemptions: builtins.int = ...,
+        undrafted_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "drafting_wanted", b"drafting_wanted", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "min_candidate_probability", b"min_candidate_probability", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "waited_us", b"waited_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "committed", b"committed", "drafted_sessions", b"drafted_sessions", "drafting_wanted", b"drafting_wanted", "finish_reason", b"finish_reason", "forward_us", b"forward_us", "logprobs", b"logprobs", "min_candidate_probability", b"min_candidate_probability", "offered", b"offered", "preemptions", b"preemptions", "queued_us", b"queued_us", "round_trip_us", b"round_trip_us", "sources", b"sources", "step_us", b"step_us", "steps", b"steps", "undrafted_tokens", b"undrafted_tokens", "waited_us", b"waited_us"]) -> None: ...
 
 global___Commit = Commit
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.committed_text import CommittedText
 from orchestrator.failover_events import FailoverEvents
+from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -44,4 +45,5 @@ def sample(**fields: Any) -> Sample:
 def context(peers: Peers | None = None, **fields: Any) -> SampleContext:
     """The context of a sample with these fields, that has no deadline."""
     wanted = sample(**fields)
-    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, CommittedText(wanted), FailoverEvents())
+    text, granted = CommittedText(wanted), GrantedLimits(wanted.speculation)
+    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, text, FailoverEvents(), granted)

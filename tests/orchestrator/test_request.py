@@ -182,3 +182,12 @@ def test_a_long_text_leaves_the_interpreter_to_others() -> None:
     over.set()
     ticking.join()
     assert longest < 0.5 * seconds
+
+
+@pytest.mark.parametrize(("field", "most"), [("max_candidates", 128), ("max_depth", 128), ("max_branches", 16)])
+def test_more_speculation_than_any_pod_grants_is_refused(model: Model, field: str, most: int) -> None:
+    asked = generation_pb2.Speculation()
+    setattr(asked, field, most)
+    parse(generation_pb2.GenerateRequest(text="a", speculation=asked), model)
+    setattr(asked, field, 100_000)
+    assert violations(model, speculation=asked) == [(f"speculation.{field}", f"is 100000, must be at most {most}")]

@@ -55,7 +55,7 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
     def opened(self, session: Any) -> verifier_pb2.VerifyResponse:
         return verifier_pb2.VerifyResponse()
 
-    def heartbeat(self) -> verifier_pb2.VerifyResponse:
+    def heartbeat(self, session: Any) -> verifier_pb2.VerifyResponse:
         return verifier_pb2.VerifyResponse()
 
     def is_last(self, response: verifier_pb2.VerifyResponse) -> bool:

@@ -29,6 +29,7 @@ class Count:
         self.request, self.policy = request, policy
         self.text = [*request.prompt, *request.generated]
         self.refused_extends = 0
+        self.awaits_draft = False
         self.read = 0
         self.candidates: list[list[int]] = []
         self.responses: ResponseQueue[Any] | None = None
@@ -107,12 +108,12 @@ async def test_a_backend_without_a_model_serves_the_verify_protocol() -> None:
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
-        policy = verifier_pb2.VerifyPolicy(drafters=[model_pb2.DRAFTER_REMOTE], patience_us=1000)
+        policy = verifier_pb2.VerifyPolicy(drafters=[model_pb2.DRAFTER_REMOTE], patience_us=1000, max_candidates=5)
         opening = verifier_pb2.VerifyOpen(prompt_tokens=[5, 6], max_tokens=3, policy=policy)
         sent.put_nowait(verifier_pb2.VerifyRequest(open=opening))
         call = stub.Verify(requests())
         opened = (await call.read()).opened
-        assert (opened.identity.model, opened.drafting_wanted) == ("count", True)
+        assert (opened.identity.model, opened.drafting_wanted, opened.max_candidates) == ("count", True, 5)
         assert opened.min_candidate_probability == 0.25
         extend = model_pb2.Extend(base=2, tokens=[9, 8], parents=[0, 1], logprob_bytes=b"\1\1")
         sent.put_nowait(verifier_pb2.VerifyRequest(extend=extend))

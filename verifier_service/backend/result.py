@@ -44,6 +44,7 @@ class VerifyResult:
     accepted: int = 0
     finish: int = 0  # FinishReason; 0: goes on
     steps: int = 1
+    undrafted: int = 0  # tokens of steps that wanted candidates of a remote draft, and had none
     checksum: int = 0  # as in specdec.v2.Commit
 
     def join(self, later: VerifyResult) -> None:
@@ -55,6 +56,7 @@ class VerifyResult:
         self.accepted += later.accepted
         self.finish = later.finish
         self.steps += later.steps
+        self.undrafted += later.undrafted
         self.checksum = later.checksum
 
 

@@ -29,6 +29,14 @@ class BackendSession(Protocol):
     @property
     def request(self) -> SessionRequest: ...
 
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def awaits_draft(self) -> bool:
+        """True if the session has memory, and no token can be chosen before its draft has sent something. Any thread
+        may ask."""
+
     def extend(self, base: int, paths: Paths, arrived: float, base_age: float) -> None:
         """Take candidates that start at `base`, which their sender has known for `base_age` seconds; they `arrived` at
         that `time.monotonic`. ValueError if they are invalid."""

@@ -84,18 +84,20 @@ class Planner:
         entries: list[tuple[RunningSession, ScheduledRows]] = []
         for entry, nodes, window in zip(speculating, chosen, windows, strict=True):
             self._queue.reserve_candidates(entry.session, nodes)
-            entries.append((entry, entry.session.plan(packer, 1, nodes, tree_slots, window)))
+            rows = entry.session.plan(packer, 1, nodes, tree_slots, window)
+            rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
+            entries.append((entry, rows))
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
         entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
         remaining = [entry.session.computable for entry in prompts]
-        rows, slowdown = len(packer.tokens), self._prefill_slowdown.factor
+        taken, slowdown = len(packer.tokens), self._prefill_slowdown.factor
         tuning = self._tuning.prefill
-        chunks = prefill_chunks(remaining, decoding, latency, rows, self._step_rows, slowdown, tuning)
+        chunks = prefill_chunks(remaining, decoding, latency, taken, self._step_rows, slowdown, tuning)
         for entry, chunk in zip(prompts, chunks, strict=True):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
-        rows = len(packer.tokens)
-        return StepPlan(packer, entries, rows, latency.of(rows))
+        taken = len(packer.tokens)
+        return StepPlan(packer, entries, taken, latency.of(taken))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took."""

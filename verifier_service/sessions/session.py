@@ -100,6 +100,12 @@ class Session:
         return self.remaining_prompt + (not self.needs_draft or self.tree.root.distribution is not None)
 
     @property
+    def awaits_draft(self) -> bool:
+        """True if the session has memory, and a step can take nothing of it until its draft has sent a distribution.
+        Any thread may ask."""
+        return self.table is not None and not self.computable
+
+    @property
     def slots(self) -> Slots:
         assert self.table is not None  # a session without memory is in no step
         return self.table.slots

@@ -36,6 +36,11 @@ class Eligibility:
             return False
         return (self._controller.mode is Mode.REMOTE_DRAFT and not self.prefilling) or _insists_on_draft(session)
 
+    def lacks_remote_draft(self, session: Session) -> bool:
+        """Return True if the session uses candidates of its remote draft and has none for the next token: that draft is
+        late. CONTRASTIVE waits for its draft."""
+        return not session.needs_draft and self.uses_remote_draft(session) and not session.has_draft_candidates
+
     def wants_drafting(self, session: Session, price: float) -> bool:
         """Return True if the session's remote draft is to propose candidates, where the break-even probability is
         `price`."""

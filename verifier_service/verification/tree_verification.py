@@ -81,6 +81,8 @@ class TreeVerification:
 
     def apply(self, now: float) -> VerifyResult:
         """Apply the result to the session, and return it."""
+        if self.planned.undrafted:
+            self.result.undrafted = len(self.result.tokens)
         self.session.apply(self.result, self.planned.count, now)
         return self.result
 

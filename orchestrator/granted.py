@@ -1,0 +1,38 @@
+"""Granted limits: what pods grant of the limits of speculation that a request sets.
+
+A text may move to a pod that grants less. It goes on there, and its `finish` tells the least that it was granted.
+"""
+
+from __future__ import annotations
+
+from specdec.decoding.speculation import Speculation
+from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
+
+
+class GrantedLimits:
+    """The granted limits of one sample."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        asked = {
+            "max_candidates": speculation.max_candidates,
+            "max_depth": speculation.max_depth,
+            "max_branches": speculation.max_branches,
+        }
+        self._least = {name: limit for name, limit in asked.items() if limit}  # 0: left to the services
+
+    def by_verifier(self, opened: verifier_pb2.VerifyOpened) -> None:
+        """Take what a verifier grants."""
+        self._grant("max_candidates", opened.max_candidates)
+
+    def by_draft(self, opened: draft_pb2.DraftOpened) -> None:
+        """Take what a draft grants."""
+        self._grant("max_depth", opened.max_depth)
+        self._grant("max_branches", opened.max_branches)
+
+    def message(self) -> generation_pb2.SpeculationLimits:
+        """Return the least that was granted; a limit that the request does not set is unset."""
+        return generation_pb2.SpeculationLimits(**self._least)
+
+    def _grant(self, name: str, limit: int) -> None:
+        if limit and name in self._least:  # 0: the pod does not say
+            self._least[name] = min(limit, self._least[name])
