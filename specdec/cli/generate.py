@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,11 @@ from rich.text import Text
 
 from specdec import ports
 from specdec.cli.failure import fail
-from specdec.client import Chunk, Client, Finish, SpecdecError, Speculation
+from specdec.cli.many import generate_many
+from specdec.cli.prompt_file import PromptFile
+from specdec.cli.report import Report
+from specdec.cli.results_file import ResultsFile
+from specdec.client import Chunk, Client, Speculation
 from specdec.command_line import addresses, duration
 from specdec.exit_status import ExitStatus
 
@@ -36,7 +39,10 @@ def generate(
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="File of prompts, in place of PROMPT: on each line a JSON object with `text` or `tokens`."),
+        typer.Option(
+            help="File of prompts, in place of PROMPT: on each line a JSON object with `text`, `tokens` or `messages`, "
+            "and options of its own. All are asked at once."
+        ),
     ] = None,
     address: Annotated[
         str,
@@ -99,10 +105,27 @@ def generate(
         float | None, duration("Seconds that a prompt may take, retries included. By default no limit.", min=0.001)
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, help="With --prompt-file: prompts asked at the same time. By default 32."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --prompt-file: file to write a JSON object to for each prompt.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the --out of a run that broke off. Errors are asked again.")
+    ] = False,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="With --prompt-file: stop at the first prompt that fails.")
+    ] = False,
 ) -> None:
     """Continue prompts. On a terminal, each token has the colour of its source."""
     if (prompt is None) == (prompt_file is None):
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
+    if prompt_file is None and (concurrency is not None or out is not None or fail_fast):
+        fail("--concurrency, --out and --fail-fast go with --prompt-file", ExitStatus.USAGE)
+    if resume and out is None:
+        fail("--resume needs --out", ExitStatus.USAGE)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -117,71 +140,81 @@ def generate(
         "alpha": alpha,
     }
     try:
+        if prompt_file is not None:
+            _complete_file(
+                PromptFile(prompt_file, options),
+                address,
+                timeout,
+                concurrency or 32,
+                json_output,
+                out,
+                resume,
+                fail_fast,
+            )
+            return
         with Client(address, timeout=timeout) as client:
-            for each in _prompts(prompt, prompt_file):
-                _complete(client, each, options, json_output)
+            _complete(client, sys.stdin.read() if prompt == "-" else prompt, options, json_output)
     except (ValueError, TypeError) as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
 
 
-def _prompts(prompt: str | None, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield {"text": ...} or {"tokens": ...} for each prompt."""
-    if file is None:
-        yield {"text": sys.stdin.read() if prompt == "-" else prompt}
-        return
+def _complete_file(
+    file: PromptFile,
+    address: str,
+    timeout: float | None,
+    concurrency: int,
+    json_output: bool,
+    out: Path | None,
+    resume: bool,
+    fail_fast: bool,
+) -> None:
+    count = sum(1 for _ in file.prompts())  # what is wrong is told before anything is sent
+    if not count:
+        fail(f"{file.path}: holds no prompt", ExitStatus.USAGE)
+    results = None if out is None else ResultsFile(out, resume=resume)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        fail(f"{file}: {error.strerror}", ExitStatus.USAGE)
-    except UnicodeDecodeError:
-        fail(f"{file}: is not UTF-8 text", ExitStatus.USAGE)
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            fail(f"{file}:{number}: is not JSON: {error}", ExitStatus.USAGE)
-        if not isinstance(entry, dict) or ("text" in entry) == ("tokens" in entry):
-            fail(f"{file}:{number}: must be an object with either `text` or `tokens`", ExitStatus.USAGE)
-        yield entry
+        status = asyncio.run(
+            generate_many(
+                address,
+                file,
+                count,
+                timeout=timeout,
+                concurrency=concurrency,
+                json_output=json_output,
+                out=results,
+                fail_fast=fail_fast,
+            )
+        )
+    finally:
+        if results is not None:
+            results.close()
+    if status is not None:
+        raise SystemExit(status)
 
 
-def _complete(client: Client, prompt: dict[str, Any], options: dict[str, Any], json_output: bool) -> None:
+def _complete(client: Client, prompt: str | None, options: dict[str, Any], json_output: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    start = time.monotonic()
-    first: float | None = None
-    tokens: list[int] = []
-    text: list[str] = []
-    seed: int | None = None
-    finish: Finish | None = None
-    with client.generate(prompt.get("text"), tokens=prompt.get("tokens"), **options) as stream:
+    report = Report()
+    with client.generate(prompt, **options) as stream:
         for chunk in stream:
-            if first is None and chunk.tokens:
-                first = time.monotonic() - start
-            tokens += chunk.tokens
-            text.append(chunk.text)
-            seed = chunk.seed if chunk.seed is not None else seed
-            finish = chunk.finish or finish
+            report.take(chunk)
             if not json_output:
                 if console.is_terminal:
                     console.print(coloured(chunk), end="")
                 else:  # exactly, without rich's rendering
                     sys.stdout.write(chunk.text)
                     sys.stdout.flush()
-    seconds = time.monotonic() - start
-    if finish is None:
-        raise SpecdecError("the stream ended before the text did")
+    seconds, finish = report.seconds, report.finish
     if json_output:
-        print(json.dumps(_report(tokens, "".join(text), seed, finish, seconds, first or seconds)), flush=True)
+        print(json.dumps(report.as_json()), flush=True)
     else:
-        s = finish.speculation
+        s, count = finish.speculation, len(report.tokens)
         err = Console(stderr=True, highlight=False, soft_wrap=True)
         err.print()
         err.print(
-            f"[dim]{len(tokens)} tokens in {seconds:.2f} s ({len(tokens) / seconds:.0f}/s), "
+            f"[dim]{count} tokens in {seconds:.2f} s ({count / seconds:.0f}/s), "
             f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
-            f"{without_draft(s)}{finish.reason}, seed {seed}[/dim]"
+            f"{without_draft(s)}{finish.reason}, seed {report.seed}[/dim]"
         )
 
 
@@ -198,27 +231,3 @@ def coloured(chunk: Chunk) -> Text:
     for piece, source in zip(chunk.token_texts, chunk.sources, strict=True):
         text.append(piece, style=STYLES.get(source, "default"))
     return text
-
-
-def _report(
-    tokens: list[int], text: str, seed: int | None, finish: Finish, seconds: float, first: float
-) -> dict[str, Any]:
-    s = finish.speculation
-    return {
-        "tokens": tokens,
-        "text": text,
-        "finish_reason": finish.reason,
-        "usage": {"prompt_tokens": finish.prompt_tokens, "completion_tokens": finish.completion_tokens},
-        "seed": seed,
-        "speculation": {
-            "steps": s.steps,
-            "offered": s.offered,
-            "accepted": s.accepted,
-            "mean_tokens_per_step": s.mean_tokens_per_step,
-            "sources": dict(s.sources),
-            "undrafted_reason": s.undrafted_reason,
-            "undrafted_tokens": s.undrafted_tokens,
-        },
-        "seconds": seconds,
-        "time_to_first_token": first,
-    }

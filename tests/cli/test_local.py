@@ -93,9 +93,21 @@ def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
     assert len(reports) == 2
     for report, other in zip(reports, map(json.loads, plain.stdout.splitlines()), strict=True):
         assert set(report) == {
-            *("tokens", "text", "finish_reason", "usage", "seed", "speculation", "seconds", "time_to_first_token")
+            *(
+                "line",
+                "tokens",
+                "text",
+                "finish_reason",
+                "usage",
+                "seed",
+                "speculation",
+                "seconds",
+                "time_to_first_token",
+            )
         }
-        assert set(report["speculation"]) == {"steps", "offered", "accepted", "mean_tokens_per_step", "sources"}
+        assert set(report["speculation"]) == {
+            *("steps", "offered", "accepted", "mean_tokens_per_step", "sources", "undrafted_reason", "undrafted_tokens")
+        }
         assert report["tokens"] == other["tokens"]
         assert report["seed"] == 7
         assert report["usage"]["completion_tokens"] == len(report["tokens"])

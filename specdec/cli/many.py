@@ -1,0 +1,154 @@
+"""Many prompts at once: all that the servers take, with results in the order of the prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specdec.cli.failure import STATUS
+from specdec.cli.prompt_file import Prompt, PromptFile
+from specdec.cli.report import Report
+from specdec.cli.results_file import ResultsFile
+from specdec.client import AsyncClient, Overloaded, SpecdecError
+from specdec.exit_status import ExitStatus
+
+WAITING = 4
+"""Results that may wait for an earlier one, for each prompt that is asked at the same time: they take memory."""
+
+OVERLOADED_SECONDS = 600.0
+"""Seconds for which a prompt is asked again while the servers have no room, unless it may take less."""
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A result for a prompt, or the error in its place."""
+
+    prompt: Prompt
+    result: dict[str, Any]
+    error: SpecdecError | None = None
+
+
+async def in_order(
+    action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
+) -> AsyncGenerator[Made, None]:
+    """Run an action for each of what is given, so many at once, and yield what they return in order. What is given is
+    taken when there is room for it; an exception, or leaving the generator, cancels the rest."""
+    room = asyncio.Semaphore(at_once)
+    tasks: deque[asyncio.Task[Made]] = deque()
+
+    async def run(each: Given) -> Made:
+        async with room:
+            return await action(each)
+
+    try:
+        for each in given:
+            tasks.append(asyncio.create_task(run(each)))
+            while len(tasks) >= (1 + WAITING) * at_once or (tasks and tasks[0].done()):
+                yield await tasks[0]
+                tasks.popleft()
+        while tasks:
+            yield await tasks[0]
+            tasks.popleft()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None) -> Answer:
+    """Ask for one prompt; again after a pause while the servers have no room."""
+    deadline = time.monotonic() + (OVERLOADED_SECONDS if timeout is None else timeout)
+    while True:
+        report = Report()
+        try:
+            left = None if timeout is None else max(0.001, deadline - time.monotonic())
+            async with client.generate(prompt.text, timeout=left, **prompt.options) as stream:
+                async for chunk in stream:
+                    report.take(chunk)
+            return Answer(prompt, report.as_json())
+        except Overloaded as error:
+            pause = error.retry_after or 1.0
+            if time.monotonic() + pause >= deadline:
+                return Answer(prompt, _told(error), error)
+            await asyncio.sleep(pause)
+        except SpecdecError as error:
+            return Answer(prompt, _told(error), error)
+
+
+def _told(error: SpecdecError) -> dict[str, Any]:
+    told: dict[str, Any] = {"type": type(error).__name__, "code": error.code.name, "message": str(error)}
+    if error.violations:
+        told["violations"] = [{"field": field, "problem": problem} for field, problem in error.violations]
+    return {"error": told}
+
+
+async def generate_many(
+    address: str,
+    file: PromptFile,
+    count: int,
+    *,
+    timeout: float | None,
+    concurrency: int,
+    json_output: bool,
+    out: ResultsFile | None,
+    fail_fast: bool,
+) -> ExitStatus | None:
+    """Ask for all `count` prompts of a file; print each result, or append it to `out`. Return the status to end with:
+    None if all went well, else that of the first error."""
+    kept = 0
+    if out is not None:
+        out.check(file.prompts())
+        out.begin()
+        kept = len(out)
+    left = (prompt for prompt in file.prompts() if out is None or prompt not in out)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    start, tokens, done = time.monotonic(), 0, 0
+    failed: list[ExitStatus] = []
+    drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never among results
+    bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
+    async with AsyncClient(address) as client:
+
+        async def one(prompt: Prompt) -> Answer:
+            answer = await ask(client, prompt, timeout)
+            bar.advance(shown)
+            return answer
+
+        shown = bar.add_task("prompts", total=count, completed=kept)
+        with bar:
+            async with aclosing(in_order(one, left, concurrency)) as answers:
+                async for answer in answers:
+                    if out is not None:
+                        out.append(answer.prompt, answer.result)
+                    elif json_output:
+                        print(json.dumps({"line": answer.prompt.line, **answer.result}), flush=True)
+                    elif answer.error is None:
+                        print(answer.result["text"], flush=True)
+                    done += 1
+                    tokens += len(answer.result.get("tokens", ()))
+                    if answer.error is not None:
+                        failed.append(STATUS[type(answer.error)])
+                        console.print(f"specdec: {file.path}:{answer.prompt.line}: {answer.error}")
+                        if fail_fast:
+                            break
+    seconds = time.monotonic() - start
+    if out is not None or not json_output:
+        console.print(
+            f"{tokens} tokens of {done} prompts in {seconds:.2f} s ({tokens / seconds:.0f}/s), {len(failed)} failed"
+            + (f", {kept} were there already" if kept else ""),
+            style="dim",
+        )
+    return failed[0] if failed else None

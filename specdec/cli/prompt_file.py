@@ -1,0 +1,93 @@
+"""A file of prompts: a JSON object on each line, with `text`, `tokens` or `messages`, and options of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.client import GenerateOptions, build_request
+
+FORMS = ("text", "tokens", "messages")
+
+OPTIONS = GenerateOptions.__annotations__.keys() - {
+    *FORMS,
+    *("n", "logprobs"),  # a result tells of one sample, without log-probabilities
+    *("generated_tokens", "model_fingerprint"),  # the client resumes broken texts itself
+}
+"""Options that a line may set."""
+
+
+class PromptFileError(ValueError):
+    """The file cannot be used; the message names file and line, and says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a file."""
+
+    line: int
+    text: str | None
+    options: Mapping[str, Any]  # all options, those of the command included; for tokens and messages the prompt as well
+
+    @property
+    def digest(self) -> str:
+        """What tells this prompt, with its options, from others: half a SHA-256 in hex."""
+        content = json.dumps([self.text, dict(self.options)], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+class PromptFile:
+    """The prompts of a file. It is read line by line, each time anew, so that a file of any size takes no memory."""
+
+    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
+        """Take the options of all prompts that do not set them; nothing is read before `prompts`."""
+        self.path = path
+        self._options = {name: value for name, value in options.items() if value is not None}
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts in order; PromptFileError at the first line that is wrong. Empty lines are none."""
+        if self.path.exists() and not self.path.is_file():
+            raise PromptFileError(f"{self.path}: is not a file")
+        try:
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield self._prompt(number, line.removeprefix(b"\xef\xbb\xbf"))
+        except OSError as error:
+            raise PromptFileError(f"{self.path}: {error.strerror}") from error
+
+    def _prompt(self, number: int, line: bytes) -> Prompt:
+        try:
+            return self._parsed(number, line)
+        except UnicodeDecodeError:
+            what = "is not UTF-8 text"
+        except json.JSONDecodeError as error:
+            what = f"is not JSON: {error.msg}, at character {error.pos + 1}"
+        except RecursionError:
+            what = "is nested too deeply"
+        except (ValueError, TypeError) as error:
+            what = str(error)
+        raise PromptFileError(f"{self.path}:{number}: {what}")
+
+    def _parsed(self, number: int, line: bytes) -> Prompt:
+        entry = json.loads(line.decode())
+        if not isinstance(entry, dict) or sum(entry.get(form) is not None for form in FORMS) != 1:
+            raise ValueError("must be an object with one of `text`, `tokens`, `messages`")
+        unknown = entry.keys() - OPTIONS - {*FORMS}
+        if unknown:
+            names = ", ".join(f"`{name}`" for name in sorted(unknown))
+            raise ValueError(f"{names} cannot be set on a line; options are {', '.join(sorted(OPTIONS))}")
+        options = dict(self._options)
+        if entry.get("drafters") is not None:
+            options.pop("speculation", None)  # both say who may propose, and the line has the last word
+        options |= {name: value for name, value in entry.items() if value is not None and name != "text"}
+        if "logit_bias" in options and isinstance(options["logit_bias"], dict):
+            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+        if not isinstance(entry.get("text", ""), str):
+            raise TypeError(f"text = {entry['text']!r}: must be a string")
+        build_request(entry.get("text"), **options)  # what does not fit into a request is told before any is sent
+        return Prompt(number, entry.get("text"), options)

@@ -1,0 +1,61 @@
+"""What `specdec generate --json` tells of a completion."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from specdec.client import Chunk, Finish, SpecdecError
+
+
+class Report:
+    """The report of one completion of one sample: begun when it is asked for, filled chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._first: float | None = None
+        self.tokens: list[int] = []
+        self._text: list[str] = []
+        self.seed: int | None = None
+        self._finish: Finish | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        if self._first is None and chunk.tokens:
+            self._first = self.seconds
+        self.tokens += chunk.tokens
+        self._text.append(chunk.text)
+        self.seed = chunk.seed if chunk.seed is not None else self.seed
+        self._finish = chunk.finish or self._finish
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the completion was asked for."""
+        return time.monotonic() - self._start
+
+    @property
+    def finish(self) -> Finish:
+        if self._finish is None:
+            raise SpecdecError("the stream ended before the text did")
+        return self._finish
+
+    def as_json(self) -> dict[str, Any]:
+        finish, seconds = self.finish, self.seconds
+        s = finish.speculation
+        return {
+            "tokens": self.tokens,
+            "text": "".join(self._text),
+            "finish_reason": finish.reason,
+            "usage": {"prompt_tokens": finish.prompt_tokens, "completion_tokens": finish.completion_tokens},
+            "seed": self.seed,
+            "speculation": {
+                "steps": s.steps,
+                "offered": s.offered,
+                "accepted": s.accepted,
+                "mean_tokens_per_step": s.mean_tokens_per_step,
+                "sources": dict(s.sources),
+                "undrafted_reason": s.undrafted_reason,
+                "undrafted_tokens": s.undrafted_tokens,
+            },
+            "seconds": seconds,
+            "time_to_first_token": self._first or seconds,
+        }

@@ -1,0 +1,113 @@
+"""A file of results: a JSON object on each line, written so that a run which breaks off can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from specdec.cli.prompt_file import Prompt
+
+
+class ResultsFileError(ValueError):
+    """The file cannot be written, or gone on with; the message names it, and says what is wrong."""
+
+
+class ResultsFile:
+    """Results by the line of their prompt. Whatever ends the process, all but the last line are complete."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Create the file, or index the one that is there: results of a run that broke off."""
+        self.path = path
+        self._places: dict[int, tuple[int, int]] = {}  # line of the prompt: offset and length in the file
+        self._digests: dict[int, tuple[int, str]] = {}  # line of the prompt: line here, what it was of
+        self._dropped = False
+        try:
+            if not resume:
+                self._file: BinaryIO = path.open("xb+")
+            else:
+                self._file = path.open("rb+" if path.exists() else "xb+")
+                try:
+                    self._index()
+                except BaseException:
+                    self._file.close()
+                    raise
+        except FileExistsError:
+            raise ResultsFileError(f"{path}: exists already; --resume goes on with it") from None
+        except OSError as error:
+            raise ResultsFileError(f"{path}: {error.strerror}") from error
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        return prompt.line in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ResultsFileError if a result is of no prompt, or was made with other options."""
+        unknown = dict(self._digests)
+        for prompt in prompts:
+            here, digest = unknown.pop(prompt.line, (0, prompt.digest))
+            if digest != prompt.digest:
+                raise ResultsFileError(
+                    f"{self.path}:{here}: is of another prompt, or of other options, than line {prompt.line} is now"
+                )
+        for line, (here, _) in unknown.items():
+            raise ResultsFileError(f"{self.path}:{here}: is of line {line}, which has no prompt now")
+
+    def begin(self) -> None:
+        """Drop what is to be done again: a line that was torn, and errors."""
+        if self._dropped:
+            self._rewrite()
+
+    def append(self, prompt: Prompt, result: dict[str, Any]) -> None:
+        """Write a result; what is written before stays as it is."""
+        line = json.dumps({"line": prompt.line, "request": prompt.digest, **result}).encode() + b"\n"
+        try:
+            self._places[prompt.line] = (self._file.seek(0, os.SEEK_END), len(line))
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise ResultsFileError(f"{self.path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Put the results in the order of their prompts, and close the file."""
+        offsets = [self._places[line] for line in sorted(self._places)]
+        if offsets != sorted(offsets):
+            self._rewrite()
+        self._file.close()
+
+    def _index(self) -> None:
+        offset = 0
+        for number, line in enumerate(self._file, 1):
+            place, offset = (offset, len(line)), offset + len(line)
+            if not line.endswith(b"\n"):
+                self._dropped = True
+                break
+            try:
+                entry = json.loads(line)
+                of, digest = int(entry["line"]), str(entry["request"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ResultsFileError(f"{self.path}:{number}: is no result of this command") from None
+            if "error" in entry:
+                self._dropped = True
+            else:
+                self._places[of], self._digests[of] = place, (number, digest)
+
+    def _rewrite(self) -> None:
+        """Replace the file by one that has the known results alone, in order. It is whole at any time."""
+        beside = self.path.with_name(self.path.name + ".new")
+        places: dict[int, tuple[int, int]] = {}
+        new = beside.open("wb+")
+        for line in sorted(self._places):
+            offset, length = self._places[line]
+            self._file.seek(offset)
+            places[line] = (new.tell(), length)
+            new.write(self._file.read(length))
+        new.flush()
+        os.fsync(new.fileno())
+        os.replace(beside, self.path)
+        self._file.close()
+        self._file, self._places, self._dropped = new, places, False

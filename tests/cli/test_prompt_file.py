@@ -1,0 +1,267 @@
+"""`specdec generate --prompt-file`: all prompts at once, in order, and a run that broke off goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from specdec.cli.many import WAITING, in_order
+from specdec.cli.prompt_file import PromptFile, PromptFileError
+from specdec.cli.results_file import ResultsFile, ResultsFileError
+from tests.client.fake_server import TEXT, Act, FakeServer
+
+REFUSED = Act(tokens=0, then="abort", code=grpc.StatusCode.INVALID_ARGUMENT, details="no")
+
+
+def written(path: Path, *entries: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+async def start(server: FakeServer, *arguments: object) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "specdec.cli", "generate", "--address", server.address, *map(str, arguments)]
+    return await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1)
+
+
+async def run(server: FakeServer, *arguments: object) -> tuple[int | None, str, str]:
+    process = await start(server, *arguments)
+    said, complained = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, said.decode(), complained.decode()
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- the file of prompts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "is not JSON: "),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"text": "\xff"}', "is not UTF-8 text"),
+        (b"5", "must be an object with one of `text`, `tokens`, `messages`"),
+        (b"{}", "must be an object with one of"),
+        (b'{"text": "a", "tokens": [1]}', "must be an object with one of"),
+        (b'{"text": 5}', "text = 5: must be a string"),
+        (b'{"text": "a", "max_token": 5}', "`max_token` cannot be set on a line; options are alpha, "),
+        (b'{"text": "a", "n": 2}', "`n` cannot be set"),
+        (b'{"text": "a", "max_tokens": -1}', "max_tokens = -1: "),
+        (b'{"tokens": [-1]}', "tokens = [-1]: "),
+        (b'{"messages": [{"who": "user"}]}', "messages = "),
+        (b'{"text": "a", "rule": "exact"}', "rule = 'exact': not one of "),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(PromptFileError) as caught:
+        list(PromptFile(path, {}).prompts())
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "none", "No such file"), (tmp_path, "is not a file")):
+        with pytest.raises(PromptFileError, match=f"^{path}: {said}"):
+            list(PromptFile(path, {}).prompts())
+
+
+def test_a_line_has_the_last_word_on_options(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "prompts.jsonl",
+        {"text": "a", "temperature": 0.5, "logit_bias": {"7": 1.0}},
+        {"tokens": [1, 2], "drafters": ["ngram"]},
+    )
+    first, second = PromptFile(path, {"temperature": 1.0, "speculation": "off", "seed": None}).prompts()
+    assert (first.line, first.text) == (1, "a")
+    assert first.options == {"temperature": 0.5, "speculation": "off", "logit_bias": {7: 1.0}}
+    assert second.options == {"temperature": 1.0, "tokens": [1, 2], "drafters": ["ngram"]}
+    assert len({first.digest, second.digest}) == 2
+
+
+# --- the file of results ------------------------------------------------------------------------
+
+
+def test_results_go_on_where_they_broke_off(tmp_path: Path) -> None:
+    """Complete lines stay, a torn one and errors are done again, and in the end all stand in order."""
+    file = PromptFile(written(tmp_path / "prompts.jsonl", *({"text": str(i)} for i in range(4))), {})
+    one, two, three, four = file.prompts()
+    out = ResultsFile(tmp_path / "out.jsonl", resume=False)
+    out.append(one, {"text": "1"})
+    out.append(two, {"error": {}})
+    out.append(three, {"text": "3"})
+    out.close()
+    with (tmp_path / "out.jsonl").open("a") as torn:
+        torn.write('{"line": 4, "requ')
+    with pytest.raises(ResultsFileError, match="exists already; --resume"):
+        ResultsFile(tmp_path / "out.jsonl", resume=False)
+    out = ResultsFile(tmp_path / "out.jsonl", resume=True)
+    out.check(file.prompts())
+    out.begin()
+    assert [each.line for each in file.prompts() if each not in out] == [2, 4]
+    assert [each["line"] for each in results(tmp_path / "out.jsonl")] == [1, 3]
+    out.append(two, {"text": "2"})
+    out.append(four, {"text": "4"})
+    out.close()
+    assert [each["text"] for each in results(tmp_path / "out.jsonl")] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("hello", "out.jsonl:1: is no result of this command"),
+        ('{"text": "a"}', "out.jsonl:1: is no result of this command"),
+        ('{"line": 1, "request": "0"}', "out.jsonl:1: is of another prompt, or of other options, than line 1 is now"),
+        ('{"line": 9, "request": "0"}', "out.jsonl:1: is of line 9, which has no prompt now"),
+    ],
+)
+def test_results_of_something_else_are_left_alone(tmp_path: Path, line: str, said: str) -> None:
+    file = PromptFile(written(tmp_path / "prompts.jsonl", {"text": "a"}), {})
+    path = tmp_path / "out.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ResultsFileError, match=said), closing(ResultsFile(path, resume=True)) as out:
+        out.check(file.prompts())
+    assert path.read_text() == line + "\n"
+
+
+# --- all at once --------------------------------------------------------------------------------
+
+
+async def test_so_many_at_once_and_in_order() -> None:
+    running, most, taken = 0, 0, 0
+    gate = asyncio.Event()
+
+    def numbers() -> Any:
+        nonlocal taken
+        while taken < 1000:
+            taken += 1
+            yield taken
+
+    async def action(number: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if number == 1:
+            await gate.wait()  # the first is the slowest: all others wait for it
+        else:
+            await asyncio.sleep(0)
+        if number == 3 * WAITING:
+            gate.set()
+        running -= 1
+        return number
+
+    done = []
+    async with aclosing(in_order(action, numbers(), 3)) as made:
+        async for number in made:
+            assert taken <= number + (1 + WAITING) * 3  # a large file is not read ahead
+            done.append(number)
+    assert done == list(range(1, 1001))
+    assert most == 3
+
+
+async def test_leaving_cancels_the_rest() -> None:
+    cancelled = asyncio.Event()
+
+    async def action(number: int) -> int:
+        if number:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+        return number
+
+    async with aclosing(in_order(action, range(2), 2)) as made:
+        assert await anext(made) == 0
+        await asyncio.sleep(0)
+    assert cancelled.is_set()
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+async def test_a_failing_prompt_is_an_entry_and_the_rest_goes_on(tmp_path: Path) -> None:
+    prompts = written(
+        tmp_path / "p.jsonl", {"text": "a"}, {"tokens": [1]}, {"messages": [{"role": "u", "content": "c"}]}
+    )
+    async with FakeServer(Act(), REFUSED) as server:
+        status, said, complained = await run(server, "--prompt-file", prompts, "--json", "--concurrency", 1)
+    assert status == 65
+    first, second, third = map(json.loads, said.splitlines())
+    assert [each["line"] for each in (first, second, third)] == [1, 2, 3]
+    assert first["text"] == third["text"] == TEXT
+    assert (second["error"]["type"], second["error"]["message"]) == ("InvalidRequest", "no")
+    assert complained == f"specdec: {prompts}:2: no\n"
+    assert [call.request.WhichOneof("prompt") for call in server.calls] == ["text", "tokens", "chat"]
+
+
+async def test_fail_fast_stops(tmp_path: Path) -> None:
+    prompts = written(tmp_path / "p.jsonl", *[{"text": "a"}] * 9)
+    async with FakeServer(Act(), REFUSED) as server:
+        options = ("--prompt-file", prompts, "--json", "--concurrency", 1, "--fail-fast")
+        status, said, _ = await run(server, *options)
+    assert status == 65
+    assert len(said.splitlines()) == 2
+    assert len(server.calls) < 9
+
+
+async def test_a_full_server_is_asked_again(tmp_path: Path) -> None:
+    prompts = written(tmp_path / "p.jsonl", {"text": "a"})
+    full = Act(tokens=0, then="abort", code=grpc.StatusCode.RESOURCE_EXHAUSTED)
+    async with FakeServer(full) as server:
+        status, said, _ = await run(server, "--prompt-file", prompts)
+    assert (status, said) == (0, TEXT + "\n")
+    assert len(server.calls) == 2
+
+
+async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
+    prompts, out = written(tmp_path / "p.jsonl", *({"text": str(i)} for i in range(4))), tmp_path / "out.jsonl"
+    options = ("--prompt-file", prompts, "--out", out, "--concurrency", 2)
+    async with FakeServer(Act(), Act(), Act(then="hold"), Act(then="hold")) as server:
+        process = await start(server, *options)
+        async with asyncio.timeout(60):
+            while len(server.calls) < 4:
+                await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 30) == 130
+        assert [each["line"] for each in results(out)] == [1, 2]
+        status, said, complained = await run(server, *options, "--resume")
+    assert (status, said) == (0, "")
+    assert "2 were there already" in complained
+    assert [each["line"] for each in results(out)] == [1, 2, 3, 4]
+    assert all(each["text"] == TEXT for each in results(out))
+    assert sorted(call.request.text for call in server.calls) == ["0", "1", "2", "2", "3", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x", "--out", "o"), "go with --prompt-file"),
+        (("--prompt-file", "p.jsonl", "--resume"), "--resume needs --out"),
+        (("--prompt-file", os.devnull), "is not a file"),
+        (("--prompt-file", "empty.jsonl"), "empty.jsonl: holds no prompt"),
+    ],
+)
+async def test_wrong_options_are_refused_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    written(tmp_path / "p.jsonl", {"text": "a"})
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    async with FakeServer() as server:
+        status, _, complained = await run(server, *arguments)
+    assert status == 2
+    assert said in complained
+    assert not server.calls
