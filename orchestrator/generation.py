@@ -15,6 +15,7 @@ from orchestrator.failover_events import FailoverEvents
 from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
+from orchestrator.resolved import resolved
 from orchestrator.sample import Sample
 from orchestrator.sample_context import SampleContext
 from orchestrator.transcript import Transcript
@@ -51,6 +52,7 @@ class Generation:
                 response = self._transcript.take(message)
                 if first:
                     response.model_fingerprint = self._verification.revision
+                    response.resolved.CopyFrom(resolved(self._context.sample))
                     first = False
                 if response.HasField("finish"):
                     self._sign(response.finish)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from orchestrator.model import Model
 from orchestrator.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.serving.validation import token_violations
@@ -9,9 +11,10 @@ from specdec.v2 import generation_pb2
 
 
 def prompt_tokens(
-    message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]
+    message: generation_pb2.GenerateRequest, model: Model, time: datetime, violations: list[tuple[str, str]]
 ) -> list[int]:
-    """Return the prompt's tokens, with room for one more; what is wrong with it is added to `violations`."""
+    """Return the prompt's tokens, with room for one more, where a chat template sees `time`; what is wrong with it is
+    added to `violations`."""
     most = model.context - 1
     try:
         match message.WhichOneof("prompt"):
@@ -29,7 +32,7 @@ def prompt_tokens(
                 return ids
             case "chat":
                 if message.chat.messages:
-                    return model.tokenizer.encode(_rendered(message.chat, model), special=False, limit=most)
+                    return model.tokenizer.encode(_rendered(message.chat, model, time), special=False, limit=most)
                 violations.append(("chat.messages", "is empty, must hold at least 1 message"))
             case _:
                 violations.append(("prompt", "is missing: set one of text, tokens, chat"))
@@ -40,9 +43,20 @@ def prompt_tokens(
     return []
 
 
-def _rendered(chat: generation_pb2.ChatPrompt, model: Model) -> str:
+def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violations: list[tuple[str, str]]) -> datetime:
+    """Return the time that a conversation is rendered for: the one it names, else when it arrived, in whole seconds."""
+    if message.chat.HasField("time"):
+        try:
+            return message.chat.time.ToDatetime(UTC)
+        except ValueError:
+            seconds = message.chat.time.seconds
+            violations.append(("chat.time", f"is {seconds} s after 1970, must be in the years 1 to 9999"))
+    return arrived.replace(microsecond=0)
+
+
+def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> str:
     """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
-    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages])
+    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages], time)
     if (length := len(text.encode())) > model.most_text:
         raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
     return text

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from orchestrator.model import Model
-from orchestrator.prompt import prompt_tokens
+from orchestrator.prompt import prompt_tokens, time_of
+from orchestrator.resolved import digest
 from orchestrator.sample import Request, Sample
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
 from specdec.serving.echo import echo
-from specdec.serving.errors import InvalidRequestError, NotBuiltError, UnknownModelError
+from specdec.serving.errors import InvalidRequestError, NotBuiltError, PromptChangedError, UnknownModelError
 from specdec.serving.messages import lookahead_from, rule_of
 from specdec.serving.validation import (
     drafter_violations,
@@ -44,9 +46,12 @@ MOST_LOGPROBS = 20
 """Best tokens whose log-probabilities come with each token, as in the OpenAI API."""
 
 
-def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bool = True) -> Request:
+def parse(
+    message: generation_pb2.GenerateRequest, model: Model, *, streamed: bool = True, arrived: datetime | None = None
+) -> Request:
     """Parse a message into a request, or raise an error that names every field that is wrong. Commits for a request
-    that is not `streamed` may be coalesced, unless a stop string may end the text."""
+    that is not `streamed` may be coalesced, unless a stop string may end the text. `arrived`, in UTC, is the present
+    time to a chat template unless the request names another; by default it is now."""
     if message.model and message.model != model.name:
         raise UnknownModelError(f"model: is {echo(message.model)}, served here is {model.name!r}")
     if message.json_schema:
@@ -54,13 +59,17 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
     violations = _sizes(message, model)
     if violations:
         raise InvalidRequestError(violations)
-    prompt = prompt_tokens(message, model, violations)
+    time = time_of(message, arrived or datetime.now(UTC), violations)
+    prompt = prompt_tokens(message, model, time, violations)
     generated = list(message.generated_tokens)
     violations += token_violations("generated_tokens", generated, model.vocabulary)
 
     seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64)
     sampling = _sampling(message.sampling)
     end_tokens = frozenset(message.stop_tokens) | (frozenset() if message.ignore_end_token else model.end_tokens)
+    if len(end_tokens) > MOST_STOP_TOKENS:  # a text that is resumed has them all as stop tokens
+        problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MOST_STOP_TOKENS}"
+        violations.append(("stop_tokens", problem))
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
     violations += rule_violations(message.rule, message.contrast, sampling)
 
@@ -74,6 +83,8 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
     speculation = _speculation(message, violations)
     if violations:
         raise InvalidRequestError(violations)
+    if message.prompt_digest and message.prompt_digest != digest(prompt):
+        raise PromptChangedError("prompt: becomes other tokens here than those that the text was begun with")
 
     sample = Sample(
         index=0,
@@ -91,6 +102,7 @@ def parse(message: generation_pb2.GenerateRequest, model: Model, *, streamed: bo
         contrast=message.contrast,
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
+        time=time if message.WhichOneof("prompt") == "chat" else None,
     )
     return Request(
         seed,
@@ -147,6 +159,7 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
         too_many("stop_tokens", len(message.stop_tokens), MOST_STOP_TOKENS, "tokens"),
         too_many("tenant", len(message.tenant), LONGEST_TENANT, "characters"),
         too_many("model_fingerprint", len(message.model_fingerprint), LONGEST_FINGERPRINT, "characters"),
+        too_many("prompt_digest", len(message.prompt_digest), LONGEST_FINGERPRINT, "characters"),
         *size_violations(message.sampling, model.vocabulary),
     ]
     if len(chat) <= context:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Speculation
@@ -28,6 +29,7 @@ class Sample:
     contrast: model_pb2.Contrast
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
+    time: datetime | None = None  # that the chat template saw
 
     @property
     def needs_draft(self) -> bool:

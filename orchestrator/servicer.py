@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from contextlib import aclosing
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -42,10 +44,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     works = True  # each request finds out whether there is a verifier
 
-    def __init__(self, model: Model, peers: Peers) -> None:
+    def __init__(self, model: Model, peers: Peers, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        """Serve a model. `clock` tells when a request arrives, in UTC."""
         self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
         self._model = model
         self._peers = peers
+        self._clock = clock
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
@@ -79,9 +83,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.CompleteResponse:
         self._peers.check_room()
         valid = await self._parse(request.request, streamed=False)
-        completions = [generation_pb2.Completion() for _ in valid.samples]
+        answer = generation_pb2.CompleteResponse(seed=valid.seed)
+        completions = [answer.completions.add() for _ in valid.samples]
         async with aclosing(self._responses(valid, context)) as responses:
             async for response in responses:
+                if response.HasField("resolved"):
+                    answer.resolved.CopyFrom(response.resolved)
                 completion = completions[response.index]
                 completion.text += response.text
                 completion.tokens.extend(response.tokens)
@@ -89,7 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 completion.logprobs.extend(response.logprobs)
                 if response.HasField("finish"):
                     completion.finish.CopyFrom(response.finish)
-        return generation_pb2.CompleteResponse(completions=completions, seed=valid.seed)
+        return answer
 
     async def ListModels(
         self,
@@ -111,7 +118,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         size = request.ByteSize()
         if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
             return parse(request, self._model, streamed=streamed)
-        work = partial(parse, request, self._model, streamed=streamed)
+        work = partial(parse, request, self._model, streamed=streamed, arrived=self._clock())
         return await (self._short if size <= LONG_BYTES else self._long).run(work)
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:

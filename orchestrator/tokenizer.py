@@ -113,8 +113,9 @@ class Tokenizer:
                 raise RuntimeError(f"the tokenizer panicked: {in_one_line(error)}") from None
             raise
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Render a conversation of (role, content) as the prompt text of the assistant's next turn."""
+    def render(self, messages: Sequence[tuple[str, str]], time: datetime) -> str:
+        """Render a conversation of (role, content) as the prompt text of the assistant's next turn. `time` is the only
+        clock that the template sees."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
 
@@ -123,6 +124,7 @@ class Tokenizer:
             return self._template.render(
                 messages=[{"role": role, "content": content} for role, content in messages],
                 add_generation_prompt=True,
+                strftime_now=time.strftime,
                 **variables,
             )
         except Exception as error:  # a template is a program: it may raise anything
@@ -193,7 +195,7 @@ def _compiled(source: str | None, file: Path) -> Template | None:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # the user's clock, as there
+    del environment.filters["random"], environment.globals["lipsum"]  # a conversation is the same prompt everywhere
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     try:
         return environment.from_string(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2, verifier_pb2
@@ -63,6 +64,23 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Resolved:
+    """How the server understood the request, where that left something open."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    max_tokens: int
+    end_tokens: list[int]  # all that end the text: the model's own and those of the request
+    prompt_digest: str  # of the prompt's tokens
+    time: datetime | None  # what the chat template took for the present time; None without one
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A piece of a stream. The last one of each sample has `finish`."""
 
@@ -80,6 +98,7 @@ class Chunk:
     finish: Finish | None
     seed: int | None  # of the request; in the first chunk
     model_fingerprint: str  # of the model that generates; in the first chunk, else empty
+    resolved: Resolved | None  # how the request was understood; in the first chunk of each sample
 
 
 @dataclass(frozen=True)
@@ -99,6 +118,7 @@ class Result:
 
     completions: list[Completion]
     seed: int
+    resolved: Resolved  # how the request was understood
 
     @property
     def text(self) -> str:
@@ -139,6 +159,7 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         finish=_read_finish(response.finish) if response.HasField("finish") else None,
         seed=response.seed if response.HasField("seed") else None,
         model_fingerprint=response.model_fingerprint,
+        resolved=_read_resolved(response.resolved) if response.HasField("resolved") else None,
     )
 
 
@@ -154,7 +175,7 @@ def read_result(response: pb.CompleteResponse) -> Result:
         )
         for completion in response.completions
     ]
-    return Result(completions, response.seed)
+    return Result(completions, response.seed, _read_resolved(response.resolved))
 
 
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
@@ -194,6 +215,24 @@ def _read_limits(limits: pb.SpeculationLimits) -> SpeculationLimits:
         max_candidates=limits.max_candidates if limits.HasField("max_candidates") else None,
         max_depth=limits.max_depth if limits.HasField("max_depth") else None,
         max_branches=limits.max_branches if limits.HasField("max_branches") else None,
+    )
+
+
+def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
+    """Convert what the server made of the request; ValueError for a time that there is not."""
+    sampling = resolved.sampling
+    return Resolved(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        max_tokens=resolved.max_tokens,
+        end_tokens=list(resolved.end_tokens),
+        prompt_digest=resolved.prompt_digest,
+        time=resolved.time.ToDatetime(UTC) if resolved.HasField("time") else None,
     )
 
 

@@ -6,6 +6,7 @@
     ├── AccessDenied        the credentials are missing or not sufficient
     ├── Overloaded          the server takes no more: try again after `retry_after`
     ├── Unavailable         no server answers, retries included
+    ├── PromptChanged       no server that answers makes the same tokens of the prompt of a text to resume
     ├── DeadlineExceeded    the timeout passed
     ├── Cancelled           the stream was cancelled, here or by the server
     ├── Unimplemented       the server has not built this
@@ -78,6 +79,10 @@ class Unavailable(SpecdecError):
     """No server answers, and the retries are used up."""
 
 
+class PromptChanged(SpecdecError):
+    """The text cannot be resumed: its prompt becomes other tokens at the servers that answer."""
+
+
 class DeadlineExceeded(SpecdecError):
     """The timeout passed before the call was complete."""
 
@@ -117,6 +122,10 @@ ERRORS: Mapping[grpc.StatusCode, type[SpecdecError]] = MappingProxyType(
 """The error for every status but OK; a test checks that none is missing."""
 
 
+REASONS: Mapping[str, type[SpecdecError]] = MappingProxyType({"PROMPT_CHANGED": PromptChanged})
+"""The error for a reason that says more than its status."""
+
+
 def from_rpc(error: grpc.RpcError) -> SpecdecError:
     """Return the error that a caller sees for what gRPC raised."""
     details = dict(_details(error))
@@ -134,7 +143,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
     message = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNIMPLEMENTED and not details:  # gRPC itself: the server has no such service
         message = f"{message}: the server speaks another version of the protocol than this client, {PACKAGE}"
-    return ERRORS[error.code()](
+    return REASONS.get(reason, ERRORS[error.code()])(
         message,
         code=error.code(),
         reason=reason,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 
@@ -24,6 +25,7 @@ class GenerateOptions(TypedDict, total=False):
 
     tokens: Annotated[Sequence[int] | None, "The prompt as token ids, instead of text."]
     messages: Annotated[Sequence[Message] | None, "The prompt as a conversation, instead of text."]
+    time: Annotated[datetime | None, "With `messages`: the present time to the chat template. Default: on arrival."]
     model: Annotated[str | None, "The one to ask, where several are served."]
 
     max_tokens: Annotated[int | None, "Most tokens to generate. Default: as many as the context holds."]
@@ -75,6 +77,9 @@ class GenerateOptions(TypedDict, total=False):
     tenant: Annotated[str | None, "Computed prompts are shared within a tenant only."]
     generated_tokens: Annotated[
         Sequence[int] | None, "Resume a text that broke off with these tokens; needs its seed, and n = 1."
+    ]
+    prompt_digest: Annotated[
+        str | None, "With `generated_tokens`: that of the first chunk's `resolved`; another prompt is then refused."
     ]
     model_fingerprint: Annotated[
         str | None, "With `generated_tokens`: that of the text's first chunk; on another model it is then refused."

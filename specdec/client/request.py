@@ -6,6 +6,7 @@ Values are not judged here: the server knows the model and its limits. Only what
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import TypeVar, Unpack
 
 from google.protobuf.message import Message as ProtobufMessage
@@ -39,7 +40,7 @@ _RULES = {
 # The options that are fields under their own names, by the message that has them.
 _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "n", "logprobs", "generated_tokens",
-    "tenant", "model_fingerprint",
+    "tenant", "model_fingerprint", "prompt_digest",
 }  # fmt: skip
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
@@ -56,6 +57,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
+    if "time" in given and "messages" not in given:
+        raise ValueError("time is given, but no messages: only chat templates see it")
     if "speculation" in given and "drafters" in given:
         raise ValueError("give either speculation or drafters: both say who may propose candidates")
     request = pb.GenerateRequest()
@@ -76,6 +79,10 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "messages":
             request.chat.SetInParent()
             _put(request.chat, "messages", name, value)
+        elif name == "time":
+            if not isinstance(value, datetime) or value.tzinfo is None:
+                raise ValueError(f"time = {value!r}: not a datetime with a time zone")
+            request.chat.time.FromDatetime(value)
         elif name == "stop":
             _put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":

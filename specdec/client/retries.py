@@ -15,9 +15,10 @@ from specdec.client.rotation import Rotation
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
 _LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
-_SETTLED = ("MODEL_CHANGED", "VERIFIER_LOST")
+_SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
 """Reasons of a server that cannot serve the text and has waited for what it lacks, the model to go on with or any
-verifier, for as long as it is meant to: another server may have it, this one will not have it soon."""
+verifier, for as long as it is meant to, or that has another chat template: another server may have it, this one will not
+have it soon."""
 
 
 class Retries:
@@ -58,9 +59,9 @@ class Retries:
         """
         seen = from_rpc(error)
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
-        if not (lost or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
-            raise seen from error
         settled = seen.reason in _SETTLED
+        if not (lost or settled or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
+            raise seen from error
         self._failures[self.address] += 1
         if lost and not settled:
             self._rotation.failed(self.address)

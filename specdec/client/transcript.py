@@ -8,7 +8,7 @@ from specdec.client.completion import Chunk, read_chunk
 from specdec.client.errors import ServerError, SpecdecError, Unavailable, from_rpc, is_loss
 from specdec.client.retries import Retries
 from specdec.client.tally import Tally
-from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse
+from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse, ResolvedRequest
 
 
 class Transcript:
@@ -42,7 +42,11 @@ class Transcript:
             self._request.sampling.seed = response.seed
         if response.model_fingerprint:
             self._request.model_fingerprint = response.model_fingerprint
-        if not self._empty:  # a server that resumes the text sends them again
+        if self._empty and self._samples == 1:
+            _make_explicit(self._request, response.resolved)
+        if not self._empty and self._samples == 1:  # a server that resumes the text sends them again
+            response.ClearField("resolved")
+        if not self._empty:
             response.ClearField("seed")
             response.ClearField("model_fingerprint")
         if self._samples == 1:
@@ -81,6 +85,20 @@ class Transcript:
         """Return the address to ask now, the request, and the seconds that it may take."""
         self._before_seconds = self._retries.seconds_passed
         return self._retries.address, self._request, self._retries.seconds_left
+
+
+def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
+    """Leave nothing open that a server has resolved: another one, by which the text may be resumed, might resolve it
+    differently. It compares the prompt's tokens, which the request cannot carry beside the prompt."""
+    if not resolved.ByteSize():
+        return
+    request.sampling.MergeFrom(resolved.sampling)
+    request.max_tokens = resolved.max_tokens
+    request.ignore_end_token = True
+    request.stop_tokens[:] = resolved.end_tokens
+    request.prompt_digest = resolved.prompt_digest
+    if resolved.HasField("time") and request.HasField("chat"):
+        request.chat.time.CopyFrom(resolved.time)
 
 
 def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:

@@ -9,6 +9,7 @@ ServiceError
 ├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
 ├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
+├── PromptChangedError       FAILED_PRECONDITION   a text to resume has another prompt here
 ├── ModelFailureError        INTERNAL              the model's output is unusable
 └── InternalError            INTERNAL              a mistake of ours; the log has it
 
@@ -133,6 +134,12 @@ class ProtocolError(ServiceError):
     reason = "PROTOCOL"
 
 
+class PromptChangedError(ServiceError):
+    """The prompt of a text that is to be resumed becomes other tokens here: another template or tokenizer."""
+
+    reason = "PROMPT_CHANGED"
+
+
 class ModelFailureError(ServiceError):
     reason = "MODEL_FAILURE"
 
@@ -154,6 +161,7 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     PeerLostError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
+    PromptChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     EngineLostError: grpc.StatusCode.UNAVAILABLE,
     ModelFailureError: grpc.StatusCode.INTERNAL,
     InternalError: grpc.StatusCode.INTERNAL,

@@ -8,6 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import specdec.v2.model_pb2
 import specdec.v2.verifier_pb2
 import typing
@@ -39,6 +40,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
@@ -64,6 +66,10 @@ class GenerateRequest(google.protobuf.message.Message):
     model_fingerprint: builtins.str
     """The revision of the model that the text was begun with, as the first response told it: the request is taken up on
     no other, and refused with reason MODEL_CHANGED where there is none. Empty: any will do.
+    """
+    prompt_digest: builtins.str
+    """The digest of the prompt's tokens that the text was begun with, as `resolved` told it: where the prompt becomes other
+    tokens, the request is refused with reason PROMPT_CHANGED. Empty: it is not compared.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -123,9 +129,10 @@ class GenerateRequest(google.protobuf.message.Message):
         tenant: builtins.str = ...,
         contrast: specdec.v2.model_pb2.Contrast | None = ...,
         model_fingerprint: builtins.str = ...,
+        prompt_digest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "prompt", b"prompt", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -162,16 +169,23 @@ class ChatPrompt(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """Oldest first; at least one."""
+
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """What chat templates take for the present time, in UTC; they see no other clock. Unset: when the request arrives."""
 
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages", "time", b"time"]) -> None: ...
 
 global___ChatPrompt = ChatPrompt
 
@@ -355,6 +369,7 @@ class GenerateResponse(google.protobuf.message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     OFFERED_FIELD_NUMBER: builtins.int
+    RESOLVED_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n samples this belongs to."""
     text: builtins.str
@@ -391,6 +406,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def token_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The part of `text` that each token made readable, one entry a token; joined they are `text`."""
 
+    @property
+    def resolved(self) -> global___ResolvedRequest:
+        """How the request was understood; on the first response of each sample."""
+
     def __init__(
         self,
         *,
@@ -406,12 +425,56 @@ class GenerateResponse(google.protobuf.message.Message):
         model_fingerprint: builtins.str = ...,
         steps: builtins.int = ...,
         offered: builtins.int = ...,
+        resolved: global___ResolvedRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "resolved", b"resolved", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
+
+@typing.final
+class ResolvedRequest(google.protobuf.message.Message):
+    """How a request was understood, where it left something open. Whoever resumes the text sends all of this explicitly, so
+    that another orchestrator resolves nothing differently.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLING_FIELD_NUMBER: builtins.int
+    MAX_TOKENS_FIELD_NUMBER: builtins.int
+    END_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    max_tokens: builtins.int
+    """Most tokens to generate."""
+    prompt_digest: builtins.str
+    """SHA-256 over the prompt's tokens, each as four bytes, lowest first, hex."""
+    @property
+    def sampling(self) -> global___SamplingParameters:
+        """The sampling parameters as used. `logit_bias`, `banned_tokens` and `seed` are not repeated."""
+
+    @property
+    def end_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Every token id that ends the text: the model's own, unless they are ignored, and those of the request."""
+
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """What the chat template took for the present time; for conversations only."""
+
+    def __init__(
+        self,
+        *,
+        sampling: global___SamplingParameters | None = ...,
+        max_tokens: builtins.int = ...,
+        end_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        prompt_digest: builtins.str = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["sampling", b"sampling", "time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "prompt_digest", b"prompt_digest", "sampling", b"sampling", "time", b"time"]) -> None: ...
+
+global___ResolvedRequest = ResolvedRequest
 
 @typing.final
 class ChunkTimings(google.protobuf.message.Message):
@@ -689,19 +752,26 @@ class CompleteResponse(google.protobuf.message.Message):
 
     COMPLETIONS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    RESOLVED_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """The seed of the request."""
     @property
     def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Completion]:
         """One entry a sample, in order."""
 
+    @property
+    def resolved(self) -> global___ResolvedRequest:
+        """How the request was understood."""
+
     def __init__(
         self,
         *,
         completions: collections.abc.Iterable[global___Completion] | None = ...,
         seed: builtins.int = ...,
+        resolved: global___ResolvedRequest | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["completions", b"completions", "seed", b"seed"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["resolved", b"resolved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["completions", b"completions", "resolved", b"resolved", "seed", b"seed"]) -> None: ...
 
 global___CompleteResponse = CompleteResponse
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from specdec.cli.failure import STATUS, ending, status_of
-from specdec.client.errors import ERRORS, InvalidRequest, Overloaded, SpecdecError, Unavailable
+from specdec.client.errors import ERRORS, REASONS, InvalidRequest, Overloaded, SpecdecError, Unavailable
 from specdec.exit_status import ExitStatus
 from tests.client.fake_server import Act, FakeServer
 
@@ -26,7 +26,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 def test_every_error_of_a_call_has_a_status() -> None:
-    assert set(ERRORS.values()) == set(STATUS) == set(SpecdecError.__subclasses__())
+    assert set(ERRORS.values()) | set(REASONS.values()) == set(STATUS) == set(SpecdecError.__subclasses__())
     assert status_of(grpc.StatusCode.OUT_OF_RANGE) is ExitStatus.REFUSED
 
 

@@ -24,6 +24,7 @@ TEXT = "déjà vu… ½ café, 東京 🦀"
 TOKENS = list(TEXT.encode())
 CHUNK = 3  # tokens a response
 MODEL = "f1"  # its fingerprint
+DIGEST = "d1"  # of every prompt
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,13 @@ class FakeServer(GenerationServiceServicer):
             await context.abort(act.code, act.details)
 
 
+def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
+    """What the server fills in where a request is silent."""
+    most = request.max_tokens if request.HasField("max_tokens") else 1000
+    sampling = pb.SamplingParameters(temperature=request.sampling.temperature)
+    return pb.ResolvedRequest(sampling=sampling, max_tokens=most, end_tokens=[2], prompt_digest=DIGEST)
+
+
 def responses(
     request: pb.GenerateRequest, index: int, most: int | None, drawn_seed: int
 ) -> Iterable[pb.GenerateResponse]:
@@ -148,6 +156,7 @@ def responses(
         if at == begin and index == 0:
             response.seed = request.sampling.seed if request.sampling.HasField("seed") else drawn_seed
             response.model_fingerprint = MODEL
+            response.resolved.CopyFrom(resolved_of(request))
         yield response
     if most is None:
         steps = -(-(end - begin) // CHUNK)

@@ -21,11 +21,12 @@ from specdec.client import (
     Logprobs,
     Model,
     Overloaded,
+    PromptChanged,
     ServerError,
     Unavailable,
 )
 from tests.client.both import ThreadedClient
-from tests.client.fake_server import CHUNK, MODEL, TEXT, TOKENS, Act, FakeServer
+from tests.client.fake_server import CHUNK, DIGEST, MODEL, TEXT, TOKENS, Act, FakeServer
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -138,7 +139,10 @@ async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
     first, *resumed = [call.request for call in server.calls]
     assert not first.sampling.HasField("seed")
     assert [list(request.generated_tokens) for request in resumed] == [TOKENS[:1], TOKENS[:14], TOKENS[:18]]
-    for request in resumed:  # the first server's seed and model, and otherwise what was asked for at first
+    # What the first server filled in: another one shall fill in nothing differently.
+    first.ignore_end_token, first.prompt_digest = True, DIGEST
+    first.stop_tokens.append(2)
+    for request in resumed:  # its seed and model, and otherwise what was asked for at first
         assert request.sampling.seed == chunks[0].seed == 1001
         assert request.model_fingerprint == chunks[0].model_fingerprint == MODEL
         request.ClearField("generated_tokens")
@@ -268,6 +272,16 @@ async def test_another_server_may_have_the_model(connect: Any) -> None:
     async with servers[0], servers[1], servers[2], connect(*servers) as client:
         assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)
     assert [len(server.calls) for server in servers] == [1, 1, 1]
+
+
+async def test_another_prompt_is_told_when_no_server_has_the_same(connect: Any) -> None:
+    changed = error_details_pb2.ErrorInfo(reason="PROMPT_CHANGED", domain="specdec")
+    script = itertools.chain([Act(9, "abort")], itertools.repeat(rich(code_pb2.FAILED_PRECONDITION, changed)))
+    async with FakeServer(script=script) as server, connect(server, max_retries=2) as client:
+        with pytest.raises(PromptChanged):
+            [chunk async for chunk in client.generate("hi")]
+    assert len(server.calls) == 2
+    assert server.calls[1].request.prompt_digest == DIGEST
 
 
 async def test_breaks_before_the_first_chunk_are_retried(connect: Any) -> None:

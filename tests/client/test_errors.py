@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from specdec.client import InvalidRequest, SpecdecError
-from specdec.client.errors import ERRORS, from_rpc
+from specdec.client.errors import ERRORS, REASONS, from_rpc
 
 
 def failure(code: grpc.StatusCode, details: bytes = b"", message: str = "no") -> grpc.aio.AioRpcError:
@@ -21,7 +21,7 @@ def test_the_table_is_total() -> None:
 
 
 def test_every_error_has_a_status() -> None:
-    assert set(SpecdecError.__subclasses__()) == set(ERRORS.values())
+    assert set(SpecdecError.__subclasses__()) == set(ERRORS.values()) | set(REASONS.values())
 
 
 ANOTHER_VERSION = "the server speaks another version of the protocol than this client, specdec.v2"

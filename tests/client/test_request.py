@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -41,11 +42,12 @@ EVERY_OPTION: dict[str, Any] = {
     "tenant": "t",
     "generated_tokens": [1, 2],
     "model_fingerprint": "f1",
+    "prompt_digest": "d1",
 }
 
 
 def test_every_option_has_its_place() -> None:
-    assert EVERY_OPTION.keys() | {"tokens", "messages", "speculation"} == GenerateOptions.__annotations__.keys()
+    assert EVERY_OPTION.keys() | {"tokens", "messages", "time", "speculation"} == GenerateOptions.__annotations__.keys()
     assert build_request("hi", **EVERY_OPTION) == pb.GenerateRequest(
         model="m",
         text="hi",
@@ -81,6 +83,7 @@ def test_every_option_has_its_place() -> None:
         generated_tokens=[1, 2],
         tenant="t",
         model_fingerprint="f1",
+        prompt_digest="d1",
     )
 
 
@@ -110,6 +113,16 @@ def test_prompts() -> None:
     assert build_request().WhichOneof("prompt") is None
     with pytest.raises(ValueError, match="not several: prompt, tokens"):
         build_request("hi", tokens=[1])
+
+
+def test_the_time_of_a_conversation() -> None:
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    time = datetime(2024, 2, 29, 12, tzinfo=UTC)
+    assert build_request(messages=messages, time=time).chat.time.ToDatetime(UTC) == time
+    with pytest.raises(ValueError, match=r"^time = .* time zone$"):
+        build_request(messages=messages, time=datetime(2024, 2, 29))
+    with pytest.raises(ValueError, match="no messages"):
+        build_request("hi", time=time)
 
 
 def test_none_and_absent_are_the_same_and_zero_is_not() -> None:

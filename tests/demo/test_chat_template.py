@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 
 from demo.train import HOME, SHAPES, tokenizer_settings
 from orchestrator.tokenizer import ChatTemplateError, Tokenizer
 from specdec.engine.model_directory import ModelDirectory
+
+NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)
 
 
 @pytest.mark.parametrize("role", SHAPES)
@@ -19,6 +22,6 @@ def test_what_is_bundled_is_what_training_writes(role: str) -> None:
 def test_what_is_said_becomes_comments_and_answers_are_code() -> None:
     tokenizer = Tokenizer(ModelDirectory(HOME / "target"))
     turns = [("system", "Be brief.\nBe kind."), ("user", " Print 1. "), ("assistant", "print(1)"), ("user", "Again.")]
-    assert tokenizer.render(turns) == "# Be brief.\n# Be kind.\n# Print 1.\nprint(1)\n\n# Again.\n"
+    assert tokenizer.render(turns, NOON) == "# Be brief.\n# Be kind.\n# Print 1.\nprint(1)\n\n# Again.\n"
     with pytest.raises(ChatTemplateError, match="no turn of the role tool"):
-        tokenizer.render([("tool", "1")])
+        tokenizer.render([("tool", "1")], NOON)

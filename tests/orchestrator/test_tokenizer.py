@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from orchestrator.tokenizer import ChatTemplateError, Tokenizer
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from tests.models import make
+
+NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -34,25 +37,32 @@ def test_templates_have_what_transformers_gives_them(directory: Path) -> None:
     tokenizer = with_template(
         directory,
         "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}{{ m.content | tojson }}"
-        "{% generation %}!{% endgeneration %}{% endfor %}{{ eos_token }}{{ strftime_now('%Y')[:2] }}",
+        "{% generation %}!{% endgeneration %}{% endfor %}{{ eos_token }}{{ strftime_now('%d %b %Y %H:%M %Z') }}",
     )
-    assert tokenizer.render([("user", "é<b>"), ("skip", "x")]) == '"é<b>"!</s>20'
+    assert tokenizer.render([("user", "é<b>"), ("skip", "x")], NOON) == '"é<b>"!</s>29 Feb 2024 12:00 UTC'
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('only users') }}", "{{ messages[5].content.strip() }}"])
 def test_a_template_may_refuse(directory: Path, template: str) -> None:
     with pytest.raises(ChatTemplateError, match="template says"):
-        with_template(directory, template).render([("system", "x")])
+        with_template(directory, template).render([("system", "x")], NOON)
 
 
 def test_a_template_cannot_reach_outside(directory: Path) -> None:
     with pytest.raises(ChatTemplateError):
-        with_template(directory, "{{ ''.__class__.__mro__[1].__subclasses__() }}").render([("user", "x")])
+        with_template(directory, "{{ ''.__class__.__mro__[1].__subclasses__() }}").render([("user", "x")], NOON)
 
 
 def test_a_broken_template_stops_the_start(directory: Path) -> None:
     with pytest.raises(ModelDirectoryError, match="chat template"):
         with_template(directory, "{% for %}")
+
+
+@pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_draws_lots_is_refused(directory: Path, template: str) -> None:
+    """The same conversation would be another prompt each time."""
+    with pytest.raises((ModelDirectoryError, ChatTemplateError)):
+        with_template(directory, template).render([("user", "x")], NOON)
 
 
 def test_no_template_is_said(directory: Path) -> None:
@@ -62,4 +72,4 @@ def test_no_template_is_said(directory: Path) -> None:
     tokenizer = Tokenizer(ModelDirectory(directory))
     assert not tokenizer.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        tokenizer.render([("user", "x")])
+        tokenizer.render([("user", "x")], NOON)

@@ -1,0 +1,38 @@
+"""How a request was understood: what its sender needs to have the text resumed elsewhere, token by token the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from orchestrator.sample import Sample
+from specdec.v2 import generation_pb2
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """Return the SHA-256, in hex, over tokens of four bytes each."""
+    return hashlib.sha256(np.asarray(tokens, "<u4").tobytes()).hexdigest()
+
+
+def resolved(sample: Sample) -> generation_pb2.ResolvedRequest:
+    """Return how the request of a sample was understood."""
+    sampling = sample.sampling
+    message = generation_pb2.ResolvedRequest(
+        sampling=generation_pb2.SamplingParameters(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+        ),
+        max_tokens=sample.max_tokens,
+        end_tokens=sorted(sample.end_tokens),
+        prompt_digest=digest(sample.prompt),
+    )
+    if sample.time is not None:
+        message.time.FromDatetime(sample.time)
+    return message

@@ -1,0 +1,114 @@
+"""A text that is resumed at another orchestrator goes on with exactly its tokens, or is refused: what the first one has
+filled in where the request was silent, the other one is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.model import Model
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
+from specdec.client import AsyncClient, Chunk, PromptChanged
+from specdec.engine.model_directory import ModelDirectory
+from tests.services.conftest import Directories
+from tests.services.test_failover import slow_target
+from tests.stack import Pod, Stack, running, stack
+
+LATE = datetime(2025, 12, 31, 23, 59, 59, 500_000, tzinfo=UTC)
+DATED = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+OTHER = "{{ messages[0].content }}!"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "what day is it?"}]}
+OPTIONS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 3}
+
+
+def orchestrator(services: Stack, directory: Path, clock: datetime) -> Pod:
+    """An orchestrator of its own for the verifiers of a stack, at which it is always this time."""
+    peers = Peers(Pods(pod.address for pod in services.verifiers))
+    return Pod(GenerationServicer(Model.of(ModelDirectory(directory)), peers, clock=lambda: clock))
+
+
+def copy_of(directory: Path, to: Path, template: str, **generation: Any) -> Path:
+    """The same model, with another chat template and other fields in generation_config.json."""
+    shutil.copytree(directory, to)
+    (to / "chat_template.jinja").write_text(template)
+    file = to / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | generation))
+    return to
+
+
+@asynccontextmanager
+async def two(
+    directories: Directories, first: Path, second: Path, later: timedelta
+) -> AsyncIterator[tuple[Pod, AsyncClient, AsyncClient]]:
+    """An orchestrator that a test may kill, a client that knows another one as well, and one that knows it alone."""
+    async with (
+        stack(directories.target, None, target_delay=slow_target) as services,
+        running(orchestrator(services, first, LATE)) as one,
+        running(orchestrator(services, second, LATE + later)) as other,
+        AsyncClient([one.address, other.address], timeout=60) as both,
+        AsyncClient(one.address, timeout=60) as alone,
+    ):
+        both._rotation._turns = [one.address, other.address]
+        yield one, both, alone
+
+
+async def interrupted(client: AsyncClient, killed: Pod, **options: Any) -> list[Chunk]:
+    """Read a stream whose orchestrator is killed once it has begun."""
+    chunks: list[Chunk] = []
+    async with client.generate(**options) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == 2:
+                await killed.stop()
+    return chunks
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.tokens]
+
+
+async def test_a_change_of_date_changes_no_token(directories: Directories, tmp_path: Path) -> None:
+    dated = copy_of(directories.target, tmp_path / "target", DATED)
+    async with two(directories, dated, dated, timedelta(days=1)) as (one, both, alone):
+        want = await alone.complete(**CHAT, **OPTIONS)
+        tomorrow = await alone.complete(**CHAT, **OPTIONS, time=LATE + timedelta(days=1))
+        assert want.resolved.time == LATE.replace(microsecond=0)
+        assert tomorrow.resolved.prompt_digest != want.resolved.prompt_digest  # the date is in the prompt
+        chunks = await interrupted(both, one, **CHAT, **OPTIONS)
+    assert tokens_of(chunks) == want.completions[0].tokens
+    finish = chunks[-1].finish
+    assert finish is not None
+    assert finish.speculation.failover_events["resumed"] == 1
+    assert [chunk.resolved for chunk in chunks if chunk.resolved is not None] == [want.resolved]
+
+
+async def test_another_template_is_refused(directories: Directories, tmp_path: Path) -> None:
+    first = copy_of(directories.target, tmp_path / "one" / "target", DATED)
+    second = copy_of(directories.target, tmp_path / "other" / "target", OTHER)
+    async with two(directories, first, second, timedelta()) as (one, both, _):
+        with pytest.raises(PromptChanged) as refused:
+            await interrupted(both, one, **CHAT, **OPTIONS)
+    assert refused.value.reason == "PROMPT_CHANGED"
+
+
+async def test_other_end_tokens_end_no_text_differently(directories: Directories, tmp_path: Path) -> None:
+    """What the first orchestrator takes for the end holds for the second."""
+    first = copy_of(directories.target, tmp_path / "one" / "target", DATED)
+    async with two(directories, first, first, timedelta()) as (_, _, alone):
+        plain = await alone.complete("abc", **OPTIONS, ignore_end_token=True)
+    end = plain.completions[0].tokens[20]  # that the second takes for an end token, and the first does not
+    second = copy_of(directories.target, tmp_path / "other" / "target", DATED, eos_token_id=[2, end])
+    async with two(directories, first, second, timedelta()) as (one, both, alone):
+        want = await alone.complete("abc", **OPTIONS)
+        assert end in want.completions[0].tokens[5:]
+        chunks = await interrupted(both, one, prompt="abc", **OPTIONS)
+    assert tokens_of(chunks) == want.completions[0].tokens
