@@ -16,9 +16,8 @@ _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
 _LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
-"""Reasons of a server that cannot serve the text and has waited for what it lacks, the model to go on with or any
-verifier, for as long as it is meant to, or that has another chat template: another server may have it, this one will not
-have it soon."""
+"""Reasons of a server that has another chat template, or that has waited in vain for what it lacks, the model to go on
+with or any verifier: another server may serve the text, this one will not soon."""
 
 
 class Retries:
