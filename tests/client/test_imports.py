@@ -32,5 +32,5 @@ def test_public_names_are_frozen() -> None:
         "AccessDenied", "AsyncClient", "AsyncStream", "Cancelled", "Chunk", "Client", "Completion",
         "DeadlineExceeded", "Finish", "GenerateOptions", "InvalidRequest", "Logprobs", "Message", "Model",
         "NotFound", "Overloaded", "PromptChanged", "Resolved", "Result", "ServerError", "SpecdecError",
-        "Speculation", "Stream", "Unavailable", "Unimplemented", "build_request",
+        "Speculation", "SpeculationLimits", "Stream", "Unavailable", "Unimplemented", "build_request",
     }  # fmt: skip
