@@ -20,6 +20,7 @@ from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.request import parse
 from orchestrator.sample import Request
+from orchestrator.tokenization import tokenize
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
@@ -112,6 +113,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             text_fingerprint=model.text_fingerprint,
         )
         return generation_pb2.ListModelsResponse(models=[served])
+
+    async def Tokenize(
+        self,
+        request: generation_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse],
+    ) -> generation_pb2.TokenizeResponse:
+        threads = self._short if request.ByteSize() <= LONG_BYTES else self._long
+        return await threads.run(partial(tokenize, request, self._model))
 
     async def _parse(self, request: generation_pb2.GenerateRequest, *, streamed: bool = True) -> Request:
         """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""

@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from orchestrator.token_bytes import TokenBytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields, in_one_line, read_text
 
@@ -98,6 +99,14 @@ class Tokenizer:
             count += len(encoding)
             if count > limit:
                 raise TooManyTokensError(f"more than {limit} tokens")
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes that a token stands for."""
+        return self._bytes.of(token)
+
+    @cached_property
+    def _bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._library(self._tokenizer.decode, list(tokens), skip_special_tokens=True))

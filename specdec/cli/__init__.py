@@ -17,6 +17,7 @@ from specdec.cli.failure import ending
 from specdec.cli.generate import generate
 from specdec.cli.services import draft, orchestrator, verifier
 from specdec.cli.stats import stats
+from specdec.cli.tokenize import tokenize
 from specdec.cli.up import up
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -49,6 +50,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (export, up, stats, generate):
+for command in (export, up, stats, generate, tokenize):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

@@ -38,6 +38,7 @@ from specdec.client.errors import (
 from specdec.client.options import GenerateOptions, Message
 from specdec.client.request import build_request
 from specdec.client.sync import Client, Stream
+from specdec.client.tokenized import Piece, Tokenized
 
 __all__ = [
     "AccessDenied",
@@ -56,6 +57,7 @@ __all__ = [
     "Model",
     "NotFound",
     "Overloaded",
+    "Piece",
     "PromptChanged",
     "Resolved",
     "Result",
@@ -64,6 +66,7 @@ __all__ = [
     "Speculation",
     "SpeculationLimits",
     "Stream",
+    "Tokenized",
     "Unavailable",
     "Unimplemented",
     "build_request",

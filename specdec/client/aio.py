@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack, cast
 
@@ -12,8 +12,9 @@ import grpc
 from specdec.client.completion import Chunk, Model, Result, read_models, read_result
 from specdec.client.endpoint import Endpoint
 from specdec.client.errors import Cancelled
-from specdec.client.options import GenerateOptions, takes_options
+from specdec.client.options import GenerateOptions, Message, takes_options
 from specdec.client.request import build_request
+from specdec.client.tokenized import Tokenized, build_tokenize_request, read_tokenized
 from specdec.client.transcript import Transcript
 from specdec.v2.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
 from specdec.v2.generation_pb2_grpc import GenerationServiceStub
@@ -58,6 +59,25 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
     async def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
         """Return the models that requests may name."""
         return read_models(await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout))
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        messages: Sequence[Message] | None = None,
+        model: str | None = None,
+        add_special: bool | None = None,
+        pieces: bool = False,
+        timeout: float | EllipsisType | None = ...,
+    ) -> Tokenized:
+        """Return the tokens that a prompt becomes, as `generate` would have them; nothing is generated.
+
+        `add_special=False` leaves out what the model expects around a plain text (a BOS token, say). `pieces` asks for
+        text and bytes of each token.
+        """
+        request = build_tokenize_request(prompt, tokens, messages, model, add_special, pieces)
+        return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout))
 
     async def close(self) -> None:
         """End all calls and connections."""

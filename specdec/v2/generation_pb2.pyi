@@ -886,3 +886,106 @@ class ServedModel(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "text_fingerprint", b"text_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ServedModel = ServedModel
+
+@typing.final
+class TokenizeRequest(google.protobuf.message.Message):
+    """Asks for the tokens of a prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
+    ADD_SPECIAL_FIELD_NUMBER: builtins.int
+    PIECES_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """Model name; empty for the only one served."""
+    text: builtins.str
+    """Plain text; at least one character."""
+    add_special: builtins.bool
+    """Whether plain text gets what the model expects around it (a BOS token, say). Unset: as for Generate, which is yes."""
+    pieces: builtins.bool
+    """Return also what each token stands for."""
+    @property
+    def tokens(self) -> global___TokenPrompt:
+        """Token ids; at least one."""
+
+    @property
+    def chat(self) -> global___ChatPrompt:
+        """A conversation, rendered by the model's own chat template."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        text: builtins.str = ...,
+        tokens: global___TokenPrompt | None = ...,
+        chat: global___ChatPrompt | None = ...,
+        add_special: builtins.bool | None = ...,
+        pieces: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_special", b"_add_special", "add_special", b"add_special", "chat", b"chat", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_special", b"_add_special", "add_special", b"add_special", "chat", b"chat", "model", b"model", "pieces", b"pieces", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_add_special", b"_add_special"]) -> typing.Literal["add_special"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["prompt", b"prompt"]) -> typing.Literal["text", "tokens", "chat"] | None: ...
+
+global___TokenizeRequest = TokenizeRequest
+
+@typing.final
+class TokenizeResponse(google.protobuf.message.Message):
+    """The tokens of a prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: builtins.int
+    PIECES_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """Number of tokens."""
+    context_tokens: builtins.int
+    """Longest text of the model in tokens, prompt included."""
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Token ids, in order."""
+
+    @property
+    def pieces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenPiece]:
+        """What each stands for, one entry a token, if asked for."""
+
+    def __init__(
+        self,
+        *,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
+        pieces: collections.abc.Iterable[global___TokenPiece] | None = ...,
+        count: builtins.int = ...,
+        context_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "count", b"count", "ids", b"ids", "pieces", b"pieces"]) -> None: ...
+
+global___TokenizeResponse = TokenizeResponse
+
+@typing.final
+class TokenPiece(google.protobuf.message.Message):
+    """What a token stands for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """Its bytes as text; a part of a character reads as U+FFFD."""
+    bytes: builtins.bytes
+    """Its bytes: those of all tokens, joined, spell the text, but for special tokens and a space before it."""
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        bytes: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "text", b"text"]) -> None: ...
+
+global___TokenPiece = TokenPiece

@@ -50,6 +50,11 @@ class GenerationServiceStub(object):
                 request_serializer=specdec_dot_v2_dot_generation__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=specdec_dot_v2_dot_generation__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/specdec.v2.GenerationService/Tokenize',
+                request_serializer=specdec_dot_v2_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -77,6 +82,13 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=specdec_dot_v2_dot_generation__pb2.ListModelsRequest.FromString,
                     response_serializer=specdec_dot_v2_dot_generation__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=specdec_dot_v2_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_generation__pb2.TokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class GenerationService(object):
             '/specdec.v2.GenerationService/ListModels',
             specdec_dot_v2_dot_generation__pb2.ListModelsRequest.SerializeToString,
             specdec_dot_v2_dot_generation__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v2.GenerationService/Tokenize',
+            specdec_dot_v2_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            specdec_dot_v2_dot_generation__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

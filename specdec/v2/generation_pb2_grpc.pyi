@@ -39,6 +39,12 @@ class GenerationServiceStub:
     ]
     """The models served here."""
 
+    Tokenize: grpc.UnaryUnaryMultiCallable[
+        specdec.v2.generation_pb2.TokenizeRequest,
+        specdec.v2.generation_pb2.TokenizeResponse,
+    ]
+    """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
+
 class GenerationServiceAsyncStub:
     """What backend applications call."""
 
@@ -59,6 +65,12 @@ class GenerationServiceAsyncStub:
         specdec.v2.generation_pb2.ListModelsResponse,
     ]
     """The models served here."""
+
+    Tokenize: grpc.aio.UnaryUnaryMultiCallable[
+        specdec.v2.generation_pb2.TokenizeRequest,
+        specdec.v2.generation_pb2.TokenizeResponse,
+    ]
+    """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
 
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """What backend applications call."""
@@ -86,5 +98,13 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.generation_pb2.ListModelsResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.ListModelsResponse]]:
         """The models served here."""
+
+    @abc.abstractmethod
+    def Tokenize(
+        self,
+        request: specdec.v2.generation_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[specdec.v2.generation_pb2.TokenizeResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.TokenizeResponse]]:
+        """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
-from specdec.client import Chunk, Client, Model, Result, Stream
+from specdec.client import Chunk, Client, Model, Result, Stream, Tokenized
 
 
 class ThreadedStream:
@@ -48,6 +48,9 @@ class ThreadedClient:
 
     async def models(self, **options: Any) -> list[Model]:
         return await asyncio.to_thread(self._client.models, **options)
+
+    async def tokenize(self, *args: Any, **options: Any) -> Tokenized:
+        return await asyncio.to_thread(self._client.tokenize, *args, **options)
 
     async def close(self) -> None:
         self._client.close()

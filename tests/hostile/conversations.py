@@ -123,6 +123,12 @@ def list_models(_: random.Random) -> list[Message]:
     return [generation_pb2.ListModelsRequest()]
 
 
+def tokenize(generator: random.Random) -> list[Message]:
+    return [
+        generation_pb2.TokenizeRequest(text="def " * generator.randrange(99), pieces=bool(generator.randrange(2))),
+    ]
+
+
 def get_stats(_: random.Random) -> list[Message]:
     return [verifier_pb2.GetStatsRequest()]
 
@@ -190,6 +196,7 @@ METHODS: tuple[Method, ...] = (
     Method("orchestrator", "/specdec.v2.GenerationService/Generate", generate, weight=12),
     Method("orchestrator", "/specdec.v2.GenerationService/Complete", complete, weight=8),
     Method("orchestrator", "/specdec.v2.GenerationService/ListModels", list_models, weight=2),
+    Method("orchestrator", "/specdec.v2.GenerationService/Tokenize", tokenize, weight=4),
     Method("orchestrator", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify)),
     *(Method(role, path, said) for role in ("verifier", "draft", "orchestrator") for path, said in _OF_ALL),
 )

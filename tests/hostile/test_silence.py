@@ -26,6 +26,7 @@ SINGLE_REQUESTS = (
     ("orchestrator", "/specdec.v2.GenerationService/Generate"),
     ("orchestrator", "/specdec.v2.GenerationService/Complete"),
     ("orchestrator", "/specdec.v2.GenerationService/ListModels"),
+    ("orchestrator", "/specdec.v2.GenerationService/Tokenize"),
 )
 """Methods whose first message is waited for; a multiplexer may be silent, since it may have nothing to carry."""
 

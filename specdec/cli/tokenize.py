@@ -1,0 +1,54 @@
+"""`specdec tokenize`: what a prompt becomes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from specdec import ports
+from specdec.cli.failure import fail
+from specdec.client import Client
+from specdec.command_line import addresses, duration
+from specdec.exit_status import ExitStatus
+
+
+def tokenize(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to tokenize; `-` reads it from stdin.")],
+    address: Annotated[
+        str, typer.Option(callback=addresses, help="Address of the orchestrator; several are joined by commas.")
+    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take PROMPT as a user's message, rendered by the model's chat template.")
+    ] = False,
+    special: Annotated[
+        bool, typer.Option(help="Add what the model expects around a plain text (a BOS token, say).")
+    ] = True,
+    count: Annotated[bool, typer.Option("--count", help="Print the number of tokens alone.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    timeout: Annotated[float, duration("Seconds that the call may take, retries included.", min=0.001)] = 30.0,
+) -> None:
+    """Print the tokens of a prompt, a line each: id and text. Nothing is generated."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if chat and not special:
+        fail("--no-special goes with plain text: a chat template says itself what it adds", ExitStatus.USAGE)
+    try:
+        with Client(address, timeout=timeout) as client:
+            if chat:
+                found = client.tokenize(messages=[{"role": "user", "content": text}], pieces=not count)
+            else:
+                found = client.tokenize(text, add_special=None if special else False, pieces=not count)
+    except ValueError as error:  # what no message can say
+        fail(str(error), ExitStatus.USAGE)
+    if json_output:
+        pieces = [{"text": piece.text, "bytes": list(piece.bytes)} for piece in found.pieces]
+        told = {"count": found.count, "context_tokens": found.context_tokens, "ids": found.ids}
+        print(json.dumps(told if count else {**told, "pieces": pieces}))
+    elif count:
+        print(found.count)
+    else:
+        for token, piece in zip(found.ids, found.pieces, strict=True):
+            print(f"{token:>7}  {piece.text!r}")
+        print(f"{found.count} tokens of {found.context_tokens} that the context holds", file=sys.stderr)

@@ -1,0 +1,59 @@
+"""What `tokenize` asks and returns: a prompt as the tokens that the model sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.client.options import Message
+from specdec.client.request import build_request
+from specdec.v2 import generation_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a token stands for."""
+
+    text: str  # a part of a character reads as U+FFFD
+    bytes: bytes
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The tokens of a prompt."""
+
+    ids: list[int]
+    pieces: list[Piece]  # of each token, if asked for
+    context_tokens: int  # longest text of the model, prompt included
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+
+def build_tokenize_request(
+    prompt: str | None,
+    tokens: Sequence[int] | None,
+    messages: Sequence[Message] | None,
+    model: str | None,
+    add_special: bool | None,
+    pieces: bool,
+) -> pb.TokenizeRequest:
+    """Return the message; ValueError or TypeError for what does not fit into one."""
+    asked = build_request(prompt, tokens=tokens, messages=messages, model=model)
+    request = pb.TokenizeRequest(model=asked.model, add_special=add_special, pieces=pieces)
+    match asked.WhichOneof("prompt"):
+        case "text":
+            request.text = asked.text
+        case "tokens":
+            request.tokens.CopyFrom(asked.tokens)
+        case "chat":
+            request.chat.CopyFrom(asked.chat)
+    return request
+
+
+def read_tokenized(response: pb.TokenizeResponse) -> Tokenized:
+    """Convert the answer of `Tokenize`."""
+    pieces = [Piece(piece.text, piece.bytes) for piece in response.pieces]
+    return Tokenized(list(response.ids), pieces, response.context_tokens)
