@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from orchestrator.model import Model
@@ -47,6 +48,7 @@ class Transcript:
         self._arrived = time.monotonic()
         self._statistics = Statistics()
         self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
+        self._piece = model.tokenizer.piece
         self._found: int | None = None  # tokens that were in memory already when the text began
         self._completion_tokens = len(sample.generated)
 
@@ -85,6 +87,8 @@ class Transcript:
                 stop, reason = spelt.stop, model_pb2.FINISH_REASON_STOP
         self._completion_tokens += kept
         self._count(commit, kept)
+        if commit.logprobs:
+            self._spell_logprobs(tokens, commit.logprobs)
         response = generation_pb2.GenerateResponse(
             index=self._sample.index,
             text="".join(pieces),
@@ -104,6 +108,12 @@ class Transcript:
         if reason:
             response.finish.CopyFrom(self._finish(reason, stop))
         return response
+
+    def _spell_logprobs(self, tokens: list[int], logprobs: Iterable[verifier_pb2.TokenLogprobs]) -> None:
+        """Enter what the tokens of log-probabilities stand for."""
+        for token, each in zip(tokens, logprobs, strict=True):
+            each.chosen_bytes = self._piece(token)
+            each.top_bytes[:] = [self._piece(best) for best in each.top_tokens]
 
     def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
         statistics = self._statistics

@@ -17,6 +17,7 @@ from specdec.client.completion import (
     Finish,
     Logprobs,
     Model,
+    Piece,
     Resolved,
     Result,
     Speculation,
@@ -38,7 +39,7 @@ from specdec.client.errors import (
 from specdec.client.options import GenerateOptions, Message
 from specdec.client.request import build_request
 from specdec.client.sync import Client, Stream
-from specdec.client.tokenized import Piece, Tokenized
+from specdec.client.tokenized import Tokenized
 
 __all__ = [
     "AccessDenied",

@@ -10,11 +10,21 @@ from specdec.v2 import model_pb2, verifier_pb2
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What a token stands for."""
+
+    text: str  # a part of a character reads as U+FFFD
+    bytes: bytes
+
+
+@dataclass(frozen=True)
 class Logprobs:
     """Log-probabilities at one position, of the target's distribution before temperature and truncation."""
 
     chosen: float
     top: dict[int, float]  # of the most probable tokens, by id, best first
+    piece: Piece  # what the chosen token stands for
+    top_pieces: dict[int, Piece]  # what the most probable tokens stand for, by id, best first
 
 
 @dataclass(frozen=True)
@@ -237,4 +247,14 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
 
 
 def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs) -> Logprobs:
-    return Logprobs(logprobs.chosen, dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)))
+    return Logprobs(
+        chosen=logprobs.chosen,
+        top=dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)),
+        piece=_piece(logprobs.chosen_bytes),
+        # An older server sends none.
+        top_pieces={token: _piece(each) for token, each in zip(logprobs.top_tokens, logprobs.top_bytes, strict=False)},
+    )
+
+
+def _piece(spelt: bytes) -> Piece:
+    return Piece(spelt.decode(errors="replace"), spelt)

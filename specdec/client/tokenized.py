@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.client.completion import Piece
 from specdec.client.options import Message
 from specdec.client.request import build_request
 from specdec.v2 import generation_pb2 as pb
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a token stands for."""
-
-    text: str  # a part of a character reads as U+FFFD
-    bytes: bytes
 
 
 @dataclass(frozen=True)

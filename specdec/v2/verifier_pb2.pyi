@@ -388,8 +388,14 @@ class TokenLogprobs(google.protobuf.message.Message):
     CHOSEN_FIELD_NUMBER: builtins.int
     TOP_TOKENS_FIELD_NUMBER: builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    CHOSEN_BYTES_FIELD_NUMBER: builtins.int
+    TOP_BYTES_FIELD_NUMBER: builtins.int
     chosen: builtins.float
     """The chosen token's."""
+    chosen_bytes: builtins.bytes
+    """Bytes that the chosen token stands for, as TokenPiece has them. Set by the orchestrator, which has the tokenizer:
+    what a verifier sets is dropped.
+    """
     @property
     def top_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids of the most probable tokens, best first."""
@@ -398,14 +404,20 @@ class TokenLogprobs(google.protobuf.message.Message):
     def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Their log-probabilities."""
 
+    @property
+    def top_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Bytes that each of the most probable tokens stands for, one entry a token. Likewise."""
+
     def __init__(
         self,
         *,
         chosen: builtins.float = ...,
         top_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        chosen_bytes: builtins.bytes = ...,
+        top_bytes: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "chosen_bytes", b"chosen_bytes", "top_bytes", b"top_bytes", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]) -> None: ...
 
 global___TokenLogprobs = TokenLogprobs
 

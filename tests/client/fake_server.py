@@ -160,7 +160,13 @@ def responses(
         if request.HasField("logprobs"):
             for token in tokens:
                 response.logprobs.append(
-                    verifier_pb2.TokenLogprobs(chosen=-0.5, top_tokens=[token, 7], top_logprobs=[-0.5, -2.0])
+                    verifier_pb2.TokenLogprobs(
+                        chosen=-0.5,
+                        top_tokens=[token, 7],
+                        top_logprobs=[-0.5, -2.0],
+                        chosen_bytes=bytes([token]),
+                        top_bytes=[bytes([token]), b"\7"],
+                    )
                 )
         if at == begin and index == 0:
             response.seed = request.sampling.seed if request.sampling.HasField("seed") else drawn_seed

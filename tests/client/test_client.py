@@ -21,6 +21,7 @@ from specdec.client import (
     Logprobs,
     Model,
     Overloaded,
+    Piece,
     PromptChanged,
     ServerError,
     Unavailable,
@@ -82,7 +83,7 @@ async def test_streams_chunks_and_finishes(connect: Any) -> None:
     assert written(chunks) == (TEXT, TOKENS)
     first, finish = chunks[0], chunks[-1].finish
     assert (first.index, first.sources, first.finish) == (0, ["remote_draft", "remote_draft", "bonus"], None)
-    assert first.logprobs[0] == Logprobs(-0.5, {TOKENS[0]: -0.5, 7: -2.0})
+    assert first.logprobs[0] == logprobs_of(TOKENS[0])
     assert (first.forward_seconds, first.step_seconds) == (200e-6, 300e-6)
     assert (first.steps, first.offered) == (1, CHUNK)
     assert [chunk.seed for chunk in chunks] == [5] + [None] * (len(chunks) - 1)
@@ -217,6 +218,12 @@ async def test_another_server_is_asked_at_once(connect: Any) -> None:
     assert [len(server.calls) for server in (one, other, third)] == [1, 1, 1]
 
 
+def logprobs_of(token: int) -> Logprobs:
+    """What the fake server says of a token, as the client tells it; a byte of a longer character is no text."""
+    chosen, other = Piece(bytes([token]).decode(errors="replace"), bytes([token])), Piece("\7", b"\7")
+    return Logprobs(-0.5, {token: -0.5, 7: -2.0}, chosen, {token: chosen, 7: other})
+
+
 async def test_statistics_of_all_parts_are_joined(connect: Any) -> None:
     async with FakeServer(Act(7, "abort"), Act(6, "abort")) as server, connect(server) as client:
         chunks = [chunk async for chunk in client.generate("hi", logprobs=2)]
@@ -230,9 +237,7 @@ async def test_statistics_of_all_parts_are_joined(connect: Any) -> None:
     assert speculation.accepted_histogram == [pieces.count(n) for n in (1, 2, 3)]
     assert speculation.sources == {"remote_draft": len(TOKENS) - len(pieces), "bonus": len(pieces)}
     assert speculation.failover_events == {"resumed": 2}
-    assert [entry for chunk in chunks for entry in chunk.logprobs] == [
-        Logprobs(-0.5, {t: -0.5, 7: -2.0}) for t in TOKENS
-    ]
+    assert [entry for chunk in chunks for entry in chunk.logprobs] == [logprobs_of(token) for token in TOKENS]
     assert finish.completion_tokens == len(TOKENS)
 
 

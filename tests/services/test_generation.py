@@ -162,6 +162,9 @@ async def test_logprobs_are_the_targets(services: Stack, directories: Directorie
         assert logprobs.chosen == pytest.approx(float(want[token]), abs=1e-3)
         assert list(logprobs.top_tokens) == np.argsort(-want)[:4].tolist()
         assert list(logprobs.top_logprobs) == pytest.approx(np.sort(want)[::-1][:4].tolist(), abs=1e-3)
+        spelt = services.model.tokenizer.piece
+        assert logprobs.chosen_bytes == spelt(token)
+        assert list(logprobs.top_bytes) == [spelt(best) for best in logprobs.top_tokens]
         text.append(token)
     none = await services.generate(PROMPT, sampling=WARM, max_tokens=10)
     assert not none.logprobs

@@ -1,0 +1,39 @@
+"""The transcript enters what it alone knows: which bytes the tokens of log-probabilities stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.model import Model
+from orchestrator.request import parse
+from orchestrator.transcript import Transcript
+from specdec.engine.model_directory import ModelDirectory
+from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
+from tests.models import make
+
+
+def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path) -> None:
+    model = Model.of(ModelDirectory(make("llama", tmp_path / "m")))
+    request = parse(generation_pb2.GenerateRequest(text="abc", logprobs=2), model)
+    transcript = Transcript(replace(request.samples[0]), model)
+    tokens = model.tokenizer.encode("hey", special=False)
+    commit = verifier_pb2.Commit(
+        committed=model_pb2.Committed(tokens=tokens),
+        sources=[model_pb2.TOKEN_SOURCE_PLAIN] * len(tokens),
+        logprobs=[
+            verifier_pb2.TokenLogprobs(
+                chosen=-1.0,
+                top_tokens=[each, 3],
+                top_logprobs=[-1.0, -2.0],
+                chosen_bytes=b"lie",
+                top_bytes=[b"lie"] * 9,
+            )
+            for each in tokens
+        ],
+        steps=len(tokens),
+    )
+    spelt = model.tokenizer.piece
+    response = transcript.take(commit)
+    assert b"".join(each.chosen_bytes for each in response.logprobs).strip() == b"hey"
+    assert [list(each.top_bytes) for each in response.logprobs] == [[spelt(each), spelt(3)] for each in tokens]
