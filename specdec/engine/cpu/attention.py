@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specdec.engine.cpu import openmp
 from specdec.engine.cpu.arithmetic import REORDERED, Array, array_of, exp, narrowed
+from specdec.engine.cpu.code_cache import kept
 from specdec.engine.cpu.layout import RaggedBatch
 from specdec.engine.cpu.vectors import dots, weighted_sums
 
@@ -153,7 +154,6 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
     )
     sums_of_one, sums_of_all = weighted_sums(1, value_width), weighted_sums(GROUP, value_width)
 
-    @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def attend(
         query: Any,  # float32 [t, heads, width]
         keys: Any,  # as stored [kv_heads, slots, width]
@@ -228,7 +228,9 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
                     for d in range(value_width):
                         out[r, head, d] = narrowed(sums[i, d], out[r, head, d])
 
-    return openmp.shared(attend)
+    attend.__qualname__ = f"attend_{width}_{value_width}"  # symbols are made of it (`cpu/openmp.py`)
+    loop = openmp.shared(numba.njit(nogil=True, error_model="numpy")(attend))
+    return kept(f"attend-{width}-{value_width}", loop)  # type: ignore[no-any-return]
 
 
 @numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]

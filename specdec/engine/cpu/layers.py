@@ -15,6 +15,7 @@ import numpy as np
 
 from specdec.engine.cpu.arithmetic import Array
 from specdec.engine.cpu.attention import kernel
+from specdec.engine.cpu.code_cache import kept
 from specdec.engine.cpu.loops import add_and_normalise, gate, rotate
 from specdec.engine.cpu.openmp import Cuts
 from specdec.engine.cpu.packed_gemm import product
@@ -127,7 +128,9 @@ def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array])
 @functools.cache
 def compiled(width: int) -> Callable[..., None]:
     """Compile the layers for heads of this width and prepacked GEMMs (`cpu/packed_gemm.py`: `Products`)."""
-    return numba.njit(nogil=True)(sequence(kernel(width, width), product))  # type: ignore[no-any-return]
+    layers = sequence(kernel(width, width), product)
+    layers.__qualname__ = f"layers_{width}"  # symbols are made of it (`cpu/openmp.py`)
+    return kept(f"layers-{width}", numba.njit(nogil=True)(layers))  # type: ignore[no-any-return]
 
 
 @functools.cache

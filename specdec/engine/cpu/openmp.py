@@ -15,10 +15,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch  # noqa: F401 - brings the runtime
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -31,15 +31,18 @@ AVAILABLE = hasattr(_process, "GOMP_parallel")
 run by its caller alone."""
 
 if AVAILABLE:
-    # Called from compiled code, without the interpreter; addresses are integers.
-    _parallel: Any = _process.GOMP_parallel  # (function, its argument, threads, 0): called by each thread
-    _parallel.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint]
-    _parallel.restype = None
-    _thread: Any = _process.omp_get_thread_num  # the calling thread's number in the team
-    _team: Any = _process.omp_get_num_threads  # threads in the team: fewer than asked for, if the runtime has a limit
-    for _function in (_thread, _team):
-        _function.argtypes = []
-        _function.restype = ctypes.c_int
+    # Compiled code calls these by name, so that it holds no address of this process and can be kept for another one.
+    for _name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+        llvm.add_symbol(f"specdec.{_name}", ctypes.cast(getattr(_process, _name), ctypes.c_void_p).value)
+
+# (function, its argument, threads, 0): called by each thread; addresses are integers
+_parallel = types.ExternalFunction(
+    "specdec.GOMP_parallel", types.void(types.uintp, types.uintp, types.uint32, types.uint32)
+)
+_thread = types.ExternalFunction("specdec.omp_get_thread_num", types.int32())
+"""The calling thread's number in the team."""
+_team = types.ExternalFunction("specdec.omp_get_num_threads", types.int32())
+"""Threads in the team: fewer than asked for, if the runtime has a limit."""
 
 
 @functools.cache
@@ -59,41 +62,41 @@ def shared(loop: Any) -> Callable[..., None]:
     if not AVAILABLE:
         return loop  # type: ignore[no-any-return]
 
+    def share(given: Any) -> None:
+        """Run the calling thread's shares."""
+        cuts = given[-1]
+        for number in range(_thread(), len(cuts) - 1, _team()):
+            loop(*given[:-1], cuts[number : number + 2])
+
     @intrinsic  # type: ignore[untyped-decorator]
     def share_of(_context: Any, arguments: Any) -> Any:
-        """Return the address of the function that reads the arguments and runs its thread's shares."""
+        """Return the address of a function of this module that reads the arguments and runs its thread's shares."""
 
-        @intrinsic  # type: ignore[untyped-decorator]
-        def found(_context: Any, address: Any) -> Any:
-            def load(context: Any, builder: Any, _: Any, values: Any) -> Any:
-                kind = context.get_value_type(arguments).as_pointer()
-                return impl_ret_borrowed(context, builder, arguments, builder.load(builder.bitcast(values[0], kind)))
+        def generate(context: Any, builder: Any, signature: Any, _: Any) -> Any:
+            own = types.void(signature.args[0])
+            compiled = context.compile_subroutine(builder, share, own)
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
+            function = ir.Function(builder.module, kind, builder.module.get_unique_name("specdec.share"))
+            function.linkage = "internal"
+            inside = ir.IRBuilder(function.append_basic_block())
+            place = inside.bitcast(function.args[0], context.get_value_type(signature.args[0]).as_pointer())
+            context.call_internal_no_propagate(inside, compiled.fndesc, own, [inside.load(place)])
+            inside.ret_void()
+            return builder.ptrtoint(function, ir.IntType(64))
 
-            return arguments(address), load
+        return types.uintp(arguments), generate
 
-        @numba.cfunc(types.void(types.voidptr))  # type: ignore[untyped-decorator]
-        def share(address: Any) -> None:
-            given = found(address)
-            cuts = given[-1]
-            for number in range(_thread(), len(cuts) - 1, _team()):
-                loop(*given[:-1], cuts[number : number + 2])
-
-        _kept.append(share)
-        return types.uintp(arguments), lambda *_: ir.Constant(ir.IntType(64), share.address)
-
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> None:
         shares = len(arguments[-1]) - 1
         if shares == 1:
             loop(*arguments)
         else:
-            _parallel(share_of(arguments), _address(arguments), shares, 0)
+            _parallel(share_of(arguments), _address(arguments), np.uint32(shares), np.uint32(0))
 
-    return run  # type: ignore[no-any-return]
-
-
-_kept: list[Any] = []
-"""Compiled functions whose addresses are in use; they are kept until the process ends."""
+    # Symbols are made of these names: two loops must not share one, not even over the cache (`cpu/code_cache.py`).
+    for function in (share, run):
+        function.__qualname__ = f"{function.__name__}_{loop.py_func.__qualname__}"
+    return numba.njit(nogil=True)(run)  # type: ignore[no-any-return]
 
 
 @intrinsic  # type: ignore[untyped-decorator]

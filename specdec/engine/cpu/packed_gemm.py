@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -47,18 +48,24 @@ _torch = _library()
 AVAILABLE = _torch is not None
 
 if AVAILABLE:
-    # Called from compiled code, without the interpreter; addresses are integers. All return 0 unless they fail.
-    _linear: Any = _torch.aoti_torch_cpu__linear_pointwise  # x, weight, &bias, name, 0, 0, &name, &result
-    _linear.argtypes = [ctypes.c_size_t] * 5 + [ctypes.c_int64] + [ctypes.c_size_t] * 2
-    _data: Any = _torch.aoti_torch_get_data_ptr  # tensor, &pointer to its numbers
-    _data.argtypes = [ctypes.c_size_t] * 2
-    _give_back: Any = _torch.aoti_torch_delete_tensor_object
-    _give_back.argtypes = [ctypes.c_size_t]
-    for _function in (_linear, _data, _give_back):
-        _function.restype = ctypes.c_int32
+    # Compiled code calls these by name, so that it holds no address of this process and can be kept for another one.
+    for _name in FUNCTIONS:
+        llvm.add_symbol(f"specdec.{_name}", ctypes.cast(getattr(_torch, _name), ctypes.c_void_p).value)
+    _delete: Any = _torch.aoti_torch_delete_tensor_object
+    _delete.argtypes, _delete.restype = [ctypes.c_size_t], ctypes.c_int32
+
+# Addresses are integers. All return 0 unless they fail.
+_linear = types.ExternalFunction(  # x, weight, &bias, name, 0, 0, &name, &result
+    "specdec.aoti_torch_cpu__linear_pointwise",
+    types.int32(*[types.uintp] * 5, types.int64, types.uintp, types.uintp),
+)
+_data = types.ExternalFunction(  # tensor, &pointer to its numbers
+    "specdec.aoti_torch_get_data_ptr", types.int32(types.uintp, types.uintp)
+)
+_give_back = types.ExternalFunction("specdec.aoti_torch_delete_tensor_object", types.int32(types.uintp))
 
 _nothing_after = ctypes.create_string_buffer(b"none"), (ctypes.c_char_p * 1)(b"")
-_ATTRIBUTE, _ALGORITHM = (ctypes.addressof(each) for each in _nothing_after)
+_NOTHING_AFTER = np.asarray([ctypes.addressof(each) for each in _nothing_after], dtype=np.int64)
 
 
 class Products(NamedTuple):
@@ -73,6 +80,7 @@ class Products(NamedTuple):
     outputs: NDArray[np.int64]  # [kinds] columns of the results
     results: Handles  # [kinds] the latest result; 0: none yet
     address: NDArray[np.int64]  # [1] address of the last result's numbers
+    nothing_after: NDArray[np.int64]  # [2] addresses of the name of what follows a product, none, and its algorithm
     together: Array  # in the inputs' stored dtype; room for any result, if a kind has several tiles
 
 
@@ -135,6 +143,7 @@ class PackedGemm:
             self._outputs,
             self._results,
             self._address,
+            _NOTHING_AFTER,
             self._together,
         )
 
@@ -147,7 +156,7 @@ def _give_back_after(owner: object, handles: Handles) -> None:
 
 def _give_all_back(handles: Handles) -> None:
     for handle in handles[handles != 0].tolist():
-        _give_back(handle)
+        _delete(handle)
 
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -187,8 +196,16 @@ def _tile(products: Any, number: Any, kind: Any, tile: Any) -> Any:
         _give_back(np.uintp(result[0]))
         result[0] = 0
     x, weight, bias = products.inputs[tile], products.weights[number], products.biases[number]
+    name, algorithm = products.nothing_after[0], products.nothing_after[1]
     failed = _linear(
-        np.uintp(x), np.uintp(weight), np.uintp(bias), _ATTRIBUTE, 0, 0, _ALGORITHM, np.uintp(result.ctypes.data)
+        np.uintp(x),
+        np.uintp(weight),
+        np.uintp(bias),
+        np.uintp(name),
+        np.uintp(0),
+        np.int64(0),
+        np.uintp(algorithm),
+        np.uintp(result.ctypes.data),
     )
     if failed or _data(np.uintp(result[0]), np.uintp(products.address.ctypes.data)):
         raise RuntimeError("a matrix product has failed: its input does not fit, or memory is short")

@@ -1,0 +1,67 @@
+"""Compiled loops in the cache folder, so that only a machine's first start compiles them.
+
+Numba's own cache looks at the time and size of the one file that defines a function, and cannot name a function that
+holds others, as ours do. Here the key is the name that `kept` is given, the arguments' types, the processor, Numba's
+settings, and all our sources with the versions below them (`engine/cache_folder.py`). Code can be kept because it
+names what it calls outside: no address of this process is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import structlog
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+from specdec.engine import cache_folder
+
+log = structlog.get_logger()
+
+
+def kept(name: str, dispatcher: Any) -> Any:
+    """Have a compiled function come from the cache folder, and return it. No other one may have its `name`: whatever
+    is compiled into it, such as a width, must be named too."""
+    dispatcher._cache = CodeCache(name)
+    return dispatcher
+
+
+class CodeCache(_Cache):  # type: ignore[misc]
+    """The code of one function, for each signature that it is called with."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def cache_path(self) -> str:
+        return str(cache_folder.place())
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the function for this signature; None if it must be compiled."""
+        target_context.refresh()
+        data = cache_folder.read("code", *self._key(sig, target_context.codegen()))
+        if data is None:
+            return None
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(data))
+        except Exception as error:  # whatever a pickle may raise; compiling anew always works
+            log.warning("code_not_loaded", function=self._name, why=f"{type(error).__name__}: {error}")
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        if data.lifted or data.library.has_dynamic_globals:  # holds addresses of this process
+            log.warning("code_not_kept", function=self._name)
+            return
+        cache_folder.write(dumps(data._reduce()), "code", *self._key(sig, data.codegen))
+
+    def enable(self) -> None:
+        """Do nothing: the cache is on while there is a folder."""
+
+    disable = flush = enable
+
+    def _key(self, sig: Any, codegen: Any) -> tuple[object, ...]:
+        settings = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
+        return self._name, str(sig), codegen.magic_tuple(), settings

@@ -1,0 +1,118 @@
+"""The cache folder is used only where nobody else can write, and gives back only what was written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.engine import cache_folder
+from specdec.engine.cpu import openmp
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_an_entry_is_found_under_its_whole_key(folder: Path) -> None:
+    cache_folder.write(b"bits", "kind", "name", 1)
+    assert cache_folder.read("kind", "name", 1) == b"bits"
+    assert cache_folder.read("kind", "name", 2) is None
+    assert cache_folder.read("other", "name", 1) is None
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_other_sources_or_versions_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_folder.write(b"bits", "kind", 1)
+    monkeypatch.setattr(cache_folder, "versions", lambda: ("another",))
+    assert cache_folder.read("kind", 1) is None
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:40] + b"x" + data[41:], lambda _: b""])
+def test_a_damaged_entry_is_none(folder: Path, damage: object) -> None:
+    cache_folder.write(b"some hundred bits", "kind", 1)
+    (entry,) = folder.iterdir()
+    entry.write_bytes(damage(entry.read_bytes()))  # type: ignore[operator]
+    assert cache_folder.read("kind", 1) is None
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_can_write_to_is_not_used(folder: Path, mode: int) -> None:
+    folder.mkdir()
+    folder.chmod(mode)
+    cache_folder.write(b"bits", "kind", 1)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_linked_folder_is_not_used(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    cache_folder.write(b"bits", "kind", 1)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_costs_only_time(folder: Path) -> None:
+    folder.write_text("a file")
+    cache_folder.write(b"bits", "kind", 1)
+    assert cache_folder.read("kind", 1) is None
+
+
+def test_an_empty_name_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", "")
+    assert cache_folder.place() is None
+    cache_folder.write(b"bits", "kind", 1)
+    assert cache_folder.read("kind", 1) is None
+
+
+def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_folder, "MOST_BYTES", 300)
+    for number in range(3):
+        cache_folder.write(bytes(100), "kind", number)
+        for entry in folder.iterdir():
+            os.utime(entry, (entry.stat().st_mtime - 100,) * 2)
+    assert [cache_folder.read("kind", number) is None for number in range(3)] == [True, False, False]
+
+
+ATTENTION = """
+import sys
+import numpy as np
+from specdec.engine.cpu.attention import EVERYTHING, kernel
+width, threads = int(sys.argv[1]), int(sys.argv[2])
+random = np.random.default_rng(0)
+query = random.standard_normal((4, 2, width), np.float32)
+keys, values = (random.standard_normal((2, 8, width), np.float32) for _ in range(2))
+out = np.zeros_like(query)
+attend = kernel(width, width)
+cuts = np.asarray([0, 3, 8] if threads == 2 else [0, 8])
+attend(query, keys, values, np.arange(8), np.zeros(4, int), np.arange(4, 8), np.arange(5), EVERYTHING,
+       np.float32(0.5), np.float32(0), out, cuts)
+(hits,) = [sum(attend._cache_hits.values())]
+print(hits, out.tobytes().hex())
+"""
+
+
+def _attention(width: int, threads: int) -> tuple[str, str]:
+    """Return how many functions came from the cache folder in a process of its own, and the bits of what they
+    computed."""
+    done = subprocess.run(
+        [sys.executable, "-c", ATTENTION, str(width), str(threads)], capture_output=True, text=True, check=True
+    )
+    hits, bits = done.stdout.split()
+    return hits, bits
+
+
+def test_kept_code_computes_the_same_bits_in_another_process(folder: Path) -> None:
+    """Its addresses differ there: the code must name what it calls, in one thread and in a team."""
+    hits, bits = _attention(16, threads=1)
+    assert hits == "0"
+    assert np.frombuffer(bytes.fromhex(bits), np.float32).any()
+    assert _attention(16, threads=1) == ("1", bits)
+    if openmp.AVAILABLE:
+        assert _attention(16, threads=2) == ("1", bits)
+    assert _attention(8, threads=1)[0] == "0"
