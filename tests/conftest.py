@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:  # kernels for GPUs are run by an interpreter; read when triton is first imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Tests and the services that they start keep compiled loops in the checkout, not in the user's cache folder.
+os.environ.setdefault("SPECDEC_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "cache"))
 
 # How long an example takes says how busy the machine is, and nothing else.
 settings.register_profile(
