@@ -49,6 +49,9 @@ class Spelling:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(0x100 + token) for token in tokens)
 
+    def piece(self, token: int) -> bytes:
+        return self.decode([token]).encode()
+
 
 @dataclass(frozen=True)
 class Totals:

@@ -156,7 +156,7 @@ async def test_a_killed_verifier_is_replaced(directories: Directories, name: str
         assert got.finish.reproducible
         if fields.get("speculation") == ALWAYS:
             assert drafted(reader.responses[before + 5 :])  # its draft has come along
-            assert not got.finish.speculation.undrafted_reason
+            assert got.finish.speculation.undrafted_reason in ("", "late")
         await until(lambda: services.idle)
 
 
@@ -524,7 +524,7 @@ async def test_a_killed_draft_is_replaced(directories: Directories) -> None:
         same(directories, want, got, WARM)
         s = got.finish.speculation
         assert changes(s) == {"draft_lost": 1}
-        assert not s.undrafted_reason
+        assert s.undrafted_reason in ("", "late")
         assert drafted(reader.responses[-20:])
 
 

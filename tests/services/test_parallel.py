@@ -107,7 +107,7 @@ async def test_a_lost_follower_ends_the_pod(directories: Directories, tmp_path: 
     [
         (("--engine", "onnx"), "the ONNX engine computes in one process"),
         (("--compile",), "leave out --compile"),
-        (("--device", "meta"), "say cuda"),
+        (("--device", "meta"), "cpu, cuda and cuda:N are supported"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -36,7 +36,7 @@ async def test_greedy_tokens_of_every_architecture(name: str, tmp_path: Path) ->
     oracle = Oracle(target)
     generator = random.Random(1)
     accepted = 0
-    async with stack(target, draft, target_delay=slow_target) as services:
+    async with stack(target, draft, target_delay=slow_target, patience_seconds=5.0) as services:
         for length in (64, 70, 100, 130):
             prompt = [generator.randrange(3, VOCABULARY) for _ in range(length)]
             want = oracle.greedy(prompt, 32, frozenset({END}))

@@ -116,7 +116,7 @@ class TestWithoutCuda:
         assert ended.returncode == 1
         assert "ready" not in ended.stdout
         (line,) = ended.stderr.strip().splitlines()
-        assert "CUDAExecutionProvider" in line
+        assert "device cuda:1" in line
 
 
 class TestFloat16:
