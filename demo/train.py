@@ -44,8 +44,8 @@ CHAT_TEMPLATE = """\
 {% endif %}
 {% endfor %}
 """
-"""What is said becomes comments, what the assistant answered is code: the model goes on with Python, as with any text.
-It was trained on no conversations."""
+"""The chat template. Other roles' turns become comments, the assistant's are code: the model goes on with Python, as
+with any text. It was trained on no conversations."""
 
 VOCABULARY = 4096
 CONTEXT = 1024

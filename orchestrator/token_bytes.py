@@ -1,4 +1,4 @@
-"""What a token stands for: its bytes, read off the vocabulary by the tokenizer's decoder."""
+"""The bytes that a token stands for, read off the vocabulary by the tokenizer's decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from tokenizers import Tokenizer as FastTokenizer
 
 SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""The character that SentencePiece writes for a space."""
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How SentencePiece writes a byte of a character that has no token of its own."""

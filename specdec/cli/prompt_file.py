@@ -35,7 +35,7 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """What tells this prompt, with its options, from others: half a SHA-256 in hex."""
+        """The digest of this prompt and its options, half a SHA-256 in hex: `--resume` matches results by it."""
         content = json.dumps([self.text, dict(self.options)], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 

@@ -1,4 +1,4 @@
-"""What `specdec generate --json` tells of a completion."""
+"""The report on a completion: the JSON object that `specdec generate --json` prints."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 FORMS = "HOST:PORT, [IPV6]:PORT, dns:NAME:PORT, dns:///NAME:PORT, ipv4:ADDRESS:PORT, ipv6:[ADDRESS]:PORT or unix:PATH"
-"""What is accepted, for people."""
+"""The accepted forms of an address, as error messages name them."""
 
 MAX_PORT = 65535
 MAX_PATH_BYTES = 107  # what Linux has room for in the address of a socket
@@ -33,7 +33,7 @@ class Address:
     """
 
     target: str
-    """As gRPC takes it."""
+    """The address in gRPC's own spelling."""
     servers: tuple[str, ...] = ()
     """A target of gRPC's for each."""
     name: tuple[str, int] | None = None

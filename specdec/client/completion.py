@@ -11,7 +11,7 @@ from specdec.v2 import model_pb2, verifier_pb2
 
 @dataclass(frozen=True)
 class Piece:
-    """What a token stands for."""
+    """The text and the bytes that a token stands for."""
 
     text: str  # a part of a character reads as U+FFFD
     bytes: bytes

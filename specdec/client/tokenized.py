@@ -1,4 +1,4 @@
-"""What `tokenize` asks and returns: a prompt as the tokens that the model sees."""
+"""Request and result of `tokenize`: a prompt as the tokens that the model sees."""
 
 from __future__ import annotations
 

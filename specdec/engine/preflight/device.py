@@ -1,5 +1,7 @@
-"""Whether a device is known and there, and computes in a dtype with a kind of engine. torch is not imported for it: its
-version file says what it was built for, and the CUDA driver how many devices there are.
+"""Checks that a device is known and there, and computes in a dtype with a kind of engine.
+
+torch is not imported for it: its version file says what it was built for, and the CUDA driver how many devices there
+are.
 """
 
 from __future__ import annotations
