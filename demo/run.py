@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from typing import get_args
 
 from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.generate import STYLES, coloured
 from specdec.client import Client, SpecdecError
+from specdec.engine.placement import WantedDtype
 from specdec.local import LocalError, Stack
 
 PROMPT = '''import os
@@ -64,7 +66,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=get_args(WantedDtype), default="auto")
     args = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True)
     console.print("[bold]Starting verifier, draft and orchestrator...[/bold]")

@@ -18,9 +18,10 @@ with needed_by("draft", "draft"):
     from specdec import ports
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
     from specdec.engine import fast_paths
-    from specdec.engine.engines.loading import MOST_THREADS, load_engine
+    from specdec.engine.cpu_count import MOST_THREADS, threads_for
+    from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import share_memory_among_threads
-    from specdec.engine.placement import Dtype, Kind, Placement
+    from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.identity import identity_of
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
@@ -43,23 +44,24 @@ def main(
         ),
     ] = "onnx",
     dtype: Annotated[
-        Dtype | None,
+        WantedDtype,
         typer.Option(
-            help="Data type that the draft computes in; float16 is for GPUs, and onnx has no bfloat16. By default that "
-            "of the export, or else float32."
+            help="Data type that the draft computes in; float16 is for GPUs, and onnx has no bfloat16. auto is that of "
+            "the export, or the checkpoint's own where the device computes it well, else float32."
         ),
-    ] = None,
+    ] = "auto",
     device: Annotated[
         str, typer.Option(help="Device to compute on: cpu, cuda, or cuda:N for one of several GPUs.")
     ] = "cpu",
     threads: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             max=MOST_THREADS,
-            help="CPU threads of the forward pass; give it one for each core that the draft may use.",
+            help="CPU threads of the forward pass; fewer than the machine has cores where a verifier shares it. By "
+            "default one for each core that the process is given, and one beside a GPU.",
         ),
-    ] = 1,
+    ] = None,
     kv_tokens: Annotated[
         int | None,
         typer.Option(
@@ -81,7 +83,8 @@ def main(
 
     def start() -> DraftServicer:
         (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens)))
-        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(threads,), dtype=dtype, device=device)
+        count = threads or threads_for(device)
+        loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(count,), dtype=dtype, device=device)
         for path in fast_paths.off():
             log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
         limits = Limits(max_sessions=max_sessions)

@@ -16,11 +16,12 @@ with needed_by("verifier", "verifier"):
     from specdec import ports
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
     from specdec.engine import fast_paths
+    from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engine import Engine
-    from specdec.engine.engines.loading import MOST_THREADS, load_engine
+    from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import share_memory_among_threads
     from specdec.engine.model_directory import ModelDirectory
-    from specdec.engine.placement import Dtype, Kind, Placement
+    from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.identity import identity_of
     from specdec.serving.process import logs
@@ -46,12 +47,12 @@ def main(
     host: Host = "127.0.0.1",
     port: Port = ports.VERIFIER,
     dtype: Annotated[
-        Dtype | None,
+        WantedDtype,
         typer.Option(
-            help="Data type that the target computes in; float16 is for GPUs. By default float32; with --engine onnx, "
-            "that of the export."
+            help="Data type that the target computes in; float16 is for GPUs. auto is the checkpoint's own where the "
+            "device computes it well, else float32; with --engine onnx, that of the export."
         ),
-    ] = None,
+    ] = "auto",
     device: Annotated[
         str, typer.Option(help="Device to compute on: cpu, cuda, or cuda:N for one of several GPUs.")
     ] = "cpu",
@@ -63,13 +64,14 @@ def main(
         ),
     ] = "torch",
     threads: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             max=MOST_THREADS,
-            help="CPU threads of the forward pass; give it one for each core that the verifier may use.",
+            help="CPU threads of the forward pass. By default one for each core that the process is given, and one "
+            "beside a GPU.",
         ),
-    ] = 1,
+    ] = None,
     threads_while_drafting: Annotated[
         int | None,
         typer.Option(
@@ -150,16 +152,18 @@ def main(
     share_memory_among_threads()
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
 
-    common: dict[str, Any] = {
-        "capacity": kv_tokens,
-        "threads": (threads, threads if threads_while_drafting is None else min(threads, threads_while_drafting)),
-        "dtype": dtype,
-        "device": device,
-        "cuda_graphs": cuda_graphs,
-    }
+    def options(ranks: Ranks | None) -> dict[str, Any]:
+        most = threads or threads_for(device, sharers=1 if ranks is None else ranks.local_degree)
+        return {
+            "capacity": kv_tokens,
+            "threads": (most, most if threads_while_drafting is None else min(most, threads_while_drafting)),
+            "dtype": dtype,
+            "device": device,
+            "cuda_graphs": cuda_graphs,
+        }
 
     def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
-        return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **common)
+        return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **options(ranks))
 
     def checked(share: float = 1.0) -> list[ModelDirectory]:
         placement = Placement(engine, dtype, device, kv_tokens, share)
@@ -180,7 +184,7 @@ def main(
             )
         local_draft = None
         for draft in drafts:
-            local_draft = DraftModelProposer(load_engine(engine, draft, **common), draft.context)
+            local_draft = DraftModelProposer(load_engine(engine, draft, **options(ranks)), draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
         for path in fast_paths.off():

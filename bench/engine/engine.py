@@ -37,8 +37,9 @@ from bench.engine.shapes import SHAPES, Combination, Sizes, roofline_seconds, si
 from bench.engine.systems import SpecdecEngine, SteppedSystem, median_step
 from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, transformers_model
 from bench.report import CUT_OFF, Report, folder, publish
+from specdec.engine.cpu_count import MOST_THREADS
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.loading import MOST_THREADS, check_torch, load_engine
+from specdec.engine.engines.loading import check_torch, load_engine
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.memory import LEAST_SLOTS

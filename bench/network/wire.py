@@ -20,6 +20,7 @@ import grpc
 from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import Client
+from specdec.engine.placement import Dtype
 from specdec.local import DEMO, PROGRAMS, Stack
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 from testing.delay_process import DelayProcess
@@ -62,7 +63,7 @@ class Counted:
 
     @classmethod
     @contextmanager
-    def start(cls, dtype: str, step_ms: float) -> Iterator[Counted]:
+    def start(cls, dtype: Dtype, step_ms: float) -> Iterator[Counted]:
         options = ("--kv-tokens=32768",)
         slow = ("bench.systems.pod", "verifier", "--step-ms", str(step_ms))
         programs = {**PROGRAMS, "verifier": slow} if step_ms else PROGRAMS

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from bench.systems import synchronous
 from bench.systems.long_steps import with_long_steps
@@ -22,6 +23,7 @@ from draft_service.servicer import Limits as DraftLimits
 from specdec.engine.engine import Engine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import WantedDtype
 from specdec.serving.identity import identity_of
 from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
 from verifier_service.servicer import Limits as VerifierLimits
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument("--synchronous", action="store_true")
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of a verifier")
+    parser.add_argument("--dtype", choices=get_args(WantedDtype), default="auto", help="of a verifier")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--threads-while-drafting", type=int, help="of a verifier")
     parser.add_argument("--kv-tokens", type=int, default=16384)

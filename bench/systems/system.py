@@ -12,9 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.systems.protocol import Arrivals
+
+if TYPE_CHECKING:  # other systems run in environments without specdec
+    from specdec.engine.placement import Dtype
 
 LOAD_SECONDS = 900.0  # vLLM compiles
 ANSWER_SECONDS = 900.0
@@ -87,7 +90,7 @@ class Setup:
 
     target: Path
     draft: Path | None
-    dtype: str
+    dtype: Dtype
     streams: int  # at once, at most
     context: int  # tokens of a sequence, at most
     device: str = "cpu"  # of the target; drafts of other processes stay on the CPU

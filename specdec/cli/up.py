@@ -7,13 +7,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from specdec import ports
 from specdec.cli.failure import fail
 from specdec.command_line import LogLevel
+from specdec.engine.placement import WantedDtype
 
 
 def up(
@@ -34,8 +35,12 @@ def up(
         ),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Data type that the target computes in.")
-    ] = "float32",
+        WantedDtype,
+        typer.Option(
+            help="Data type that the target computes in; auto is the checkpoint's own where this machine computes it "
+            "well, else float32."
+        ),
+    ] = "auto",
     port: Annotated[
         int,
         typer.Option(

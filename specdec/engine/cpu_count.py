@@ -1,4 +1,5 @@
-"""How many cores this process is given: by its affinity and by the limits of its cgroups, of either version."""
+"""How many cores this process is given, by its affinity and by the limits of its cgroups, of either version, and so
+how many threads it computes with."""
 
 from __future__ import annotations
 
@@ -8,6 +9,16 @@ import os
 from pathlib import Path
 
 from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
+
+MOST_THREADS = 1024
+"""Threads that a forward pass may be given at most. Where the system cannot start as many as are asked for, OpenMP ends
+the process."""
+
+
+def threads_for(device: str, sharers: int = 1) -> int:
+    """Return the CPU threads of a forward pass where none are asked for: one for each core, of which each of `sharers`
+    processes takes its part, and one beside a GPU."""
+    return min(MOST_THREADS, max(1, cores_given() // sharers)) if device == "cpu" else 1
 
 
 def cores_given(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:

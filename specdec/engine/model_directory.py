@@ -120,6 +120,12 @@ class ModelDirectory:
         """The width of the logits, padding included."""
         return self._text_config.integer("vocab_size", 2, LARGEST_VOCABULARY)
 
+    @property
+    def dtype(self) -> object:
+        """The dtype of the weights that config.json names, older ones as `torch_dtype`; None if it names none."""
+        sources = (self._text_config.content, self._whole_config.content)
+        return next((each[key] for each in sources for key in ("dtype", "torch_dtype") if each.get(key)), None)
+
     @cached_property
     def context(self) -> int:
         """Tokens of the longest text that the model takes."""

@@ -11,7 +11,10 @@ attention by tensor operations: slower everywhere, and a reference to compare wi
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WantedDtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""A dtype, or that which fits model and device (`preflight/dtype.py`)."""
+
+BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number of each dtype."""
 
 
@@ -20,8 +23,7 @@ class Placement:
     """How a model is to be run."""
 
     kind: Kind = "torch"
-    dtype: Dtype | None = None
-    """None: an export's own, any other model's is float32."""
+    dtype: WantedDtype = "auto"
     device: str = "cpu"
     kv_tokens: int | None = None
     """Slots of the KV cache; None: as memory allows."""

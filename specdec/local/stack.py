@@ -7,14 +7,13 @@ would wait at every layer for the one whose core the draft uses (docs/decisions/
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from specdec.engine.placement import Dtype, Placement
+from specdec.engine.cpu_count import cores_given
+from specdec.engine.placement import Placement, WantedDtype
 from specdec.local.child import Child, LocalError, stop
 
 DEMO = Path(__file__).parents[2] / "demo"
@@ -43,7 +42,7 @@ class Stack:
         draft: str | None = None,
         *,
         local_draft: Path | None = None,
-        dtype: str = "float32",
+        dtype: WantedDtype = "auto",
         port: int = 0,
         log_level: str = "warning",
         stopped: Callable[[], bool] = lambda: False,
@@ -102,7 +101,9 @@ class Stack:
             stop(children.values())
 
 
-def _models(target: Path | None, draft: str | None, local_draft: Path | None, dtype: str) -> tuple[Path, Path | None]:
+def _models(
+    target: Path | None, draft: str | None, local_draft: Path | None, dtype: WantedDtype
+) -> tuple[Path, Path | None]:
     """Return the directories of target and draft to serve, checked before anything starts."""
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
@@ -115,7 +116,7 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None, dt
     default = None if target or local_draft else DEMO / "draft"
     draft_path = None if draft == "none" else Path(draft) if draft else default
     try:
-        placement = Placement(dtype=cast("Dtype", dtype))
+        placement = Placement(dtype=dtype)
         drafts = [] if draft_path is None else [Wanted(draft_path, Placement("onnx"))]
         drafts += [] if local_draft is None else [Wanted(local_draft, placement)]
         check(Wanted(target_path, placement), *drafts)
@@ -125,7 +126,7 @@ def _models(target: Path | None, draft: str | None, local_draft: Path | None, dt
 
 
 def _threads(drafted: bool) -> tuple[str, ...]:
-    cores = os.cpu_count() or 1
+    cores = cores_given()
     return "--threads", str(cores), *(("--threads-while-drafting", str(max(1, cores - 1))) if drafted else ())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.cpu_count import cores_given
+from specdec.engine.cpu_count import cores_given, threads_for
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -46,3 +46,10 @@ def test_a_part_of_a_core_counts_as_one(tmp_path: Path) -> None:
 
 def test_affinity_counts_where_there_are_no_cgroups(tmp_path: Path) -> None:
     assert cores_given(tmp_path, tmp_path / "none") == ALL
+
+
+def test_threads_are_the_cores_of_a_process() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert 1 <= threads_for("cpu") <= cores
+    assert threads_for("cpu", sharers=2 * cores) == 1
+    assert threads_for("cuda:1") == 1

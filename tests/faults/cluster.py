@@ -11,6 +11,7 @@ from typing import Self
 from tests.faults.pods import Pod, free_address
 
 DRAIN_SECONDS = 10.0
+ONE_THREAD = ("--threads", "1")  # many pods share the cores
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,13 @@ class Cluster:
         return self
 
     def verifier(self, *options: str, model: Path | None = None) -> Pod:
-        return self._add("verifier", "verifier_service", "--model", str(model or self.models.target), *options)
+        return self._add(
+            "verifier", "verifier_service", "--model", str(model or self.models.target), *ONE_THREAD, *options
+        )
 
     def draft(self, *options: str, model: Path | None = None) -> Pod:
         served = str(model or self.models.draft)
-        return self._add("draft", "draft_service", "--model", served, "--engine", "torch", *options)
+        return self._add("draft", "draft_service", "--model", served, "--engine", "torch", *ONE_THREAD, *options)
 
     def orchestrator(self, verifiers: Sequence[str], drafts: Sequence[str], *options: str) -> Pod:
         """Told of pods at these addresses."""
@@ -62,7 +65,7 @@ class Cluster:
     def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
         """A spare verifier with another model, at the address of one that must have ended before it is started."""
         address = self.pods[for_verifier].address
-        self.spares[name] = self._pod(name, "verifier_service", address, "--model", str(model))
+        self.spares[name] = self._pod(name, "verifier_service", address, "--model", str(model), *ONE_THREAD)
 
     def _add(self, role: str, module: str, *options: str) -> Pod:
         name = f"{role}-{len(self.of(role))}"

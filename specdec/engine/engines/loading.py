@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +10,13 @@ from specdec.engine import fast_paths
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.providers import place_of, providers
-from specdec.engine.placement import Dtype, Kind
+from specdec.engine.placement import Dtype, Kind, Placement, WantedDtype
+from specdec.engine.preflight.dtype import dtype_of
+from specdec.engine.processor import computes_bfloat16
 
 if TYPE_CHECKING:  # imports torch
     from specdec.engine.distributed.ranks import Ranks
     from specdec.engine.hf.attention_backend import AttentionBackend
-
-MOST_THREADS = 1024
-"""Threads that a forward pass may be given at most. Where the system cannot start as many as are asked for, OpenMP ends
-the process."""
 
 
 def load_engine(
@@ -28,7 +25,7 @@ def load_engine(
     *,
     capacity: int | None,
     threads: Sequence[int],
-    dtype: Dtype | None = None,
+    dtype: WantedDtype = "auto",
     device: str = "cpu",
     exact: bool = False,
     compiled: bool = False,
@@ -37,11 +34,12 @@ def load_engine(
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
 
-    An engine on the CPU computes with each of `threads`, thread counts with the largest first. Without a `dtype` an
-    exported model computes in its own, any other in float32. Without `cuda_graphs` the engine for GPUs launches its
-    kernels one by one; to other engines it means nothing. With `ranks`, return this rank's part of a parallel
-    engine: on rank 0 it is used like any other engine, elsewhere it is a `FollowingEngine`.
+    An engine on the CPU computes with each of `threads`, thread counts with the largest first. `dtype_of` says what
+    "auto" means. Without `cuda_graphs` the engine for GPUs launches its kernels one by one; to other engines it means
+    nothing. With `ranks`, return this rank's part of a parallel engine: on rank 0 it is used like any other engine,
+    elsewhere it is a `FollowingEngine`.
     """
+    dtype = dtype_of(directory, Placement(kind, dtype, device))
     if ranks is not None:
         ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
     if compiled and (kind != "torch" or device != "cpu" or ranks is not None):
@@ -52,23 +50,13 @@ def load_engine(
         if ranks is not None:
             raise UnsupportedModelError("the ONNX engine computes in one process: torchrun is for the torch engine")
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
-    options: dict[str, Any] = {"capacity": capacity, "dtype": dtype or "float32", "exact": exact}
+    options: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "exact": exact}
     if ranks is not None:
         return _part(ranks, kind, directory, device, threads=threads, **options)
     check_torch(device)
-    if device == "cpu" and dtype == "bfloat16" and not has_bfloat16():
+    if device == "cpu" and dtype == "bfloat16" and not computes_bfloat16():
         fast_paths.found_off("bfloat16", "this processor has no bfloat16 arithmetic", "float32 is much faster here")
     return _torch(kind, directory, device, threads=threads, compiled=compiled, cuda_graphs=cuda_graphs, **options)
-
-
-def has_bfloat16() -> bool:
-    """Return whether this processor computes in bfloat16; True on processors other than x86-64, which cannot be
-    asked."""
-    import torch
-
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return True
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def check_torch(device: str) -> None:
@@ -145,10 +133,8 @@ def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
     return GpuEngine(directory, device=device, **options)
 
 
-def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capacity: int | None, threads: int) -> Engine:
+def _onnx(directory: ModelDirectory, dtype: Dtype, device: str, *, capacity: int | None, threads: int) -> Engine:
     """Load the ONNX Runtime engine; export the model first if its directory has no graph."""
-    if dtype == "bfloat16":
-        raise UnsupportedModelError("the ONNX engine computes in float32 or float16, not bfloat16")
     import onnxruntime
 
     from specdec.engine.onnx.engine import OnnxEngine
@@ -162,8 +148,8 @@ def _onnx(directory: ModelDirectory, dtype: Dtype | None, device: str, *, capaci
             )
         from specdec.engine.onnx.export import exported
 
-        directory = ModelDirectory(exported(directory, dtype or "float32"))
-    return OnnxEngine(directory, capacity=capacity, threads=threads, dtype=dtype, device=device)
+        directory = ModelDirectory(exported(directory, "float16" if dtype == "float16" else "float32"))
+    return OnnxEngine(directory, capacity=capacity, threads=threads, device=device)
 
 
 def _part(

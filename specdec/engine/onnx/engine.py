@@ -28,7 +28,7 @@ class OnnxEngine:
     """An exported model and its KV cache, on `device` (cpu, cuda, cuda:1, ...).
 
     The pools of keys and values are bound as inputs and as outputs of every run, to the same memory: the graph updates
-    them in place. The dtype of an export is fixed: another `dtype` is refused.
+    them in place. The dtype of an export is fixed.
     """
 
     def __init__(
@@ -37,7 +37,6 @@ class OnnxEngine:
         *,
         capacity: int | None,
         threads: int,
-        dtype: str | None = None,
         device: str = "cpu",
     ) -> None:
         file = directory.path / DESCRIPTION
@@ -56,11 +55,6 @@ class OnnxEngine:
             raise ModelDirectoryError(
                 f"{file}: damaged, or of an earlier version; `specdec export` makes a new one ({reason})"
             ) from error
-        if dtype not in (None, of_pools.name):
-            raise ModelDirectoryError(
-                f"{directory.path}: exported in {of_pools.name}, not {dtype}; `specdec export --dtype {dtype}` makes "
-                "another one"
-            )
         self._place = place_of(device)
         chosen = providers(self._place, ort.get_available_providers())
         if self._place.kind == "cuda":

@@ -12,6 +12,7 @@ from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.architectures import check_architecture
 from specdec.engine.preflight.device import check_placement
+from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
 from specdec.engine.preflight.quantisation import check_quantisation
 from specdec.engine.preflight.weights import check_weights
@@ -43,6 +44,7 @@ def check_model(wanted: Wanted) -> ModelDirectory:
     directory = ModelDirectory(wanted.path)
     check_weights(directory)
     exported = wanted.placement.kind == "onnx" and (wanted.path / GRAPH).is_file()
+    dtype_of(directory, wanted.placement)
     check_placement(directory, wanted.placement, exported=exported)
     if not exported:  # whoever exported it has checked
         check_architecture(directory)

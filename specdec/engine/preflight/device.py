@@ -1,4 +1,4 @@
-"""Checks that a device is known and there, and computes in a dtype with a kind of engine.
+"""Checks that a device is known and there, and that a kind of engine has the packages it wants.
 
 torch is not imported for it: its version file says what it was built for, and the CUDA driver how many devices there
 are.
@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.model_directory import DESCRIPTION, ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import read_fields
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 
 PACKAGES = {"torch": ("torch", "transformers", "numba"), "eager": ("torch", "transformers"), "onnx": ("onnxruntime",)}
@@ -28,7 +27,6 @@ def check_placement(directory: ModelDirectory, placement: Placement, *, exported
     """Raise UnsupportedModelError or ModelDirectoryError unless a model can be placed so, ModuleNotFoundError if a
     package is missing that this takes."""
     number = cuda_number(placement.device)
-    check_dtype(directory, placement, exported=exported)
     for package in PACKAGES[placement.kind]:
         require(package)
     if placement.kind == "onnx" and not exported and not installed("torch"):
@@ -46,23 +44,6 @@ def cuda_number(device: str) -> int | None:
     if found is None:
         raise UnsupportedModelError(f"device {device}: cpu, cuda and cuda:N are supported")
     return None if device == "cpu" else int(found[1] or 0)
-
-
-def check_dtype(directory: ModelDirectory, placement: Placement, *, exported: bool) -> None:
-    """Raise an error unless the kind of engine computes in the dtype on this device."""
-    if placement.kind == "torch" and placement.device == "cpu" and placement.dtype == "float16":
-        raise UnsupportedModelError(
-            "dtype float16: is for GPUs; on the CPU the torch engine takes --dtype float32 or bfloat16"
-        )
-    if placement.kind == "onnx" and placement.dtype == "bfloat16":
-        raise UnsupportedModelError("dtype bfloat16: the ONNX engine computes in float32 or float16, not bfloat16")
-    description = read_fields(directory.path / DESCRIPTION) if exported else None
-    made_in = description.content.get("dtype") if description is not None else None
-    if isinstance(made_in, str) and placement.dtype not in (None, made_in):
-        raise ModelDirectoryError(
-            f"{directory.path}: exported in {made_in}, not {placement.dtype}; "
-            f"`specdec export --dtype {placement.dtype}` makes another one"
-        )
 
 
 def check_cuda(placement: Placement, number: int) -> None:
@@ -102,6 +83,20 @@ def cuda_devices() -> int | str:
     count = ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     return f"the CUDA driver does not work (status {status})" if status else count.value
+
+
+def cuda_capability(number: int) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device, such as (8, 0); None if the driver does not tell it."""
+    if isinstance(cuda_devices(), str):
+        return None
+    driver, device = ctypes.CDLL(CUDA_DRIVER), ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(device), number):
+        return None
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    for value, attribute in ((major, 75), (minor, 76)):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return None
+    return major.value, minor.value
 
 
 def require(package: str) -> None:

@@ -11,6 +11,7 @@ from specdec.engine.memory import LEAST_SLOTS
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
 from specdec.engine.placement import BYTES, Placement
+from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.weights import bytes_of
 
 LARGEST_SIZE = 1 << 20
@@ -52,26 +53,24 @@ def in_gigabytes(count: int) -> str:
 def memory_needed(directory: ModelDirectory, placement: Placement) -> MemoryNeeded:
     """Return the least memory that a model takes as it is placed."""
     tokens = placement.kv_tokens or LEAST_SLOTS
+    dtype = dtype_of(directory, placement)
     if placement.kind == "onnx" and (directory.path / GRAPH).is_file():
         weights = sum(file.stat().st_size for file in directory.weights() if ".onnx" in file.name)
-        dtype, numbers = _exported(directory)
+        numbers = _numbers_of_an_export(directory)
     else:
-        dtype = placement.dtype or "float32"
         weights = bytes_of(directory, None if "quantization_config" in directory.config else BYTES[dtype])
         numbers = _numbers_of_a_token(Fields(directory.path, directory.config))
     kv = tokens * numbers * BYTES[dtype]
     return MemoryNeeded(directory.name, dtype, int(weights * placement.share), tokens, int(kv * placement.share))
 
 
-def _exported(directory: ModelDirectory) -> tuple[str, int]:
-    """Return the dtype of an export, and the numbers that a token's keys and values have."""
+def _numbers_of_an_export(directory: ModelDirectory) -> int:
+    """Return the numbers that a token's keys and values have in an exported model."""
     description = read_fields(directory.path / DESCRIPTION) or Fields(directory.path, {})
-    pools, dtype = description.content.get("pools"), description.content.get("dtype")
     try:
-        numbers = sum(heads * (key + value) for heads, key, value in pools or [])
+        return sum(heads * (key + value) for heads, key, value in description.content.get("pools") or [])
     except (TypeError, ValueError):  # damaged: loading says so
-        numbers = 0
-    return (dtype if dtype in BYTES else "float32"), numbers
+        return 0
 
 
 def _numbers_of_a_token(config: Fields) -> int:

@@ -1,0 +1,68 @@
+"""The dtype that a model computes in: the one that was asked for, if it can be had, or that which fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import read_fields
+from specdec.engine.placement import BYTES, Dtype, Placement
+from specdec.engine.preflight.device import cuda_capability, cuda_number
+from specdec.engine.processor import computes_bfloat16
+
+CAPABILITY_OF_BFLOAT16 = (8, 0)
+"""The compute capability from which on NVIDIA's GPUs have bfloat16 arithmetic (Ampere)."""
+
+
+def computes_bfloat16_on(device: str) -> bool:
+    """Return whether a device has bfloat16 arithmetic; True where that cannot be known."""
+    number = cuda_number(device)
+    if number is None:
+        return computes_bfloat16()
+    capability = cuda_capability(number)
+    return capability is None or capability >= CAPABILITY_OF_BFLOAT16
+
+
+def dtype_of(
+    directory: ModelDirectory, placement: Placement, has_bfloat16: Callable[[str], bool] = computes_bfloat16_on
+) -> Dtype:
+    """Return the dtype that a model computes in.
+
+    "auto" is the checkpoint's own dtype where the device computes in it well, else float32; for an export, the dtype
+    that it was made in. `has_bfloat16` tells of a device whether it has bfloat16 arithmetic. UnsupportedModelError or
+    ModelDirectoryError tells of a dtype that cannot be had.
+    """
+    wanted = placement.dtype
+    exported = _exported_in(directory) if placement.kind == "onnx" else None
+    if wanted == "auto":
+        if exported is not None:
+            return exported
+        own, on_gpu = _known(directory.dtype), cuda_number(placement.device) is not None
+        if own == "bfloat16":
+            return own if placement.kind != "onnx" and has_bfloat16(placement.device) else "float32"
+        return own if own is not None and on_gpu else "float32"
+    if placement.kind == "torch" and placement.device == "cpu" and wanted == "float16":
+        raise UnsupportedModelError(
+            "dtype float16: is for GPUs; on the CPU the torch engine takes --dtype float32 or bfloat16"
+        )
+    if placement.kind == "onnx" and wanted == "bfloat16":
+        raise UnsupportedModelError("dtype bfloat16: the ONNX engine computes in float32 or float16, not bfloat16")
+    if exported not in (None, wanted):
+        raise ModelDirectoryError(
+            f"{directory.path}: exported in {exported}, not {wanted}; `specdec export --dtype {wanted}` makes another "
+            "one"
+        )
+    return wanted
+
+
+def _exported_in(directory: ModelDirectory) -> Dtype | None:
+    """Return the dtype of an exported model; None if the directory holds none, or its description is damaged."""
+    if not (directory.path / GRAPH).is_file():
+        return None
+    description = read_fields(directory.path / DESCRIPTION)
+    return None if description is None else _known(description.content.get("dtype"))
+
+
+def _known(name: object) -> Dtype | None:
+    return next((dtype for dtype in BYTES if dtype == name), None)
