@@ -95,7 +95,9 @@ def main(
             failover_seconds=failover_seconds,
             discoveries=discoveries,
         )
-        return GenerationServicer(served, peers)
+        servicer = GenerationServicer(served, peers)
+        await servicer.start()
+        return servicer
 
     run(settings, load, "orchestrator")
 

@@ -7,7 +7,7 @@ import time
 from orchestrator.candidate_flow import CandidateFlow
 from orchestrator.draft_control import DraftControl
 from orchestrator.draft_stream import DraftStream
-from orchestrator.peer_stream import LostError
+from orchestrator.pod_errors import LostError
 from orchestrator.sample_context import SampleContext
 from orchestrator.speculation_state import SpeculationState
 from specdec.v2 import model_pb2, verifier_pb2

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
 
+from orchestrator.fitness import check_fit
 from orchestrator.peer_stream import PeerStream
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
@@ -51,7 +52,7 @@ class DraftStream(PeerStream):
         )
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
-        self._check(opened.identity)
+        check_fit(opened.identity, self._context.model, self.peer)
         self._context.granted.by_draft(opened)
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())

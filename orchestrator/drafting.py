@@ -19,7 +19,7 @@ from orchestrator.backoff import Backoff
 from orchestrator.draft_session import DraftSession, FloodError, LaggingError, UselessError
 from orchestrator.draft_stream import DraftStream
 from orchestrator.failover_events import FailoverReason
-from orchestrator.peer_stream import LostError, OtherTokenizerError
+from orchestrator.pod_errors import LostError, OtherTokenizerError
 from orchestrator.pods import Pod, Pods
 from orchestrator.sample_context import SampleContext
 from orchestrator.speculation_state import SpeculationState

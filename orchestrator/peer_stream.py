@@ -9,14 +9,13 @@ from typing import Any, Self
 import grpc
 import structlog
 
+from orchestrator.pod_errors import LostError, UnfitError
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from orchestrator.watchdog import Watchdog
 from specdec.serving.echo import cut
-from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, ServiceError, from_rpc
-from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, from_rpc
 from specdec.serving.interceptor import request_id
-from specdec.v2 import model_pb2
 
 DEADLINE_SLACK_SECONDS = 0.1
 """Seconds before the caller's deadline from which on a peer's DEADLINE_EXCEEDED is believed to be that deadline: the
@@ -24,9 +23,6 @@ two machines count it from moments that are as far apart as a message takes."""
 
 MAX_LOGGED_BYTES = 1024
 """Bytes of a peer's reason for ending a session that our log repeats: no service of ours gives a longer one."""
-
-MAX_IDENTITY_BYTES = 4096
-"""Bytes of a pod's identity, which is kept with the session: names and fingerprints take some hundred."""
 
 MAX_HEARTBEATS = 64
 HEARTBEATS_A_SECOND = 16
@@ -38,26 +34,6 @@ Call = grpc.aio.StreamStreamCall[Any, Any]
 
 STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError)
 """Exceptions of writing to a stream that has ended."""
-
-
-class LostError(Exception):
-    """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions."""
-
-    def __init__(self, message: str, *, conclusive: bool = False) -> None:
-        super().__init__(message)
-        self.conclusive = conclusive
-
-
-class UnfitError(Exception):
-    """The pod works, but serves something else. `error` is for the client, if there is no other pod."""
-
-    def __init__(self, error: ServiceError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class OtherTokenizerError(UnfitError):
-    """The pod's model has another tokenizer: it can serve no request here."""
 
 
 class PeerStream:
@@ -162,24 +138,6 @@ class PeerStream:
         self._last_heartbeat = now
         if self._heartbeats < 0:
             raise LostError("it sends too many heartbeats")
-
-    def _check(self, identity: model_pb2.ModelIdentity) -> None:
-        """Raise UnfitError unless the pod has our protocol and tokenizer, LostError if no pod has such an identity."""
-        model = self._context.model
-        if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
-            raise LostError(
-                f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens} tokens"
-            )
-        if identity.protocol_version != PROTOCOL_VERSION:
-            raise UnfitError(
-                ProtocolError(f"{self.peer}: speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}")
-            )
-        if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
-            raise OtherTokenizerError(
-                ProtocolError(
-                    f"{self.peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here"
-                )
-            )
 
     def _on_silence(self) -> None:
         self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))

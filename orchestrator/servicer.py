@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -18,6 +18,7 @@ from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
 from orchestrator.model import Model
 from orchestrator.peers import Peers
+from orchestrator.readiness import VERIFIER, Readiness
 from orchestrator.request import parse
 from orchestrator.sample import Request
 from orchestrator.tokenization import tokenize
@@ -43,16 +44,28 @@ MAX_WAITING_LONG = 16
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     name = "specdec.v2.GenerationService"
 
-    works = True  # each request finds out whether there is a verifier
-
     def __init__(self, model: Model, peers: Peers, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         """Serve a model. `clock` tells when a request arrives, in UTC."""
         self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
         self._model = model
         self._peers = peers
         self._clock = clock
+        self._readiness = Readiness(peers, model)
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
+
+    async def start(self) -> None:
+        """Begin to look for verifiers: until one is found, the service does not work."""
+        await self._readiness.start()
+
+    @property
+    def works(self) -> bool:
+        """True from the first verifier that is found on, unless none was reachable for `failover_seconds`."""
+        return self._readiness.ready
+
+    @property
+    def needs(self) -> Mapping[str, bool]:
+        return {VERIFIER: self._readiness.reaches_verifier}
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
@@ -60,6 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def close(self) -> None:
         self._short.close()
         self._long.close()
+        await self._readiness.close()
         await self._peers.close()
 
     async def Generate(  # type: ignore[override]

@@ -13,7 +13,7 @@ import structlog
 
 from orchestrator.admission import LeftAloneError
 from orchestrator.commit_check import CommitCheck
-from orchestrator.peer_stream import LostError, UnfitError
+from orchestrator.pod_errors import LostError, UnfitError
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from orchestrator.verifier_choice import VerifierChoice

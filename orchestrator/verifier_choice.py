@@ -8,7 +8,7 @@ import structlog
 
 from orchestrator.admission import LeftAloneError
 from orchestrator.backoff import Backoff
-from orchestrator.peer_stream import LostError
+from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, ServiceError

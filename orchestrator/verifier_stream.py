@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from orchestrator.peer_stream import LostError, PeerStream, UnfitError
+from orchestrator.fitness import check_verifier
+from orchestrator.peer_stream import PeerStream
+from orchestrator.pod_errors import LostError, UnfitError
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from specdec.serving import checksum
-from specdec.serving.errors import PeerLostError, ProtocolError
+from specdec.serving.errors import PeerLostError
 from specdec.serving.messages import rule_message, sampling_message
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
@@ -75,15 +77,8 @@ class VerifierStream(PeerStream):
 
     def _check_opened(self, opened: verifier_pb2.VerifyOpened, revision: str) -> None:
         """Raise UnfitError if the verifier serves something else, LostError if it grants what no verifier does."""
-        identity, model = opened.identity, self._context.model
-        self._check(identity)
-        if identity.context_tokens > model.context:
-            raise UnfitError(
-                ProtocolError(
-                    f"verifier: has a context of {identity.context_tokens} tokens, more than the {model.context} "
-                    f"of {model.name!r} here"
-                )
-            )
+        identity = opened.identity
+        check_verifier(identity, self._context.model)
         if not 0 <= opened.min_candidate_probability <= 1 or opened.max_nodes > MAX_GRANTED_NODES:
             raise LostError(
                 f"it grants {opened.max_nodes} candidates, with a min_candidate_probability of "

@@ -127,6 +127,7 @@ class VerifierServicer(
             busy_us=int(1e6 * load.busy),
             up_us=int(1e6 * (time.monotonic() - self._started)),
             fast_paths_off=fast_paths_off(),
+            identity=self.identity,
         )
 
     def detach(self, session: BackendSession) -> None:

@@ -9,8 +9,9 @@ with the next commit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -86,7 +87,7 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             await context.write(verifier_pb2.VerifyResponse(commit=commit))
 
     async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
-        return verifier_pb2.GetStatsResponse()
+        return verifier_pb2.GetStatsResponse(identity=_identity())
 
 
 class Echo:
@@ -96,6 +97,7 @@ class Echo:
 
     max_request_bytes = MAX_MESSAGE_BYTES
     works = True
+    needs: Mapping[str, bool] = MappingProxyType({})
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(EchoDraft(), server)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -61,6 +62,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         await asyncio.to_thread(self._worker.stop)
 
     max_request_bytes = MAX_MESSAGE_BYTES
+
+    needs: Mapping[str, bool] = MappingProxyType({})
 
     @property
     def works(self) -> bool:

@@ -458,6 +458,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     DRAFTED_STEPS_FIELD_NUMBER: builtins.int
     DRAFT_READY_STEPS_FIELD_NUMBER: builtins.int
     FAST_PATHS_OFF_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Sessions that have memory."""
     waiting: builtins.int
@@ -498,6 +499,10 @@ class GetStatsResponse(google.protobuf.message.Message):
     def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fast paths that are off in this process, each in a line: which, why, and what it costs."""
 
+    @property
+    def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
+        """What this pod serves, as it tells every session."""
+
     def __init__(
         self,
         *,
@@ -520,7 +525,9 @@ class GetStatsResponse(google.protobuf.message.Message):
         drafted_steps: builtins.int = ...,
         draft_ready_steps: builtins.int = ...,
         fast_paths_off: collections.abc.Iterable[builtins.str] | None = ...,
+        identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "offered_candidates", b"offered_candidates", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "identity", b"identity", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "offered_candidates", b"offered_candidates", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse

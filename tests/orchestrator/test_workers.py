@@ -228,7 +228,7 @@ async def test_workers_do_not_outlive_a_killed_supervisor() -> None:
 
 
 async def test_the_end_of_stdin_ends_all() -> None:
-    async with orchestrator("127.0.0.1:1", "--workers", "2", "--stop-with-stdin") as process:
+    async with orchestrator("127.0.0.1:1", "--workers", "2", "--stop-with-stdin", "--log-level", "error") as process:
         await address_of(process)
         workers = children_of(process.pid)
         assert process.stdin is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -17,18 +19,23 @@ class Service:
     max_request_bytes = 1
     works = True
 
+    def __init__(self) -> None:
+        self.needs: dict[str, bool] = {}
+
     def register(self, server: grpc.aio.Server) -> None: ...
 
     async def close(self) -> None: ...
 
 
-async def test_a_service_that_does_not_work_is_not_serving() -> None:
-    service, checks = Service(), health.aio.HealthServicer()
+@asynccontextmanager
+async def reported(service: Service) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """Health checks of a service; what is yielded waits until those of these names have a status."""
+    checks = health.aio.HealthServicer()
     reporting = asyncio.create_task(report_health(service, checks))
 
-    async def until(status: int) -> None:
+    async def until(status: int, *names: str) -> None:
         async with asyncio.timeout(10):
-            for name in (service.name, ""):
+            for name in names or (service.name, ""):
                 request = health_pb2.HealthCheckRequest(service=name)
                 while True:
                     try:
@@ -38,13 +45,29 @@ async def test_a_service_that_does_not_work_is_not_serving() -> None:
                         pass
                     await asyncio.sleep(0.01)
 
-    await until(SERVING)
-    service.works = False
-    await until(NOT_SERVING)
-    service.works = True
-    await until(SERVING)
+    yield until
     reporting.cancel()
     await asyncio.wait([reporting])
+
+
+async def test_a_service_that_does_not_work_is_not_serving() -> None:
+    service = Service()
+    async with reported(service) as until:
+        await until(SERVING)
+        service.works = False
+        await until(NOT_SERVING)
+        service.works = True
+        await until(SERVING)
+
+
+async def test_what_a_service_needs_is_told_under_the_names_of_these_services() -> None:
+    service = Service()
+    service.needs = {"another.Service": False}
+    async with reported(service) as until:
+        await until(NOT_SERVING, "another.Service")
+        await until(SERVING)
+        service.needs = {"another.Service": True}
+        await until(SERVING, "another.Service")
 
 
 class Context:

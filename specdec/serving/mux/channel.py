@@ -35,6 +35,9 @@ class MuxChannel:
     def unary_unary(self, *args: Any, **more: Any) -> Any:
         return self._channel.unary_unary(*args, **more)
 
+    def unary_stream(self, *args: Any, **more: Any) -> Any:
+        return self._channel.unary_stream(*args, **more)
+
     def stream_stream(
         self,
         method: str,

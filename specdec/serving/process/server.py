@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -82,6 +82,11 @@ class Service(Servicer, Protocol):
     @property
     def works(self) -> bool:
         """True while it can serve requests; else the process is NOT_SERVING."""
+
+    @property
+    def needs(self) -> Mapping[str, bool]:
+        """Full names of the other services that it needs, and whether it reaches one of each now: health checks are
+        told so under these names."""
 
 
 @dataclass(frozen=True)
@@ -154,16 +159,17 @@ def announce(address: str) -> None:
 
 
 async def report_health(service: Service, checks: health.aio.HealthServicer) -> None:
-    """Keep the answers to health checks, for the service and for the process, up to date."""
-    reported: bool | None = None
+    """Keep the answers to health checks up to date: for the service, for the process, and for what it needs."""
+    reported: dict[str, bool] = {}
     while True:
-        if service.works is not reported:
-            reported = service.works
-            status = SERVING if reported else NOT_SERVING
-            for name in (service.name, ""):
-                await checks.set(name, status)
-            if not reported:
-                log.error("not_serving", service=service.name)
+        works = service.works
+        found = {service.name: works, "": works, **service.needs}
+        for name, serves in found.items():
+            if reported.get(name) is not serves:
+                await checks.set(name, SERVING if serves else NOT_SERVING)
+        if not works and reported.get(service.name):  # what is missing at first is told by the service
+            log.error("not_serving", service=service.name)
+        reported = found
         await asyncio.sleep(HEALTH_SECONDS)
 
 

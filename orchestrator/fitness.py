@@ -1,0 +1,39 @@
+"""Fitness: whether a pod, by what it says of itself, can serve the model that this orchestrator serves."""
+
+from __future__ import annotations
+
+from orchestrator.model import Model
+from orchestrator.pod_errors import LostError, OtherTokenizerError, UnfitError
+from specdec.serving.errors import ProtocolError
+from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.v2 import model_pb2
+
+MAX_IDENTITY_BYTES = 4096
+"""Bytes of a pod's identity, which is kept with the session: names and fingerprints take some hundred."""
+
+
+def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> None:
+    """Raise UnfitError unless the pod, called `peer` in messages, has our protocol and tokenizer; LostError if no pod
+    has such an identity."""
+    if identity.ByteSize() > MAX_IDENTITY_BYTES or not identity.context_tokens:
+        raise LostError(
+            f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens} tokens"
+        )
+    if identity.protocol_version != PROTOCOL_VERSION:
+        raise UnfitError(ProtocolError(f"{peer}: speaks protocol {identity.protocol_version}, not {PROTOCOL_VERSION}"))
+    if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
+        raise OtherTokenizerError(
+            ProtocolError(f"{peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here")
+        )
+
+
+def check_verifier(identity: model_pb2.ModelIdentity, model: Model) -> None:
+    """Likewise for a verifier, whose target must not read longer texts than the model that is served."""
+    check_fit(identity, model, "verifier")
+    if identity.context_tokens > model.context:
+        raise UnfitError(
+            ProtocolError(
+                f"verifier: has a context of {identity.context_tokens} tokens, more than the {model.context} "
+                f"of {model.name!r} here"
+            )
+        )

@@ -1,0 +1,25 @@
+"""What may be wrong with a pod, as far as the choice of another one depends on it."""
+
+from __future__ import annotations
+
+from specdec.serving.errors import ServiceError
+
+
+class LostError(Exception):
+    """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions."""
+
+    def __init__(self, message: str, *, conclusive: bool = False) -> None:
+        super().__init__(message)
+        self.conclusive = conclusive
+
+
+class UnfitError(Exception):
+    """The pod works, but serves something else. `error` is for the client, if there is no other pod."""
+
+    def __init__(self, error: ServiceError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class OtherTokenizerError(UnfitError):
+    """The pod's model has another tokenizer: it can serve no request here."""

@@ -1,0 +1,143 @@
+"""Readiness: whether requests can be served here, which takes a verifier. It owns since when none is reachable.
+
+Sessions tell of their pods as long as they run. For the rest of the time one verifier is asked every second whether it
+serves: that which answered last, and all others only when it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from orchestrator.fitness import check_verifier
+from orchestrator.model import Model
+from orchestrator.peers import Peers
+from orchestrator.pod_errors import LostError, UnfitError
+from orchestrator.pods import Pod
+from specdec.v2 import verifier_pb2, verifier_pb2_grpc
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks for a verifier: whoever waits for one hears soon enough, and it costs the verifier
+nothing."""
+
+VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+
+
+class Readiness:
+    """The readiness of one orchestrator: from the first verifier that is found on, until none was reachable for
+    `failover_seconds`. In a shorter outage requests pause, and are served after it."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        model: Model,
+        *,
+        look_seconds: float = LOOK_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._peers = peers
+        self._model = model
+        self._look_seconds = look_seconds
+        self._clock = clock
+        self._reached: Pod | None = None  # by the last look
+        self._lost_at: float | None = None  # time of the first look that found none any more
+        self._fit: set[Pod] = set()  # serve our model, as of when they last answered
+        self._tried: dict[str, str] | None = None  # as last logged: what is wrong with each verifier
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """True while requests can be served, or soon will be."""
+        if self._reached is not None:
+            return True
+        return self._lost_at is not None and self._clock() - self._lost_at < self._peers.failover_seconds
+
+    @property
+    def reaches_verifier(self) -> bool:
+        """True if the last look found a verifier."""
+        return self._reached is not None
+
+    async def start(self) -> None:
+        """Look once, then go on looking in the background."""
+        await self._look()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Find a verifier that is reachable, or none; log what has changed."""
+        before, tried = self._reached, dict[str, str]()
+        self._reached = await self._reachable(tried)
+        self._fit &= set(self._peers.verifiers)
+        if self._reached is not None:
+            if before is None:
+                log.info("verifier_reached", pod=str(self._reached))
+            self._tried = None
+            return
+        if before is not None:
+            self._lost_at = self._clock()
+        if tried != self._tried:
+            self._tried = tried
+            log.warning("no_verifier_reached", tried=tried)
+
+    async def _reachable(self, tried: dict[str, str]) -> Pod | None:
+        """Return a verifier that is reachable; without one, what was wrong with each is in `tried`."""
+        pods = list(self._peers.verifiers)
+        for pod in pods:
+            if pod.load.reported is not None:  # to a session, a moment ago
+                return pod
+        last = [pod for pod in pods if pod is self._reached]
+        for asked in (last, [pod for pod in pods if pod not in last]):
+            refusals = await asyncio.gather(*map(self._refusal, asked))
+            for pod, refusal in zip(asked, refusals, strict=True):
+                if refusal is None:
+                    return pod
+                tried[str(pod)] = refusal
+        return None
+
+    async def _refusal(self, pod: Pod) -> str | None:
+        """Ask a verifier whether it serves, and when it answers anew, whether it serves our model. Return what is
+        wrong; None if nothing is."""
+        try:
+            await self._check(pod)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            why = "its channel was closed"  # the address is gone, and gRPC cancels what is under way
+        except grpc.aio.AioRpcError as error:
+            why = error.code().name
+        except (grpc.aio.UsageError, LostError, UnfitError) as error:
+            why = str(error)
+        else:
+            return None
+        self._fit.discard(pod)
+        return why
+
+    async def _check(self, pod: Pod) -> None:
+        seconds = self._peers.silence_seconds
+        asked = health_pb2.HealthCheckRequest(service=VERIFIER)
+        answer = await health_pb2_grpc.HealthStub(pod.channel).Check(asked, timeout=seconds)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            raise LostError("is NOT_SERVING")
+        if pod not in self._fit:
+            stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
+            told = await stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=seconds)
+            check_verifier(told.identity, self._model)
+            self._fit.add(pod)
