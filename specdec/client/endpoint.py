@@ -57,7 +57,8 @@ class Endpoint(Generic[Channel]):
         does ("dns:///host:port", "ipv4:1.2.3.4:50050", "unix:/path"), and a name stands for every server it resolves
         to. ValueError if one is no address. Calls take turns at them, and a stream that breaks off goes on at another.
         `timeout` is in seconds and bounds a call with all its retries; None is no bound. `max_retries` is how often in
-        a row, without a new token, an address is tried again while it is unavailable. Without `credentials` the
+        a row, without a new token, an address is tried again while it is unavailable; once it has answered, for ten
+        seconds at least, unless `max_retries` is 0. Without `credentials` the
         connection is not encrypted. `metadata` goes with every call, and `options` are gRPC channel arguments.
         """
         self._rotation = Rotation(_targets(address))

@@ -15,6 +15,9 @@ from specdec.client.rotation import Rotation
 _SHORTEST_PAUSE = 0.05  # seconds
 _LONGEST_PAUSE = 2.0
 _LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
+_RETURN_SECONDS = 10.0
+"""Seconds for which a call waits at least for a server to come back that has answered before: an orchestrator that is
+started again, as by `specdec up`, takes some of them."""
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
 """Reasons of a server that has another chat template, or that has waited in vain for what it lacks, the model to go on
 with or any verifier: another server may serve the text, this one will not soon."""
@@ -23,14 +26,23 @@ with or any verifier: another server may serve the text, this one will not soon.
 class Retries:
     """The retries of one call: made when it begins, and used up by failures in a row."""
 
-    def __init__(self, rotation: Rotation, most: int, timeout: float | None, is_closed: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        rotation: Rotation,
+        most: int,
+        timeout: float | None,
+        is_closed: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Begin a call. `is_closed` returns True if the client was closed since, and so has cancelled the call
         itself."""
+        self._clock = clock
         self._rotation = rotation
         self._is_closed = is_closed
         self._most = most
         self._failures: Counter[str] = Counter()  # in a row, by address
-        self._begin = time.monotonic()
+        self._failing_since = 0.0  # time of the first of these failures
+        self._begin = clock()
         self._timeout = timeout
         self.address = rotation.take(self._failures)
         """Address of the server to ask now."""
@@ -38,7 +50,7 @@ class Retries:
     @property
     def seconds_passed(self) -> float:
         """Seconds since the call began."""
-        return time.monotonic() - self._begin
+        return self._clock() - self._begin
 
     @property
     def seconds_left(self) -> float | None:
@@ -57,16 +69,20 @@ class Retries:
         If the server is full the error is raised, except for a text that has `begun`, which waits for room.
         """
         seen = from_rpc(error)
+        if seen.reason:  # a server gave it
+            self._rotation.refused(self.address)
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
         settled = seen.reason in _SETTLED
         if not (lost or settled or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
             raise seen from error
+        if not self._failures:
+            self._failing_since = self._clock()
         self._failures[self.address] += 1
         if lost and not settled:
             self._rotation.failed(self.address)
         self.address = self._rotation.take(self._failures)
         again = self._failures[self.address]
-        if again > (0 if settled else self._most):
+        if again > (0 if settled else self._most) and (settled or not self._may_return):
             raise seen from error
         if not again:
             return 0.0  # another server, which may work
@@ -80,3 +96,9 @@ class Retries:
                 f"the timeout leaves no time for another try: {seen}", code=code, reason=seen.reason
             ) from error
         return pause
+
+    @property
+    def _may_return(self) -> bool:
+        """True while it is too early to give up a server that has answered before. Who wants no retries gets none."""
+        known = any(map(self._rotation.is_known, self._failures))
+        return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS

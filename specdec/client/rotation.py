@@ -23,6 +23,7 @@ class Rotation:
         turn = random.randrange(len(self._turns))
         self._turns = self._turns[turn:] + self._turns[:turn]  # whose turn it is comes first
         self._rests = dict.fromkeys(addresses, (0.0, 0.0))  # (until when, how long)
+        self._known: set[str] = set()  # have answered at any time
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -38,7 +39,17 @@ class Rotation:
     def answered(self, address: str) -> None:
         """Note that a server works."""
         with self._lock:
+            self._known.add(address)
             self._rests[address] = (0.0, 0.0)
+
+    def refused(self, address: str) -> None:
+        """Note that a server is there, if only to say no."""
+        with self._lock:
+            self._known.add(address)
+
+    def is_known(self, address: str) -> bool:
+        """Return True if a server has answered there before: if it is gone, it may well come back."""
+        return address in self._known
 
     def failed(self, address: str) -> None:
         """Note that a server does not answer. All the calls that break off together count as one failure."""

@@ -38,6 +38,14 @@ class Act:
     status: Status | None = None  # instead of code and details
 
 
+def rich(code: int, *details: Any) -> Act:
+    """Aborts with google.rpc's details."""
+    status = Status(code=code, message="refused")
+    for detail in details:
+        status.details.add().Pack(detail)
+    return Act(tokens=0, then="abort", status=status)
+
+
 @dataclass(frozen=True)
 class Call:
     """What one call brought."""

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2
-from google.rpc.status_pb2 import Status
 
 from specdec.client import (
     AsyncClient,
@@ -27,7 +26,7 @@ from specdec.client import (
     Unavailable,
 )
 from tests.client.both import ThreadedClient
-from tests.client.fake_server import CHUNK, DIGEST, MODEL, TEXT, TOKENS, Act, FakeServer
+from tests.client.fake_server import CHUNK, DIGEST, MODEL, TEXT, TOKENS, Act, FakeServer, rich
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -50,14 +49,6 @@ def connect(request: pytest.FixtureRequest) -> Any:
 async def until(event: asyncio.Event) -> None:
     async with asyncio.timeout(EVENTUALLY):
         await event.wait()
-
-
-def rich(code: int, *details: Any) -> Act:
-    """Aborts with google.rpc's details."""
-    status = Status(code=code, message="refused")
-    for detail in details:
-        status.details.add().Pack(detail)
-    return Act(tokens=0, then="abort", status=status)
 
 
 def retry_info(seconds: int, nanos: int = 0) -> Any:

@@ -1,0 +1,106 @@
+"""How long a call is tried again, with a clock of its own: a server that has answered before may be starting again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.client import Unavailable
+from specdec.client.errors import InvalidRequest
+from specdec.client.retries import Retries
+from specdec.client.rotation import Rotation
+from tests.client.fake_server import rich
+
+RETRIES = 5
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gone(grpc.RpcError):  # type: ignore[misc]
+    """What gRPC raises for a server that does not answer."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "connection refused"
+
+    def trailing_metadata(self) -> tuple[Any, ...]:
+        return ()
+
+
+def tries(retries: Retries, clock: Clock) -> tuple[int, float]:
+    """Fail until the call gives up; return how often it tried again, and for how many seconds."""
+    count, begin = 0, clock.now
+    while True:
+        try:
+            clock.now += retries.pause(Gone())
+        except Unavailable:
+            return count, clock.now - begin
+        count += 1
+
+
+def a_call(rotation: Rotation, clock: Clock, most: int = RETRIES) -> Retries:
+    return Retries(rotation, most, None, lambda: False, clock)
+
+
+def test_a_server_that_never_answered_is_given_up_soon() -> None:
+    clock = Clock()
+    count, seconds = tries(a_call(Rotation(["a"], clock), clock), clock)
+    assert count == RETRIES
+    assert seconds < 4
+
+
+@given(addresses=st.integers(1, 3), most=st.integers(1, 20))
+def test_a_server_that_has_answered_is_awaited_for_ten_seconds(addresses: int, most: int) -> None:
+    clock = Clock()
+    rotation = Rotation([f"a{number}" for number in range(addresses)], clock)
+    a_call(rotation, clock, most).progressed()
+    count, seconds = tries(a_call(rotation, clock, most), clock)
+    assert count >= most * addresses
+    assert seconds >= 10
+    assert seconds < 12.1 or count <= (most + 1) * addresses  # no longer than it takes
+
+
+def test_the_wait_begins_anew_with_every_token() -> None:
+    clock = Clock()
+    call = a_call(Rotation(["a"], clock), clock)
+    call.progressed()
+    for _ in range(5):
+        assert tries(call, clock)[1] >= 10
+        call.progressed()
+
+
+def test_a_refusal_is_an_answer() -> None:
+    clock = Clock()
+    rotation = Rotation(["a"], clock)
+    refusal = rich(code_pb2.INVALID_ARGUMENT, error_details_pb2.ErrorInfo(reason="INVALID_REQUEST", domain="specdec"))
+
+    class Refused(Gone):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.INVALID_ARGUMENT
+
+        def trailing_metadata(self) -> tuple[Any, ...]:
+            assert refusal.status is not None
+            return (("grpc-status-details-bin", refusal.status.SerializeToString()),)
+
+    with pytest.raises(InvalidRequest):
+        a_call(rotation, clock).pause(Refused())
+    assert tries(a_call(rotation, clock), clock)[1] >= 10
+
+
+def test_who_wants_no_retries_gets_none() -> None:
+    clock = Clock()
+    rotation = Rotation(["a"], clock)
+    a_call(rotation, clock).progressed()
+    assert tries(a_call(rotation, clock, most=0), clock) == (0, 0.0)
