@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-class Gone(grpc.RpcError):  # type: ignore[misc]
+class Gone(grpc.RpcError):
     """What gRPC raises for a server that does not answer."""
 
     def code(self) -> grpc.StatusCode:
