@@ -15,10 +15,9 @@ from specdec.cli.bench import bench
 from specdec.cli.export import export
 from specdec.cli.failure import ending
 from specdec.cli.generate import generate
-from specdec.cli.services import draft, orchestrator, verifier
+from specdec.cli.services import draft, orchestrator, up, verifier
 from specdec.cli.stats import stats
 from specdec.cli.tokenize import tokenize
-from specdec.cli.up import up
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command whose options are read elsewhere."""
@@ -48,8 +47,8 @@ def specdec(
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.callback()(specdec)
-for service in (draft, verifier, orchestrator):
+for service in (draft, verifier, orchestrator, up):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (export, up, stats, generate, tokenize):
+for command in (export, stats, generate, tokenize):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

@@ -1,4 +1,5 @@
-"""`specdec draft`, `specdec verifier`, `specdec orchestrator`: one service in this process."""
+"""Commands that run services: `specdec draft`, `specdec verifier`, `specdec orchestrator` one of them in this process,
+`specdec up` all three. Their options are read where they are used, so that other commands need none of it."""
 
 from __future__ import annotations
 
@@ -25,3 +26,11 @@ def verifier(context: typer.Context) -> None:
 def orchestrator(context: typer.Context) -> None:
     """Serve completions to applications (orchestrator)."""
     _serve("orchestrator", context)
+
+
+def up(context: typer.Context) -> None:
+    """Start all three services on this machine, and again those that die."""
+    from specdec.cli.passed_on import passing_on
+    from specdec.cli.up import up
+
+    run_command(passing_on(up), context.command_path, context.args)

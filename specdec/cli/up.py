@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,11 @@ import typer
 
 from specdec import ports
 from specdec.cli.failure import fail
-from specdec.command_line import LogLevel
-from specdec.engine.placement import WantedDtype
+from specdec.cli.passed_on import Values, arguments
+from specdec.command_line import Host, LogLevel
+from specdec.engine.cpu_count import MOST_THREADS
+from specdec.engine.placement import Placement, WantedDtype
+from specdec.exit_status import ExitStatus
 
 
 def up(
@@ -37,10 +41,23 @@ def up(
     dtype: Annotated[
         WantedDtype,
         typer.Option(
-            help="Data type that the target computes in; auto is the checkpoint's own where this machine computes it "
+            help="Data type that the target computes in; auto is the checkpoint's own where the device computes it "
             "well, else float32."
         ),
     ] = "auto",
+    device: Annotated[str, typer.Option(help="Device that the target computes on: cpu, cuda, or cuda:N.")] = "cpu",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_THREADS,
+            help="CPU threads of the target. By default one for each core, and one fewer while the draft works.",
+        ),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=512, help="Tokens that the target's KV cache has room for.")
+    ] = None,
+    host: Host = "127.0.0.1",
     port: Annotated[
         int,
         typer.Option(
@@ -56,44 +73,82 @@ def up(
         typer.Option(min=0, max=65535, help=f"Port of the draft service. By default {ports.DRAFT}."),
     ] = None,
     json_output: Annotated[
-        bool, typer.Option("--json", help="Print the addresses of all services as one JSON object.")
+        bool, typer.Option("--json", help="Print what runs, and where, as one JSON object.")
     ] = False,
     log_level: LogLevel = "warning",
+    *,
+    passed: Mapping[str, Values],
 ) -> None:
-    """Start all three services on this machine, and again those that die. Ctrl-C stops them."""
-    from specdec.local import LocalError, Stack
+    """Start all three services on this machine, and again those that die. Ctrl-C stops them.
+
+    Every option of a service is also one of this command, with the service's name before it: --verifier-step-rows 64,
+    --draft-device cuda, --orchestrator-workers 2. `specdec verifier --help`, `specdec draft --help` and `specdec
+    orchestrator --help` list them.
+    """
+    from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.preflight.check import Wanted, check
+    from specdec.local import LocalError, Models, Stack
     from specdec.local.upkeep import Upkeep
     from specdec.serving.process.listening import ListenError, bound
 
-    wanted = {
-        "--port": port,
-        "--verifier-port": (port and ports.VERIFIER) if verifier_port is None else verifier_port,
-        "--draft-port": (port and ports.DRAFT) if draft_port is None else draft_port,
-    }
-
-    drafted = draft != "none" and (draft is not None or not (target or local_draft))
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: stop.append(n))
+
+    given = {"dtype": dtype, "device": device, "threads": threads, "kv_tokens": kv_tokens}
+    of_verifier: Values = {name: value for name, value in given.items() if value is not None} | passed["verifier"]
+    of_draft = passed["draft"]
+    of_orchestrator: Values = {"host": host} | passed["orchestrator"]
     try:
-        for option in wanted if drafted else ("--port", "--verifier-port"):  # before models are loaded
-            bound("127.0.0.1", wanted[option], option=option).close()
+        # 1. What can be known now is not found out by services that load.
+        models = Models.chosen(target, draft, local_draft)
+        wanted = [Wanted(models.target, _placement(of_verifier))]
+        wanted += [] if models.local_draft is None else [Wanted(models.local_draft, _placement(of_verifier))]
+        wanted += [] if models.draft is None else [Wanted(models.draft, _placement({"engine": "onnx"} | of_draft))]
+        check(*wanted)
+        listening = {
+            "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
+            "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
+            "--port": (of_orchestrator, port),
+        }
+        for option, (values, at) in listening.items():
+            values["port"] = at
+            if values is not of_draft or models.draft is not None:
+                bound(values.get("host", "127.0.0.1"), at, option=option).close()
+
+        # 2. Start them, and keep them up.
         with Stack.start(
-            target,
-            draft,
-            local_draft=local_draft,
-            dtype=dtype,
-            port=port,
+            models.target,
+            str(models.draft or "none"),
+            local_draft=models.local_draft,
+            dtype=of_verifier.pop("dtype"),
+            device=of_verifier.pop("device"),
             log_level=log_level,
             stopped=lambda: bool(stop),
-            verifier_options=("--port", str(wanted["--verifier-port"])),
-            draft_options=("--port", str(wanted["--draft-port"])),
+            say=_say,
+            verifier_options=arguments(of_verifier),
+            draft_options=arguments(of_draft),
+            orchestrator_options=arguments(of_orchestrator),
         ) as stack:
             described = {"address": stack.address, "services": stack.addresses}
             print(json.dumps(described) if json_output else stack.address, flush=True)
-            upkeep = Upkeep(stack, lambda line: print(f"specdec: {line}", file=sys.stderr, flush=True))
+            upkeep = Upkeep(stack, _say)
             while not stop:
                 time.sleep(0.2)
                 upkeep.look()
-    except (LocalError, ListenError) as error:
+    except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
+        if stop:
+            raise SystemExit(ExitStatus.INTERRUPTED) from None
         fail(str(error))
+
+
+def _placement(values: Mapping[str, object]) -> Placement:
+    """Return how a service with these options runs its model."""
+    names = {"engine": "kind", "dtype": "dtype", "device": "device", "kv_tokens": "kv_tokens"}
+    return Placement(**{names[name]: value for name, value in values.items() if name in names})  # type: ignore[arg-type]
+
+
+def _say(line: str) -> None:
+    """Tell a person something; stdout is for what was asked."""
+    print(f"specdec: {line}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """All three services as processes of this machine, for `specdec up`, the demo and benchmarks."""
 
 from specdec.local.child import LocalError
-from specdec.local.stack import DEMO, PROGRAMS, Stack
+from specdec.local.models import DEMO, Models
+from specdec.local.stack import PROGRAMS, Stack
 
-__all__ = ["DEMO", "PROGRAMS", "LocalError", "Stack"]
+__all__ = ["DEMO", "PROGRAMS", "LocalError", "Models", "Stack"]

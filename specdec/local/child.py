@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specdec.roles import environment
 
-START_SECONDS = 300.0
 STOP_SECONDS = 10.0
 
 
@@ -61,25 +60,14 @@ class Child:
             self.process.stdin.close()
         return Child.start(self.name, *self.command, "--port", address.rpartition(":")[2])
 
-    def await_address(self, stopped: Callable[[], bool]) -> str:
-        """Wait until the service is ready; return its address. LocalError if it ends, is too slow, or `stopped()`."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and not stopped():
-            with contextlib.suppress(queue.Empty):
-                line = self.lines.get(timeout=0.1)
-                if line is None:
-                    raise LocalError(f"{self.name} did not start (its own message is above)")
-                if line.startswith("ready "):
-                    return line.split()[1]
-        raise LocalError("interrupted" if stopped() else f"{self.name} is not ready after {START_SECONDS:.0f} s")
-
-    def became_ready(self) -> bool:
-        """Return whether the service has said that it is ready since it was last asked."""
+    def ready_at(self) -> str | None:
+        """Return the address at which the service says that it is ready; None if it has not said so since it was last
+        asked."""
         with contextlib.suppress(queue.Empty):
             while (line := self.lines.get_nowait()) is not None:
                 if line.startswith("ready "):
-                    return True
-        return False
+                    return line.split()[1]
+        return None
 
     def ending(self) -> str | None:
         """Return how the process ended; None while it runs."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.engine.cpu_count import cores_given
-from specdec.engine.placement import Placement, WantedDtype
+from specdec.engine.placement import WantedDtype
 from specdec.local.child import Child, LocalError, stop
+from specdec.local.models import Models
 
-DEMO = Path(__file__).parents[2] / "demo"
+START_SECONDS = 1800.0
+"""Seconds that all services may take to start: large weights on slow disks."""
 
 LEAST_FAILOVER_SECONDS = 30.0
 """Seconds that requests wait for a verifier at least. Here they wait for twice the time that its first start took, if
@@ -43,93 +45,73 @@ class Stack:
         *,
         local_draft: Path | None = None,
         dtype: WantedDtype = "auto",
+        device: str = "cpu",
         port: int = 0,
         log_level: str = "warning",
         stopped: Callable[[], bool] = lambda: False,
+        say: Callable[[str], None] = lambda line: None,
         verifier_options: tuple[str, ...] = (),
         draft_options: tuple[str, ...] = (),
         orchestrator_options: tuple[str, ...] = (),
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
-        """Start the services, wait until they are ready, and end them on leaving. `draft` may be "none"; that is the
-        default if `target` or `local_draft` is given.
+        """Start the services, wait until they are ready, and end them on leaving; `Models.chosen` says which models
+        they serve, `dtype` and `device` are the target's. LocalError if one does not start.
 
-        Verifier and draft take free ports unless their options name one. `programs` holds what to run in each role;
-        `route` turns the address of a service into the one that the orchestrator is given. With these, benchmarks run
-        variants of a service, and put a proxy between two.
+        Verifier and draft take free ports unless their options name one. `say` takes a line for a person when a service
+        starts and when it is ready. `programs` holds what to run in each role; `route` turns the address of a service
+        into the one that the orchestrator is given. With these, benchmarks run variants of a service, and put a proxy
+        between two.
         """
-        target_path, draft_path = _models(target, draft, local_draft, dtype)
-        local = () if local_draft is None else ("--draft-model", str(local_draft))
+        models = Models.chosen(target, draft, local_draft)
         children: dict[str, Child] = {}
+        addresses: dict[str, str] = {}
         begin = time.monotonic()
+
+        def spawn(role: str, model: Path, *options: str) -> None:
+            say(f"{role} starts: {model}")
+            # Of an option given twice the last one counts.
+            common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
+            children[role] = Child.start(role, "-m", *programs[role], *common, "--model", str(model), *options)
+
+        def await_ready(*roles: str) -> None:
+            while waiting := [role for role in roles if role not in addresses]:
+                for role in waiting:
+                    if address := children[role].ready_at():
+                        addresses[role] = address
+                        say(f"{role} is ready at {address} after {time.monotonic() - begin:.1f} s")
+                    elif children[role].ending() is not None:
+                        raise LocalError(f"{role} did not start (its own message is above)")
+                if stopped():
+                    raise LocalError("interrupted")
+                if time.monotonic() - begin > START_SECONDS:
+                    raise LocalError(f"{waiting[0]} is not ready after {START_SECONDS:.0f} s")
+                time.sleep(0.05)
+
         try:
-            verifier = children["verifier"] = _spawn(
-                "verifier",
-                programs["verifier"],
-                (
-                    "--model",
-                    str(target_path),
-                    "--dtype",
-                    dtype,
-                    *_threads(draft_path is not None),
-                    *local,
-                    *verifier_options,
-                ),
-                log_level,
-            )
-            if draft_path is not None:
-                children["draft"] = _spawn(
-                    "draft",
-                    programs["draft"],
-                    ("--model", str(draft_path), "--threads", "1", *draft_options),
-                    log_level,
-                )
-            options = ["--model", str(target_path), "--port", str(port)]
-            addresses = {"verifier": verifier.await_address(stopped)}
+            local = () if models.local_draft is None else ("--draft-model", str(models.local_draft))
+            placed = ("--dtype", dtype, "--device", device)
+            of_target, of_draft = _threads(device, drafted=models.draft is not None)
+            spawn("verifier", models.target, *placed, *of_target, *local, *verifier_options)
+            if models.draft is not None:
+                spawn("draft", models.draft, *of_draft, *draft_options)
+            await_ready(*children)
             patience = max(LEAST_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
-            options += ["--failover-seconds", f"{patience:.0f}", "--verifier", route(addresses["verifier"])]
-            if draft_path is not None:
-                addresses["draft"] = children["draft"].await_address(stopped)
-                options += ["--draft", route(addresses["draft"])]
-            children["orchestrator"] = _spawn(
-                "orchestrator", programs["orchestrator"], (*options, *orchestrator_options), log_level
-            )
-            addresses["orchestrator"] = children["orchestrator"].await_address(stopped)
+            peers = ["--failover-seconds", f"{patience:.0f}"]
+            peers += (word for role, address in addresses.items() for word in (f"--{role}", route(address)))
+            spawn("orchestrator", models.target, "--port", str(port), *peers, *orchestrator_options)
+            await_ready("orchestrator")
             yield cls(addresses["orchestrator"], children, addresses)
         finally:
             stop(children.values())
 
 
-def _models(
-    target: Path | None, draft: str | None, local_draft: Path | None, dtype: WantedDtype
-) -> tuple[Path, Path | None]:
-    """Return the directories of target and draft to serve, checked before anything starts."""
-    from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.model_directory import ModelDirectoryError
-    from specdec.engine.preflight.check import Wanted, check
-
-    if target is None and not (DEMO / "target" / "config.json").is_file():
-        raise LocalError("this installation has no demo pair: give --target")
-    target_path = target or DEMO / "target"
-    # The demo's draft fits no other target than the demo's.
-    default = None if target or local_draft else DEMO / "draft"
-    draft_path = None if draft == "none" else Path(draft) if draft else default
-    try:
-        placement = Placement(dtype=dtype)
-        drafts = [] if draft_path is None else [Wanted(draft_path, Placement("onnx"))]
-        drafts += [] if local_draft is None else [Wanted(local_draft, placement)]
-        check(Wanted(target_path, placement), *drafts)
-    except (ModelDirectoryError, UnsupportedModelError) as error:
-        raise LocalError(str(error)) from error
-    return target_path, draft_path
-
-
-def _threads(drafted: bool) -> tuple[str, ...]:
+def _threads(device: str, *, drafted: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the options of target and draft that share the cores among them; a target on a GPU leaves them to its
+    draft."""
+    if device != "cpu":
+        return (), ()
     cores = cores_given()
-    return "--threads", str(cores), *(("--threads-while-drafting", str(max(1, cores - 1))) if drafted else ())
-
-
-def _spawn(name: str, program: tuple[str, ...], options: tuple[str, ...], log_level: str) -> Child:
-    common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
-    return Child.start(name, "-m", *program, *common, *options)  # of an option given twice the last one counts
+    fewer = ("--threads-while-drafting", str(max(1, cores - 1))) if drafted else ()
+    return ("--threads", str(cores), *fewer), ("--threads", "1")

@@ -50,7 +50,7 @@ class Upkeep:
                 raise LocalError(f"{name} died {life.restarts.deaths} times in a row, the last time: {how}")
             self._say(f"{name} died ({how}): it starts again in {pause:g} s")
             life.died_at, life.start_at = life.died_at or now, now + pause
-        elif life.died_at is not None and child.became_ready():
+        elif life.died_at is not None and child.ready_at() is not None:
             life.restarts.ready()
             self._say(f"{name} is back at {self._stack.addresses[name]} after {now - life.died_at:.1f} s")
             life.died_at = None

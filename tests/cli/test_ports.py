@@ -16,6 +16,8 @@ import typer
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli, ports
+from specdec.cli.passed_on import passing_on
+from specdec.cli.up import up
 from specdec.local import DEMO
 from specdec.roles import environment
 from verifier_service.__main__ import main as verifier
@@ -37,7 +39,7 @@ def test_defaults_agree() -> None:
     commands: Any = vars(typer.main.get_command(cli.app))["commands"]
     for main, port in ((verifier, ports.VERIFIER), (draft, ports.DRAFT), (orchestrator, ports.ORCHESTRATOR)):
         assert default(command_of(main), "--port") == port
-    assert default(commands["up"], "--port") == ports.ORCHESTRATOR
+    assert default(command_of(passing_on(up)), "--port") == ports.ORCHESTRATOR
     assert default(commands["generate"], "--address") == f"127.0.0.1:{ports.ORCHESTRATOR}"
 
 

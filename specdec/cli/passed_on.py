@@ -1,0 +1,75 @@
+"""The services' own options as options of `specdec up`, each with its service's name before it.
+
+`--verifier-step-rows 64` of `specdec up` is `--step-rows 64` of `specdec verifier`: the same values are taken, and
+wrong ones refused in the same words. An option that a service gets later is passed on without a change here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, get_args, get_type_hints
+
+from specdec.roles import load
+
+PACKAGES = {"verifier": "verifier_service", "draft": "draft_service", "orchestrator": "orchestrator"}
+
+SET_BY_UP = frozenset({"model", "draft_model", "verifier", "draft", "port", "stop_with_stdin", "share_port", "return"})
+"""Names of what `specdec up` tells its services itself: who serves what, and where."""
+
+Values = dict[str, Any]
+"""Values of a service's options by the names of its parameters; only those that were given."""
+
+
+def passing_on(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that also takes the services' options, and hands them to `command` as its parameter
+    `passed`: the Values of each service."""
+    added = {role: dict(_parameters(role)) for role in PACKAGES}
+
+    def run(**given: Any) -> None:
+        passed: dict[str, Values] = {}
+        for role, options in added.items():
+            values = {name: given.pop(each.name) for name, each in options.items()}
+            passed[role] = {name: value for name, value in values.items() if value is not None}
+        command(**given, passed=passed)
+
+    hints = get_type_hints(command, include_extras=True)
+    own = (each for name, each in inspect.signature(command).parameters.items() if name != "passed")
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
+        [
+            *(each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY) for each in own),
+            *(each for options in added.values() for each in options.values()),
+        ]
+    )
+    run.__annotations__ = {}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
+    """Yield a parameter for each option of a service that may be passed on, with the service's name for it."""
+    hints = get_type_hints(load(f"{PACKAGES[role]}.__main__").main, include_extras=True)
+    for name in hints.keys() - SET_BY_UP:
+        kind, option = get_args(hints[name])
+        option, spelled = copy.copy(option), name.replace("_", "-")
+        declared = f"--{role}-{spelled}"
+        option.param_decls = (f"{declared}/--{role}-no-{spelled}" if kind is bool else declared,)
+        option.hidden = True  # `specdec verifier --help` and so on list them
+        annotation: Any = Annotated[kind | None, option]
+        yield (
+            name,
+            inspect.Parameter(f"{role}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation),
+        )
+
+
+def arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the arguments that give a service these values."""
+    words: list[str] = []
+    for name, value in values.items():
+        spelled = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{spelled}" if value else f"--no-{spelled}")
+        else:
+            words += f"--{spelled}", str(value)
+    return tuple(words)

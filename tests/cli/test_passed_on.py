@@ -1,0 +1,84 @@
+"""`specdec up` takes every option of the three services, and gives each service its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from draft_service.__main__ import main as draft
+from orchestrator.__main__ import main as orchestrator
+from specdec.cli.passed_on import SET_BY_UP, Values, arguments, passing_on
+from specdec.cli.up import up
+from verifier_service.__main__ import main as verifier
+
+SERVICES = {"verifier": verifier, "draft": draft, "orchestrator": orchestrator}
+
+
+def command_of(main: Any) -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    return typer.main.get_command(app)
+
+
+def run(*words: str) -> tuple[str, dict[str, Values]]:
+    """Return what the command prints when it is given these words, and what it passes on."""
+    seen: dict[str, Values] = {}
+
+    def command(threads: int = 1, *, passed: Mapping[str, Values]) -> None:
+        """Do nothing."""
+        seen.update(passed)
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(passing_on(command))
+    return CliRunner().invoke(app, words).output, seen
+
+
+@pytest.mark.parametrize("role", SERVICES)
+def test_no_option_of_a_service_is_missing(role: str) -> None:
+    taken = {name for each in command_of(passing_on(up)).params for name in each.opts + each.secondary_opts}
+    for option in command_of(SERVICES[role]).params:
+        if option.name not in SET_BY_UP and option.name != "help":
+            for name in option.opts + option.secondary_opts:
+                assert f"--{role}-{name.removeprefix('--')}" in taken
+
+
+def test_only_what_was_given_is_passed_on() -> None:
+    words = ("--threads", "2", "--verifier-step-rows", "64", "--verifier-no-exact", "--draft-kv-tokens", "1024")
+    output, passed = run(*words, "--orchestrator-failover-seconds", "2.5")
+    assert output == ""
+    assert passed == {
+        "verifier": {"step_rows": 64, "exact": False},
+        "draft": {"kv_tokens": 1024},
+        "orchestrator": {"failover_seconds": 2.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("--verifier-step-rows", "3"), "--verifier-step-rows"),
+        (("--draft-engine", "abacus"), "--draft-engine"),
+        (("--orchestrator-failover-seconds", "nan"), "--orchestrator-failover-seconds"),
+        (("--verifier-model", "m"), "--verifier-model"),
+    ],
+)
+def test_a_wrong_one_is_refused_by_its_name(words: tuple[str, ...], option: str) -> None:
+    output, passed = run(*words)
+    assert option in output
+    assert not passed
+
+
+@pytest.mark.parametrize(
+    ("main", "required", "values"),
+    [
+        (verifier, ("--model", "m"), {"exact": False, "compile": True, "step_rows": 64, "dtype": "bfloat16"}),
+        (orchestrator, ("--model", "m", "--verifier", "h:1"), {"patience_ms": 2.5, "workers": 2, "host": "::1"}),
+    ],
+)
+def test_the_service_reads_the_values_that_were_given(main: Any, required: tuple[str, ...], values: Values) -> None:
+    context = command_of(main).make_context("service", [*required, *arguments(values)])
+    assert values.items() <= context.params.items()
