@@ -23,7 +23,7 @@ with needed_by("draft", "draft"):
     from specdec.engine.memory import share_memory_among_threads
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
-    from specdec.serving.identity import identity_of
+    from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
 
 log = structlog.get_logger()
@@ -94,7 +94,7 @@ def main(
         log.info("expansion_width", nodes_of_a_session_in_a_step=nodes)
         loop = DraftLoop(LanguageModelDrafter(loaded, rows_per_session=nodes))
         loop.start()
-        return DraftServicer(loop, identity, limits)
+        return DraftServicer(loop, identity, limits, pod_info(loaded))
 
     run(settings, lambda: in_a_thread_of_its_own(start), "draft")
 

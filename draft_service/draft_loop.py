@@ -16,6 +16,7 @@ import structlog
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.send_queue import Extension
 from draft_service.session import Session
+from draft_service.stats import DraftStats
 from specdec.serving.engine_worker import EngineWorker
 
 log = structlog.get_logger()
@@ -44,6 +45,7 @@ class DraftLoop(EngineWorker[Session]):
         super().__init__("draft-loop")
         self.drafter = drafter
         self.steps = 0
+        self.stats = DraftStats()
         self._sessions: dict[Session, RunningSession] = {}
         self._step_seconds = 0.0  # moving average
 
@@ -59,6 +61,8 @@ class DraftLoop(EngineWorker[Session]):
         """Commit tokens to a session's text; they `arrived` at that `time.monotonic`. ValueError if they cannot be."""
         session.outgoing.commit_arrived(arrived)
         move = session.commit(base, tokens)
+        self.stats.committed += len(move.tokens)
+        self.stats.guessed += len(move.followed)
         if session in self._sessions:  # an error may have ended it while the commit was on its way
             self.drafter.commit(session, move)
 
@@ -85,7 +89,9 @@ class DraftLoop(EngineWorker[Session]):
         if runnable:
             start = time.monotonic()
             self._expand([session for _, session in runnable])
-            self._step_seconds += STEP_SMOOTHING * (time.monotonic() - start - self._step_seconds)
+            seconds = time.monotonic() - start
+            self.stats.busy += seconds
+            self._step_seconds += STEP_SMOOTHING * (seconds - self._step_seconds)
         now = time.monotonic()
         wake = self._send(now)
         if runnable:
@@ -123,7 +129,10 @@ class DraftLoop(EngineWorker[Session]):
                 continue
             due = session.outgoing.send_at(self._step_seconds)
             if due <= now:
-                entry.emit(session.outgoing.take(now))
+                extension = session.outgoing.take(now)
+                self.stats.sent += len(extension.paths.tokens)
+                self.stats.messages += 1
+                entry.emit(extension)
             else:
                 wake = min(wake, due)
         return None if wake == math.inf else wake

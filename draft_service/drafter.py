@@ -30,6 +30,16 @@ class Drafter(ABC):
     """Acceptance rules that it can draft for. COUPLED takes children from anywhere; REJECTION wants draws from a
     distribution that goes with them, CONTRASTIVE distributions of the whole vocabulary."""
 
+    @property
+    def slots(self) -> int:
+        """Slots of KV memory for sessions; 0 if it has no such memory. Any thread may ask."""
+        return 0
+
+    @property
+    def slots_used(self) -> int:
+        """Those of them that sessions have. Any thread may ask."""
+        return 0
+
     def open(self, session: Session) -> None:  # noqa: B027 -- not every drafter has memory of its own
         """Prepare for a session; PoolFullError if there is no memory for it."""
 

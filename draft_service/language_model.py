@@ -40,8 +40,11 @@ class LanguageModelDrafter(Drafter):
         self._probe = EngineProbe(engine)
 
     @property
+    def slots(self) -> int:
+        return self._pool.capacity - 1  # one is for padding
+
+    @property
     def slots_used(self) -> int:
-        """KV slots that sessions have."""
         return self._pool.used
 
     def open(self, session: Session) -> None:

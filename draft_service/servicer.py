@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,9 @@ from draft_service.send_queue import Extension
 from draft_service.session import Session
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule
+from specdec.engine.fast_paths import fast_paths_off
 from specdec.serving.errors import InvalidRequestError
+from specdec.serving.identity import pod_info
 from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
@@ -45,8 +48,17 @@ class DraftServicer(
 ):
     name = "specdec.v2.DraftService"
 
-    def __init__(self, loop: DraftLoop, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
+    def __init__(
+        self,
+        loop: DraftLoop,
+        identity: model_pb2.ModelIdentity,
+        limits: Limits,
+        info: model_pb2.PodInfo | None = None,
+    ) -> None:
+        """Serve a draft loop. `info` is what statistics tell of the pod besides its identity."""
         super().__init__(loop, limits.max_sessions)
+        self._started = time.monotonic()
+        self._info = info or pod_info()
         self._loop = loop
         self._identity = identity
         self._limits = limits
@@ -61,6 +73,31 @@ class DraftServicer(
         context: grpc.aio.ServicerContext[draft_pb2.DraftRequest, draft_pb2.DraftResponse],
     ) -> None:
         await self.run(request_iterator, context)
+
+    async def GetStats(
+        self,
+        request: draft_pb2.DraftServiceGetStatsRequest,
+        context: grpc.aio.ServicerContext[
+            draft_pb2.DraftServiceGetStatsRequest, draft_pb2.DraftServiceGetStatsResponse
+        ],
+    ) -> draft_pb2.DraftServiceGetStatsResponse:
+        loop, stats = self._loop, self._loop.stats
+        return draft_pb2.DraftServiceGetStatsResponse(
+            pod=self._info,
+            up_us=int(1e6 * (time.monotonic() - self._started)),
+            fast_paths_off=fast_paths_off(),
+            sessions=self._sessions,
+            max_sessions=self._limits.max_sessions,
+            kv_tokens=loop.drafter.slots,
+            kv_held_tokens=loop.drafter.slots_used,
+            steps=loop.steps,
+            busy_us=int(1e6 * stats.busy),
+            committed_tokens=stats.committed,
+            guessed_tokens=stats.guessed,
+            sent_candidates=stats.sent,
+            sent_messages=stats.messages,
+            identity=self._identity,
+        )
 
     def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse]) -> None:
         def emit(extension: Extension) -> None:

@@ -18,12 +18,14 @@ EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "
 
 
 class FailoverEvents:
-    """The failover events of one sample."""
+    """The failover events of one sample. `of_all` counts those of all samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_all: Counter[str] | None = None) -> None:
         self.counts: Counter[str] = Counter()
+        self._of_all: Counter[str] = Counter() if of_all is None else of_all
 
     def record(self, reason: FailoverReason, pod: object, why: str = "") -> None:
         self.counts[reason] += 1
+        self._of_all[reason] += 1
         tell = log.info if reason in EXPECTED else log.warning
         tell("failover", reason=reason, pod=str(pod), why=why)

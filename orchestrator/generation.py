@@ -18,6 +18,7 @@ from orchestrator.peers import Peers
 from orchestrator.resolved import resolved
 from orchestrator.sample import Sample
 from orchestrator.sample_context import SampleContext
+from orchestrator.stats import OrchestratorStats
 from orchestrator.transcript import Transcript
 from orchestrator.verification import Verification
 from specdec.decoding.sampling import Rule
@@ -28,9 +29,12 @@ from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 class Generation:
     """Runs one sample. It is the `CandidateSink` of its drafting: what that has for a verifier goes to verification."""
 
-    def __init__(self, sample: Sample, model: Model, peers: Peers, deadline: float | None) -> None:
-        granted = GrantedLimits(sample.speculation)
-        self._context = SampleContext(sample, model, peers, deadline, CommittedText(sample), FailoverEvents(), granted)
+    def __init__(
+        self, sample: Sample, model: Model, peers: Peers, deadline: float | None, stats: OrchestratorStats
+    ) -> None:
+        granted, events = GrantedLimits(sample.speculation), FailoverEvents(stats.failover_events)
+        self._stats = stats
+        self._context = SampleContext(sample, model, peers, deadline, CommittedText(sample), events, granted)
         self._transcript = Transcript(sample, model)
         self._drafting = Drafting(self._context, sink=self)
         self._verification = Verification(self._context, self._drafting.policy)
@@ -40,26 +44,27 @@ class Generation:
         client has read this one, or will read it with the next."""
         first = True
         await self._transcript.resume()
-        async with self._drafting, aclosing(self._verification.messages()) as messages:
-            async for message in messages:
-                if isinstance(message, verifier_pb2.VerifyOpened):
-                    self._drafting.on_opened(message)
-                    continue
-                if isinstance(message, model_pb2.Heartbeat):
-                    self._drafting.on_awaited()
-                    continue
-                self._drafting.on_commit(message)
-                response = self._transcript.take(message)
-                if first:
-                    response.model_fingerprint = self._verification.revision
-                    response.resolved.CopyFrom(resolved(self._context.sample))
-                    first = False
-                if response.HasField("finish"):
-                    self._sign(response.finish)
+        with self._stats.sample(self._transcript):
+            async with self._drafting, aclosing(self._verification.messages()) as messages:
+                async for message in messages:
+                    if isinstance(message, verifier_pb2.VerifyOpened):
+                        self._drafting.on_opened(message)
+                        continue
+                    if isinstance(message, model_pb2.Heartbeat):
+                        self._drafting.on_awaited()
+                        continue
+                    self._drafting.on_commit(message)
+                    response = self._transcript.take(message)
+                    if first:
+                        response.model_fingerprint = self._verification.revision
+                        response.resolved.CopyFrom(resolved(self._context.sample))
+                        first = False
+                    if response.HasField("finish"):
+                        self._sign(response.finish)
+                        yield response
+                        return
                     yield response
-                    return
-                yield response
-                await self._verification.consumed(len(self._context.text.generated))
+                    await self._verification.consumed(len(self._context.text.generated))
 
     # --- what drafting has for the verifier (`CandidateSink`) ---------------------------------------
 

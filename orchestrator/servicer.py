@@ -21,7 +21,9 @@ from orchestrator.peers import Peers
 from orchestrator.readiness import VERIFIER, Readiness
 from orchestrator.request import parse
 from orchestrator.sample import Request
+from orchestrator.stats import OrchestratorStats, pod_view
 from orchestrator.tokenization import tokenize
+from specdec.serving.identity import pod_info
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
@@ -51,6 +53,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._peers = peers
         self._clock = clock
         self._readiness = Readiness(peers, model)
+        self._started = time.monotonic()
+        self._stats = OrchestratorStats()
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
@@ -81,36 +85,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
-        self._peers.check_room()
-        valid = await self._parse(request)
-        first = True
-        async with aclosing(self._responses(valid, context)) as responses:
-            async for response in responses:
-                if first:
-                    response.seed = valid.seed
-                    first = False
-                await context.write(response)
+        with self._stats.request():
+            self._peers.check_room()
+            valid = await self._parse(request)
+            first = True
+            async with aclosing(self._responses(valid, context)) as responses:
+                async for response in responses:
+                    if first:
+                        response.seed = valid.seed
+                        first = False
+                    await context.write(response)
 
     async def Complete(
         self,
         request: generation_pb2.CompleteRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
-        self._peers.check_room()
-        valid = await self._parse(request.request, streamed=False)
-        answer = generation_pb2.CompleteResponse(seed=valid.seed)
-        completions = [answer.completions.add() for _ in valid.samples]
-        async with aclosing(self._responses(valid, context)) as responses:
-            async for response in responses:
-                if response.HasField("resolved"):
-                    answer.resolved.CopyFrom(response.resolved)
-                completion = completions[response.index]
-                completion.text += response.text
-                completion.tokens.extend(response.tokens)
-                completion.sources.extend(response.sources)
-                completion.logprobs.extend(response.logprobs)
-                if response.HasField("finish"):
-                    completion.finish.CopyFrom(response.finish)
+        with self._stats.request():
+            self._peers.check_room()
+            valid = await self._parse(request.request, streamed=False)
+            answer = generation_pb2.CompleteResponse(seed=valid.seed)
+            completions = [answer.completions.add() for _ in valid.samples]
+            async with aclosing(self._responses(valid, context)) as responses:
+                async for response in responses:
+                    if response.HasField("resolved"):
+                        answer.resolved.CopyFrom(response.resolved)
+                    completion = completions[response.index]
+                    completion.text += response.text
+                    completion.tokens.extend(response.tokens)
+                    completion.sources.extend(response.sources)
+                    completion.logprobs.extend(response.logprobs)
+                    if response.HasField("finish"):
+                        completion.finish.CopyFrom(response.finish)
         return answer
 
     async def ListModels(
@@ -118,15 +124,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse],
     ) -> generation_pb2.ListModelsResponse:
-        model = self._model
-        served = generation_pb2.ServedModel(
-            name=model.name,
-            context_tokens=model.context,
-            vocabulary_size=model.vocabulary,
-            chat=model.tokenizer.has_chat_template,
-            text_fingerprint=model.text_fingerprint,
-        )
-        return generation_pb2.ListModelsResponse(models=[served])
+        return generation_pb2.ListModelsResponse(models=[self._served])
 
     async def Tokenize(
         self,
@@ -135,6 +133,48 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         threads = self._short if request.ByteSize() <= LONG_BYTES else self._long
         return await threads.run(partial(tokenize, request, self._model))
+
+    async def GetStats(
+        self,
+        request: generation_pb2.GenerationServiceGetStatsRequest,
+        context: grpc.aio.ServicerContext[
+            generation_pb2.GenerationServiceGetStatsRequest, generation_pb2.GenerationServiceGetStatsResponse
+        ],
+    ) -> generation_pb2.GenerationServiceGetStatsResponse:
+        stats, peers = self._stats, self._peers
+        return generation_pb2.GenerationServiceGetStatsResponse(
+            pod=pod_info(),
+            up_us=int(1e6 * (time.monotonic() - self._started)),
+            models=[self._served],
+            running_requests=stats.running_requests,
+            waiting_prompts=self._short.waiting + self._long.waiting,
+            requests=stats.requests,
+            failed_requests=stats.failed,
+            cancelled_requests=stats.cancelled,
+            running_samples=stats.running_samples,
+            ended_samples=stats.ended_samples,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            generated_tokens=stats.generated_tokens,
+            steps=stats.steps,
+            offered_candidates=stats.offered,
+            accepted_candidates=stats.accepted,
+            failover_events=stats.failover_events,
+            verifiers=map(pod_view, peers.verifiers),
+            drafts=map(pod_view, peers.drafts or ()),
+        )
+
+    @property
+    def _served(self) -> generation_pb2.ServedModel:
+        """What requests may name."""
+        model = self._model
+        return generation_pb2.ServedModel(
+            name=model.name,
+            context_tokens=model.context,
+            vocabulary_size=model.vocabulary,
+            chat=model.tokenizer.has_chat_template,
+            text_fingerprint=model.text_fingerprint,
+        )
 
     async def _parse(self, request: generation_pb2.GenerateRequest, *, streamed: bool = True) -> Request:
         """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
@@ -148,7 +188,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Return the responses of all samples as they come."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
-        runs = [coalesced(Generation(sample, self._model, self._peers, deadline).run()) for sample in request.samples]
+        runs = [
+            coalesced(Generation(sample, self._model, self._peers, deadline, self._stats).run())
+            for sample in request.samples
+        ]
         return runs[0] if len(runs) == 1 else _merged(runs)
 
 

@@ -46,11 +46,25 @@ class Transcript:
     def __init__(self, sample: Sample, model: Model) -> None:
         self._sample = sample
         self._arrived = time.monotonic()
-        self._statistics = Statistics()
+        self.statistics = Statistics()
         self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
         self._piece = model.tokenizer.piece
         self._found: int | None = None  # tokens that were in memory already when the text began
         self._completion_tokens = len(sample.generated)
+
+    @property
+    def usage(self) -> generation_pb2.Usage:
+        """The token counts so far."""
+        return generation_pb2.Usage(
+            prompt_tokens=len(self._sample.prompt),
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._found or 0,
+        )
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Tokens that the text came with, of those generated."""
+        return len(self._sample.generated)
 
     async def resume(self) -> None:
         """Detokenise what the client has already; called before the first commit."""
@@ -116,7 +130,7 @@ class Transcript:
             each.top_bytes[:] = [self._piece(best) for best in each.top_tokens]
 
     def _count(self, commit: verifier_pb2.Commit, kept: int) -> None:
-        statistics = self._statistics
+        statistics = self.statistics
         histogram = accepted_histogram(commit.sources[:kept], commit.steps)
         statistics.steps += commit.steps
         statistics.offered += commit.offered
@@ -132,10 +146,6 @@ class Transcript:
         return generation_pb2.Finish(
             reason=reason,
             stop=stop,
-            usage=generation_pb2.Usage(
-                prompt_tokens=len(self._sample.prompt),
-                completion_tokens=self._completion_tokens,
-                cached_tokens=self._found or 0,
-            ),
-            speculation=self._statistics.message(),
+            usage=self.usage,
+            speculation=self.statistics.message(),
         )

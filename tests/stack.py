@@ -29,7 +29,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.identity import identity_of
+from specdec.serving.identity import identity_of, pod_info
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process.server import CHANNEL_OPTIONS, Servicer, registered
@@ -250,7 +250,8 @@ async def stack(
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)
-            service = verifier_kind(loop, identity, verifier_limits or VerifierLimits())
+            limits = verifier_limits or VerifierLimits()
+            service = verifier_kind(loop, identity, limits, pod_info(engine))
             pod = VerifierPod(service, loop=loop)
             await exits.enter_async_context(running(pod))
             return pod
@@ -266,7 +267,8 @@ async def stack(
             drafter = LanguageModelDrafter(engine)
             loop = DraftLoop(drafter)
             loop.start()
-            service = draft_kind(loop, identity_of(directory, engine, capacity), draft_limits or DraftLimits())
+            identity, limits = identity_of(directory, engine, capacity), draft_limits or DraftLimits()
+            service = draft_kind(loop, identity, limits, pod_info(engine))
             pod = DraftPod(service, loop=loop, drafter=drafter)
             await exits.enter_async_context(running(pod))
             return pod

@@ -23,7 +23,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
-    from specdec.serving.identity import identity_of
+    from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process import logs
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES
@@ -190,7 +190,8 @@ def main(
         for path in fast_paths.off():
             log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
-        return VerifierServicer(loop, identity_of(directory, loaded, loop.context), limits)
+        identity = identity_of(directory, loaded, loop.context)
+        return VerifierServicer(loop, identity, limits, pod_info(loaded))
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         run(settings, lambda: in_a_thread_of_its_own(start), "verifier")

@@ -15,6 +15,7 @@ from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
+from specdec.serving.identity import pod_info
 from specdec.serving.messages import lookahead_from, paths_from, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
@@ -54,8 +55,16 @@ class VerifierServicer(
 ):
     name = "specdec.v2.VerifierService"
 
-    def __init__(self, backend: SessionBackend, identity: model_pb2.ModelIdentity, limits: Limits) -> None:
+    def __init__(
+        self,
+        backend: SessionBackend,
+        identity: model_pb2.ModelIdentity,
+        limits: Limits,
+        info: model_pb2.PodInfo | None = None,
+    ) -> None:
+        """Serve a backend. `info` is what statistics tell of the pod besides its identity."""
         super().__init__(backend, limits.max_sessions)
+        self._info = info or pod_info()
         self._started = time.monotonic()
         self._backend = backend
         self.identity = identity
@@ -128,6 +137,11 @@ class VerifierServicer(
             up_us=int(1e6 * (time.monotonic() - self._started)),
             fast_paths_off=fast_paths_off(),
             identity=self.identity,
+            pod=self._info,
+            sessions=self._sessions,
+            max_sessions=self._limits.max_sessions,
+            max_waiting=self._limits.max_waiting,
+            throttled=load.throttled,
         )
 
     def detach(self, session: BackendSession) -> None:

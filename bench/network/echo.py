@@ -41,6 +41,11 @@ def _identity() -> model_pb2.ModelIdentity:
 class EchoDraft(draft_pb2_grpc.DraftServiceServicer):
     """Answers each commit with four candidates."""
 
+    async def GetStats(
+        self, request: draft_pb2.DraftServiceGetStatsRequest, context: Any
+    ) -> draft_pb2.DraftServiceGetStatsResponse:
+        return draft_pb2.DraftServiceGetStatsResponse()
+
     async def Draft(self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # type: ignore[override]
         async for request in request_iterator:
             if request.WhichOneof("message") == "open":

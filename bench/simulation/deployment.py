@@ -25,6 +25,7 @@ from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.sample import Sample
+from orchestrator.stats import OrchestratorStats
 from orchestrator.tokenizer import Tokenizer
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
@@ -132,7 +133,7 @@ class Deployment:
             rule=Rule.COUPLED,
             contrast=model_pb2.Contrast(),
         )
-        generation = Generation(sample, self._model, self._peers, None)
+        generation = Generation(sample, self._model, self._peers, None, OrchestratorStats())
         tokens: list[int] = []
         async for response in generation.run():
             tokens += response.tokens

@@ -1,68 +1,74 @@
-"""`specdec stats`: what a service is doing."""
+"""`specdec stats`: who a service is, and what it is doing."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import grpc
 import typer
 
+from specdec import ports
 from specdec.cli.failure import fail, status_of
+from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
+from specdec.cli.stats_table import table
 from specdec.client.address import Address
 from specdec.command_line import address, duration
-
-if TYPE_CHECKING:
-    from specdec.v2.verifier_pb2 import GetStatsResponse
+from specdec.exit_status import ExitStatus
 
 
 def stats(
     at: Annotated[
         Address,
         typer.Argument(
-            parser=address, metavar="ADDRESS", help="Address of a verifier: HOST:PORT, or as gRPC spells it."
+            parser=address,
+            metavar="ADDRESS",
+            help="Address of an orchestrator, a verifier or a draft service: HOST:PORT, or as gRPC spells it.",
         ),
-    ],
-    every: Annotated[
-        float | None, duration("Seconds between two lines. By default one line is printed.", min=0.1)
+    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # the parser takes it as it takes others
+    watch: Annotated[
+        float | None, duration("Look again every so many seconds, until Ctrl-C. By default once.", min=0.1)
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print each line as a JSON object.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object a look, each on a line.")] = False,
+    timeout: Annotated[float, duration("Seconds to wait for an answer.", min=0.001)] = 5.0,
 ) -> None:
-    """Show how full and how busy a verifier is."""
-    import grpc
-    from google.protobuf.json_format import MessageToDict
-
-    from specdec.v2 import verifier_pb2, verifier_pb2_grpc
-
+    """Show who a service is, how full and how busy; of an orchestrator also which pods it sees."""
+    before: PodStats | None = None
     with grpc.insecure_channel(at.target) as channel:
-        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         while True:
             try:
-                seen = stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=10)
-            except grpc.RpcError as error:
-                fail(f"{at.target}: {error.code().name}: {error.details()}", status_of(error.code()))
-            if json_output:
-                values = MessageToDict(
-                    seen, always_print_fields_with_no_presence=True, preserving_proto_field_name=True
-                )
-                print(
-                    json.dumps({name: v if isinstance(v, list) else int(v) for name, v in values.items()}), flush=True
-                )
+                seen = ask(channel, timeout)
+            except (grpc.RpcError, NoSuchServiceError) as error:
+                line, status = _told(error, at.target, timeout)
+                if before is None:
+                    fail(line, status)
+                print(f"specdec: {line}", file=sys.stderr, flush=True)  # it may come back: the watch goes on
             else:
-                print(_stats_line(seen), flush=True)
-            if every is None:
+                if json_output:
+                    print(json.dumps({"address": at.target, **seen.as_json()}), flush=True)
+                else:
+                    print(*([""] if before else []), *table(at.target, seen, before), sep="\n", flush=True)
+                before = seen
+            if watch is None:
                 return
-            time.sleep(every)
+            time.sleep(watch)
 
 
-def _stats_line(seen: GetStatsResponse) -> str:
-    memory = 100 / max(1, seen.kv_tokens)
-    return (
-        f"{seen.running} running, {seen.waiting} waiting; "
-        f"memory {memory * seen.kv_held_tokens:.0f} % held, {memory * seen.kv_cached_tokens:.0f} % cached "
-        f"of {seen.kv_tokens} tokens; {100 * seen.busy_us / max(1, seen.up_us):.0f} % busy since the start; "
-        f"{seen.committed_tokens} tokens in {seen.steps} steps, "
-        f"{seen.accepted_candidates} of {seen.offered_candidates} candidates accepted, "
-        f"{seen.cached_tokens} of {seen.prompt_tokens} prompt tokens cached, "
-        f"{seen.preemptions} preemptions"
-    )
+def _told(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatus]:
+    """Return the line that tells of a failed look, and the exit status."""
+    if not isinstance(error, grpc.RpcError):
+        return (
+            f"{target}: a gRPC server answers, but no orchestrator, verifier or draft service of specdec.v2 "
+            "that tells statistics",
+            ExitStatus.REFUSED,
+        )
+    code, details = error.code(), " ".join(str(error.details()).split())
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"{target}: no answer within {timeout:g} s", ExitStatus.UNREACHABLE
+    if code is grpc.StatusCode.UNAVAILABLE:
+        why = re.sub("^[A-Z_]+: ", "", details.rpartition("last error: ")[2])
+        return f"{target}: no gRPC server answers ({why})", ExitStatus.UNREACHABLE
+    return f"{target}: {code.name}: {details}", status_of(code)

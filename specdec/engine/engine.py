@@ -63,6 +63,15 @@ def step_of(engine: Engine) -> Step:
 
 
 @runtime_checkable
+class Placed(Protocol):
+    """Where an engine computes and in what, for people to read."""
+
+    device: str  # cpu, cuda:0
+    dtype: str
+    threads: tuple[int, ...]  # CPU threads of a pass: each number that they may have, the largest first; none: no CPU
+
+
+@runtime_checkable
 class CpuThreads(Protocol):
     """The CPU threads that an engine computes with, whose number can be changed between two passes."""
 

@@ -168,6 +168,22 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
 }
 
 
+def as_service_error(error: Exception) -> ServiceError:
+    """Return what an exception means to the caller: InternalError if nobody expected it. Of a group the first one
+    counts."""
+    match error:
+        case ServiceError():
+            return error
+        case ExceptionGroup():
+            return as_service_error(error.exceptions[0])
+        case DecodeError():
+            return ProtocolError("a message cannot be read")
+        case TimeoutError():
+            return DeadlineError("the deadline has passed")
+        case _:
+            return InternalError()
+
+
 def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
     """Return the rich status of an error: code, message, ErrorInfo, the id by which logs know the request, and what the
     error adds."""

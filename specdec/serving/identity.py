@@ -1,8 +1,11 @@
-"""The identity that a pod tells at every handshake."""
+"""The identity that a pod tells at every handshake, and what its statistics tell of it besides."""
 
 from __future__ import annotations
 
-from specdec.engine.engine import Engine
+import os
+
+from specdec import __version__
+from specdec.engine.engine import Engine, Placed
 from specdec.engine.model_directory import ModelDirectory
 from specdec.v2 import model_pb2
 
@@ -22,3 +25,12 @@ def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> mode
         context_tokens=min(directory.context, context),
         vocabulary_size=directory.vocabulary,
     )
+
+
+def pod_info(engine: Engine | None = None) -> model_pb2.PodInfo:
+    """Return what this process is, and what it computes on, if it has an engine that says so."""
+    info = model_pb2.PodInfo(version=__version__, process_id=os.getpid())
+    if isinstance(engine, Placed):
+        info.device, info.dtype = engine.device, engine.dtype
+        info.threads.extend(engine.threads)
+    return info

@@ -15,14 +15,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from specdec.serving.errors import (
-    DeadlineError,
-    InternalError,
-    InvalidRequestError,
-    ProtocolError,
-    ServiceError,
-    to_status,
-)
+from specdec.serving.errors import InternalError, InvalidRequestError, as_service_error, to_status
 from specdec.serving.opening import Openings
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 
@@ -141,13 +134,9 @@ async def _answer(error: Exception, context: Context) -> None:
         raise error
     if isinstance(error, ExceptionGroup):
         await _answer(error.exceptions[0], context)
-    if isinstance(error, DecodeError):
-        error = ProtocolError("a message cannot be read")
-    elif isinstance(error, TimeoutError):
-        error = DeadlineError("the deadline has passed")
-    if isinstance(error, ServiceError):
-        log.info("refused", reason=error.reason, message=str(error))
-    else:
+    told = as_service_error(error)
+    if isinstance(told, InternalError):
         log.error("failed", exc_info=error)
-        error = InternalError()
-    await context.abort_with_status(to_status(error, bound_request_id()))
+    else:
+        log.info("refused", reason=told.reason, message=str(told))
+    await context.abort_with_status(to_status(told, bound_request_id()))

@@ -242,3 +242,92 @@ class Resend(google.protobuf.message.Message):
     ) -> None: ...
 
 global___Resend = Resend
+
+@typing.final
+class DraftServiceGetStatsRequest(google.protobuf.message.Message):
+    """Asks for a draft service's statistics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DraftServiceGetStatsRequest = DraftServiceGetStatsRequest
+
+@typing.final
+class DraftServiceGetStatsResponse(google.protobuf.message.Message):
+    """A draft service's statistics. Counters run since it started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POD_FIELD_NUMBER: builtins.int
+    UP_US_FIELD_NUMBER: builtins.int
+    FAST_PATHS_OFF_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
+    KV_HELD_TOKENS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    BUSY_US_FIELD_NUMBER: builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: builtins.int
+    SENT_CANDIDATES_FIELD_NUMBER: builtins.int
+    SENT_MESSAGES_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
+    up_us: builtins.int
+    """Time since the pod started, microseconds."""
+    sessions: builtins.int
+    """Sessions that are open."""
+    max_sessions: builtins.int
+    """Most sessions that may be open."""
+    kv_tokens: builtins.int
+    """Tokens of key/value memory; 0: the drafter has none."""
+    kv_held_tokens: builtins.int
+    """Tokens of it that sessions hold."""
+    steps: builtins.int
+    """Counter: steps."""
+    busy_us: builtins.int
+    """Counter: time spent in steps, microseconds."""
+    committed_tokens: builtins.int
+    """Counter: tokens that became final in sessions."""
+    guessed_tokens: builtins.int
+    """Counter: of these, tokens that stood in the session's tree before, whether or not they had been sent."""
+    sent_candidates: builtins.int
+    """Counter: candidates sent, those included that are repeated since others hang below them."""
+    sent_messages: builtins.int
+    """Counter: messages they were sent in."""
+    @property
+    def pod(self) -> specdec.v2.model_pb2.PodInfo:
+        """The process that answers."""
+
+    @property
+    def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Fast paths that are off in this process, each in a line: which, why, and what it costs."""
+
+    @property
+    def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
+        """What this pod serves, as it tells every session."""
+
+    def __init__(
+        self,
+        *,
+        pod: specdec.v2.model_pb2.PodInfo | None = ...,
+        up_us: builtins.int = ...,
+        fast_paths_off: collections.abc.Iterable[builtins.str] | None = ...,
+        sessions: builtins.int = ...,
+        max_sessions: builtins.int = ...,
+        kv_tokens: builtins.int = ...,
+        kv_held_tokens: builtins.int = ...,
+        steps: builtins.int = ...,
+        busy_us: builtins.int = ...,
+        committed_tokens: builtins.int = ...,
+        guessed_tokens: builtins.int = ...,
+        sent_candidates: builtins.int = ...,
+        sent_messages: builtins.int = ...,
+        identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us"]) -> None: ...
+
+global___DraftServiceGetStatsResponse = DraftServiceGetStatsResponse

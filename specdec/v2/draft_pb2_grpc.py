@@ -40,6 +40,11 @@ class DraftServiceStub(object):
                 request_serializer=specdec_dot_v2_dot_draft__pb2.DraftRequest.SerializeToString,
                 response_deserializer=specdec_dot_v2_dot_draft__pb2.DraftResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/specdec.v2.DraftService/GetStats',
+                request_serializer=specdec_dot_v2_dot_draft__pb2.DraftServiceGetStatsRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_draft__pb2.DraftServiceGetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -53,6 +58,13 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """How full and how busy this pod is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.Draft,
                     request_deserializer=specdec_dot_v2_dot_draft__pb2.DraftRequest.FromString,
                     response_serializer=specdec_dot_v2_dot_draft__pb2.DraftResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=specdec_dot_v2_dot_draft__pb2.DraftServiceGetStatsRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_draft__pb2.DraftServiceGetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class DraftService(object):
             '/specdec.v2.DraftService/Draft',
             specdec_dot_v2_dot_draft__pb2.DraftRequest.SerializeToString,
             specdec_dot_v2_dot_draft__pb2.DraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v2.DraftService/GetStats',
+            specdec_dot_v2_dot_draft__pb2.DraftServiceGetStatsRequest.SerializeToString,
+            specdec_dot_v2_dot_draft__pb2.DraftServiceGetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,12 @@ class DraftServiceStub:
     ]
     """One session. The first request is `open`; the first response is `opened`."""
 
+    GetStats: grpc.UnaryUnaryMultiCallable[
+        specdec.v2.draft_pb2.DraftServiceGetStatsRequest,
+        specdec.v2.draft_pb2.DraftServiceGetStatsResponse,
+    ]
+    """How full and how busy this pod is."""
+
 class DraftServiceAsyncStub:
     """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
 
@@ -35,6 +41,12 @@ class DraftServiceAsyncStub:
         specdec.v2.draft_pb2.DraftResponse,
     ]
     """One session. The first request is `open`; the first response is `opened`."""
+
+    GetStats: grpc.aio.UnaryUnaryMultiCallable[
+        specdec.v2.draft_pb2.DraftServiceGetStatsRequest,
+        specdec.v2.draft_pb2.DraftServiceGetStatsResponse,
+    ]
+    """How full and how busy this pod is."""
 
 class DraftServiceServicer(metaclass=abc.ABCMeta):
     """Proposes what the target may say. A session is a stream: its cache lives exactly as long."""
@@ -46,5 +58,13 @@ class DraftServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[specdec.v2.draft_pb2.DraftResponse], collections.abc.AsyncIterator[specdec.v2.draft_pb2.DraftResponse]]:
         """One session. The first request is `open`; the first response is `opened`."""
+
+    @abc.abstractmethod
+    def GetStats(
+        self,
+        request: specdec.v2.draft_pb2.DraftServiceGetStatsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[specdec.v2.draft_pb2.DraftServiceGetStatsResponse, collections.abc.Awaitable[specdec.v2.draft_pb2.DraftServiceGetStatsResponse]]:
+        """How full and how busy this pod is."""
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -7,13 +7,48 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import specdec.v2.model_pb2
 import specdec.v2.verifier_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _BreakerState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BreakerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BreakerState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
+    """Not said."""
+    BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
+    """It is asked: it has not failed of late."""
+    BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
+    """It is left alone for a second at most: it has failed."""
+    BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
+    """It is asked with one session, whose success closes the breaker."""
+
+class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
+    """Whether a pod is asked after failures."""
+
+BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
+"""Not said."""
+BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
+"""It is asked: it has not failed of late."""
+BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
+"""It is left alone for a second at most: it has failed."""
+BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
+"""It is asked with one session, whose success closes the breaker."""
+global___BreakerState = BreakerState
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
@@ -989,3 +1024,191 @@ class TokenPiece(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "text", b"text"]) -> None: ...
 
 global___TokenPiece = TokenPiece
+
+@typing.final
+class GenerationServiceGetStatsRequest(google.protobuf.message.Message):
+    """Asks for an orchestrator's statistics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GenerationServiceGetStatsRequest = GenerationServiceGetStatsRequest
+
+@typing.final
+class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
+    """An orchestrator's statistics, of one process. Counters run since it started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FailedRequestsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class FailoverEventsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    POD_FIELD_NUMBER: builtins.int
+    UP_US_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: builtins.int
+    WAITING_PROMPTS_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    FAILED_REQUESTS_FIELD_NUMBER: builtins.int
+    CANCELLED_REQUESTS_FIELD_NUMBER: builtins.int
+    RUNNING_SAMPLES_FIELD_NUMBER: builtins.int
+    ENDED_SAMPLES_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    OFFERED_CANDIDATES_FIELD_NUMBER: builtins.int
+    ACCEPTED_CANDIDATES_FIELD_NUMBER: builtins.int
+    FAILOVER_EVENTS_FIELD_NUMBER: builtins.int
+    VERIFIERS_FIELD_NUMBER: builtins.int
+    DRAFTS_FIELD_NUMBER: builtins.int
+    up_us: builtins.int
+    """Time since the process started, microseconds."""
+    running_requests: builtins.int
+    """Completions asked for that are under way."""
+    waiting_prompts: builtins.int
+    """Prompts that wait for a thread to be tokenised."""
+    requests: builtins.int
+    """Counter: completions asked for."""
+    cancelled_requests: builtins.int
+    """Counter: of these, completions whose callers left."""
+    running_samples: builtins.int
+    """Samples that are under way, some before their first token."""
+    ended_samples: builtins.int
+    """Counter: samples that are over, however they ended. The counters that follow are of these samples."""
+    prompt_tokens: builtins.int
+    """Counter: tokens of their prompts."""
+    cached_tokens: builtins.int
+    """Counter: of these, and of resumed text, tokens that were in memory already."""
+    generated_tokens: builtins.int
+    """Counter: tokens generated, those of resumed text not included."""
+    steps: builtins.int
+    """Counter: target steps that committed them."""
+    offered_candidates: builtins.int
+    """Counter: candidates verified."""
+    accepted_candidates: builtins.int
+    """Counter: candidates accepted."""
+    @property
+    def pod(self) -> specdec.v2.model_pb2.PodInfo:
+        """The process that answers."""
+
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServedModel]:
+        """The models served here."""
+
+    @property
+    def failed_requests(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Counter: of these, completions that ended with an error, by its reason, as in "OVERLOADED"."""
+
+    @property
+    def failover_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Counter: changes of pods under texts, ended or not, by reason, as in SpeculationStatistics.failover_events."""
+
+    @property
+    def verifiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PodView]:
+        """The verifiers."""
+
+    @property
+    def drafts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PodView]:
+        """The draft services."""
+
+    def __init__(
+        self,
+        *,
+        pod: specdec.v2.model_pb2.PodInfo | None = ...,
+        up_us: builtins.int = ...,
+        models: collections.abc.Iterable[global___ServedModel] | None = ...,
+        running_requests: builtins.int = ...,
+        waiting_prompts: builtins.int = ...,
+        requests: builtins.int = ...,
+        failed_requests: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        cancelled_requests: builtins.int = ...,
+        running_samples: builtins.int = ...,
+        ended_samples: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        generated_tokens: builtins.int = ...,
+        steps: builtins.int = ...,
+        offered_candidates: builtins.int = ...,
+        accepted_candidates: builtins.int = ...,
+        failover_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        verifiers: collections.abc.Iterable[global___PodView] | None = ...,
+        drafts: collections.abc.Iterable[global___PodView] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["pod", b"pod"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "cached_tokens", b"cached_tokens", "cancelled_requests", b"cancelled_requests", "drafts", b"drafts", "ended_samples", b"ended_samples", "failed_requests", b"failed_requests", "failover_events", b"failover_events", "generated_tokens", b"generated_tokens", "models", b"models", "offered_candidates", b"offered_candidates", "pod", b"pod", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running_requests", b"running_requests", "running_samples", b"running_samples", "steps", b"steps", "up_us", b"up_us", "verifiers", b"verifiers", "waiting_prompts", b"waiting_prompts"]) -> None: ...
+
+global___GenerationServiceGetStatsResponse = GenerationServiceGetStatsResponse
+
+@typing.final
+class PodView(google.protobuf.message.Message):
+    """A pod as an orchestrator sees it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    BREAKER_FIELD_NUMBER: builtins.int
+    UNFIT_REASON_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    NUMERICS_FINGERPRINT_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """Its address."""
+    breaker: global___BreakerState.ValueType
+    """State of its circuit breaker."""
+    unfit_reason: builtins.str
+    """Why it is not asked although it answers, as in "tokenizer_mismatch". Empty: it is asked."""
+    sessions: builtins.int
+    """Sessions that this orchestrator has open there."""
+    numerics_fingerprint: builtins.str
+    """Its numerics, as last reported; empty before that."""
+    @property
+    def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
+        """How full it is, by its last report. Unset: it has not reported of late, as it does while it has sessions."""
+
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        breaker: global___BreakerState.ValueType = ...,
+        unfit_reason: builtins.str = ...,
+        sessions: builtins.int = ...,
+        capacity: specdec.v2.model_pb2.PodCapacity | None = ...,
+        numerics_fingerprint: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "breaker", b"breaker", "capacity", b"capacity", "numerics_fingerprint", b"numerics_fingerprint", "sessions", b"sessions", "unfit_reason", b"unfit_reason"]) -> None: ...
+
+global___PodView = PodView

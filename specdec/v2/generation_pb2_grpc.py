@@ -55,6 +55,11 @@ class GenerationServiceStub(object):
                 request_serializer=specdec_dot_v2_dot_generation__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=specdec_dot_v2_dot_generation__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/specdec.v2.GenerationService/GetStats',
+                request_serializer=specdec_dot_v2_dot_generation__pb2.GenerationServiceGetStatsRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_generation__pb2.GenerationServiceGetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -89,6 +94,13 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """How busy this orchestrator is, and which pods it sees in which state.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=specdec_dot_v2_dot_generation__pb2.TokenizeRequest.FromString,
                     response_serializer=specdec_dot_v2_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=specdec_dot_v2_dot_generation__pb2.GenerationServiceGetStatsRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_generation__pb2.GenerationServiceGetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class GenerationService(object):
             '/specdec.v2.GenerationService/Tokenize',
             specdec_dot_v2_dot_generation__pb2.TokenizeRequest.SerializeToString,
             specdec_dot_v2_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v2.GenerationService/GetStats',
+            specdec_dot_v2_dot_generation__pb2.GenerationServiceGetStatsRequest.SerializeToString,
+            specdec_dot_v2_dot_generation__pb2.GenerationServiceGetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,12 @@ class GenerationServiceStub:
     ]
     """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
 
+    GetStats: grpc.UnaryUnaryMultiCallable[
+        specdec.v2.generation_pb2.GenerationServiceGetStatsRequest,
+        specdec.v2.generation_pb2.GenerationServiceGetStatsResponse,
+    ]
+    """How busy this orchestrator is, and which pods it sees in which state."""
+
 class GenerationServiceAsyncStub:
     """What backend applications call."""
 
@@ -71,6 +77,12 @@ class GenerationServiceAsyncStub:
         specdec.v2.generation_pb2.TokenizeResponse,
     ]
     """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
+
+    GetStats: grpc.aio.UnaryUnaryMultiCallable[
+        specdec.v2.generation_pb2.GenerationServiceGetStatsRequest,
+        specdec.v2.generation_pb2.GenerationServiceGetStatsResponse,
+    ]
+    """How busy this orchestrator is, and which pods it sees in which state."""
 
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """What backend applications call."""
@@ -106,5 +118,13 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.generation_pb2.TokenizeResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.TokenizeResponse]]:
         """The tokens that a prompt becomes, as Generate would have them. Nothing is generated, and no verifier is asked."""
+
+    @abc.abstractmethod
+    def GetStats(
+        self,
+        request: specdec.v2.generation_pb2.GenerationServiceGetStatsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[specdec.v2.generation_pb2.GenerationServiceGetStatsResponse, collections.abc.Awaitable[specdec.v2.generation_pb2.GenerationServiceGetStatsResponse]]:
+        """How busy this orchestrator is, and which pods it sees in which state."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

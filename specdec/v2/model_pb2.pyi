@@ -525,3 +525,41 @@ class Heartbeat(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["awaits_draft", b"awaits_draft", "capacity", b"capacity", "step_age_us", b"step_age_us", "step_expected_us", b"step_expected_us", "steps", b"steps"]) -> None: ...
 
 global___Heartbeat = Heartbeat
+
+@typing.final
+class PodInfo(google.protobuf.message.Message):
+    """The process behind an address, and what its model runs on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    PROCESS_ID_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    THREADS_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """Version of specdec that it runs, as in "0.1.0"."""
+    process_id: builtins.int
+    """Number of its process: several may share a port."""
+    device: builtins.str
+    """Device that its model computes on, as in "cpu" or "cuda:0". Empty: it computes none, or does not say."""
+    dtype: builtins.str
+    """Data type that its model computes in, as in "bfloat16". Likewise."""
+    @property
+    def threads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """CPU threads of a forward pass; where their number changes, each number that it may have, the largest first. None for
+        other devices.
+        """
+
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        process_id: builtins.int = ...,
+        device: builtins.str = ...,
+        dtype: builtins.str = ...,
+        threads: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "process_id", b"process_id", "threads", b"threads", "version", b"version"]) -> None: ...
+
+global___PodInfo = PodInfo

@@ -459,6 +459,11 @@ class GetStatsResponse(google.protobuf.message.Message):
     DRAFT_READY_STEPS_FIELD_NUMBER: builtins.int
     FAST_PATHS_OFF_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    POD_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: builtins.int
+    MAX_WAITING_FIELD_NUMBER: builtins.int
+    THROTTLED_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Sessions that have memory."""
     waiting: builtins.int
@@ -495,6 +500,14 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Counter: steps of sessions that have a draft, after which the text goes on."""
     draft_ready_steps: builtins.int
     """Counter: of these, steps that ended with the next candidates already there."""
+    sessions: builtins.int
+    """Sessions that are open, those that neither run nor wait yet included."""
+    max_sessions: builtins.int
+    """Most sessions that may be open."""
+    max_waiting: builtins.int
+    """Most sessions that may wait for memory."""
+    throttled: builtins.int
+    """Of the sessions that wait, those that are far ahead of what their clients have read."""
     @property
     def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fast paths that are off in this process, each in a line: which, why, and what it costs."""
@@ -502,6 +515,10 @@ class GetStatsResponse(google.protobuf.message.Message):
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves, as it tells every session."""
+
+    @property
+    def pod(self) -> specdec.v2.model_pb2.PodInfo:
+        """The process that answers."""
 
     def __init__(
         self,
@@ -526,8 +543,13 @@ class GetStatsResponse(google.protobuf.message.Message):
         draft_ready_steps: builtins.int = ...,
         fast_paths_off: collections.abc.Iterable[builtins.str] | None = ...,
         identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
+        pod: specdec.v2.model_pb2.PodInfo | None = ...,
+        sessions: builtins.int = ...,
+        max_sessions: builtins.int = ...,
+        max_waiting: builtins.int = ...,
+        throttled: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "identity", b"identity", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "offered_candidates", b"offered_candidates", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "steps", b"steps", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "identity", b"identity", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "offered_candidates", b"offered_candidates", "pod", b"pod", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "sessions", b"sessions", "steps", b"steps", "throttled", b"throttled", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse

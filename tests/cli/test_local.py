@@ -248,7 +248,7 @@ def test_export_writes_what_the_draft_serves(tmp_path: Path) -> None:
         (("orchestrator", "--model", "m", "--verifier", "h:1"), "--drain-seconds"),
         (("verifier", "--model", "m"), "--drain-seconds"),
         (("draft", "--model", "m"), "--drain-seconds"),
-        (("stats", "h:1"), "--every"),
+        (("stats", "h:1"), "--watch"),
         (("generate", "x"), "--timeout"),
     ],
 )

@@ -124,6 +124,11 @@ class FakeServer(GenerationServiceServicer):
             ids=ids, pieces=pieces if request.pieces else [], count=len(ids), context_tokens=1024
         )
 
+    async def GetStats(
+        self, request: pb.GenerationServiceGetStatsRequest, context: Any
+    ) -> pb.GenerationServiceGetStatsResponse:
+        return pb.GenerationServiceGetStatsResponse()
+
     def _begin(self, request: pb.GenerateRequest, context: Any) -> Act:
         self.called.set()
         self.calls.append(Call(request, context.time_remaining(), dict(context.invocation_metadata())))

@@ -24,7 +24,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdec.engine.engine import Engine, UnsupportedModelError, cpu_threads, hidden_states
+from specdec.engine.engine import Engine, Placed, UnsupportedModelError, cpu_threads, hidden_states
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.engines.torch_engine import TorchEngine
@@ -131,6 +131,12 @@ def onnx_directory(model: Path) -> Path:
 @pytest.fixture(scope="session")
 def onnx_engine(onnx_directory: Path) -> OnnxEngine:
     return OnnxEngine(ModelDirectory(onnx_directory), capacity=CAPACITY, threads=1)
+
+
+def test_engines_say_where_they_compute(torch_engine: CpuEngine, onnx_engine: OnnxEngine) -> None:
+    for engine in (torch_engine, onnx_engine):
+        assert isinstance(engine, Placed)
+        assert (engine.device, engine.dtype, engine.threads) == ("cpu", "float32", (1,))
 
 
 def test_an_onnx_session_keeps_the_fewest_threads(onnx_directory: Path) -> None:

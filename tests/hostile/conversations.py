@@ -130,6 +130,7 @@ def tokenize(generator: random.Random) -> list[Message]:
 
 
 def get_stats(_: random.Random) -> list[Message]:
+    """For any of the services: the requests are all empty."""
     return [verifier_pb2.GetStatsRequest()]
 
 
@@ -192,11 +193,13 @@ METHODS: tuple[Method, ...] = (
     Method("verifier", "/specdec.v2.VerifierService/GetStats", get_stats, weight=2),
     Method("verifier", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify), weight=12),
     Method("draft", DRAFT, draft, weight=12),
+    Method("draft", "/specdec.v2.DraftService/GetStats", get_stats, weight=2),
     Method("draft", "/specdec.v2.MuxService/Connect", carry_of(DRAFT, draft), weight=12),
     Method("orchestrator", "/specdec.v2.GenerationService/Generate", generate, weight=12),
     Method("orchestrator", "/specdec.v2.GenerationService/Complete", complete, weight=8),
     Method("orchestrator", "/specdec.v2.GenerationService/ListModels", list_models, weight=2),
     Method("orchestrator", "/specdec.v2.GenerationService/Tokenize", tokenize, weight=4),
+    Method("orchestrator", "/specdec.v2.GenerationService/GetStats", get_stats, weight=2),
     Method("orchestrator", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify)),
     *(Method(role, path, said) for role in ("verifier", "draft", "orchestrator") for path, said in _OF_ALL),
 )

@@ -23,10 +23,12 @@ SESSIONS = (
 )
 SINGLE_REQUESTS = (
     ("verifier", "/specdec.v2.VerifierService/GetStats"),
+    ("draft", "/specdec.v2.DraftService/GetStats"),
     ("orchestrator", "/specdec.v2.GenerationService/Generate"),
     ("orchestrator", "/specdec.v2.GenerationService/Complete"),
     ("orchestrator", "/specdec.v2.GenerationService/ListModels"),
     ("orchestrator", "/specdec.v2.GenerationService/Tokenize"),
+    ("orchestrator", "/specdec.v2.GenerationService/GetStats"),
 )
 """Methods whose first message is waited for; a multiplexer may be silent, since it may have nothing to carry."""
 

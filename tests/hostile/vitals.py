@@ -95,13 +95,7 @@ async def _verifier_sessions(pod: Pod) -> int:
 
 
 async def _draft_sessions(pod: Pod) -> int:
-    """Besides the one that asks."""
-    opened = draft_pb2.DraftOpen(prompt_tokens=[5], max_tokens=1)
     async with grpc.aio.insecure_channel(pod.address) as channel:
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-        call = stub.Draft(timeout=5.0)
-        await call.write(draft_pb2.DraftRequest(open=opened))
-        while not (answer := await call.read()).HasField("heartbeat"):
-            pass
-        call.cancel()
-    return int(answer.heartbeat.capacity.sessions) - 1
+        stats = await stub.GetStats(draft_pb2.DraftServiceGetStatsRequest(), timeout=5.0)
+    return int(stats.sessions)

@@ -38,6 +38,11 @@ class Chaos(draft_pb2_grpc.DraftServiceServicer):
     async def close(self) -> None:
         pass
 
+    async def GetStats(
+        self, request: draft_pb2.DraftServiceGetStatsRequest, context: Any
+    ) -> draft_pb2.DraftServiceGetStatsResponse:
+        return draft_pb2.DraftServiceGetStatsResponse()
+
     async def Draft(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]
         generator = random.Random(self.seed)
         call = self.draft.Draft()

@@ -560,6 +560,11 @@ class Wrong(draft_pb2_grpc.DraftServiceServicer):
     async def close(self) -> None:
         pass
 
+    async def GetStats(
+        self, request: draft_pb2.DraftServiceGetStatsRequest, context: Any
+    ) -> draft_pb2.DraftServiceGetStatsResponse:
+        return draft_pb2.DraftServiceGetStatsResponse()
+
     async def Draft(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         await context.write(draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=self._identity)))
         async for request in request_iterator:

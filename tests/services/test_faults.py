@@ -134,6 +134,11 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
         async def close(self) -> None:
             pass
 
+        async def GetStats(
+            self, request: draft_pb2.DraftServiceGetStatsRequest, context: Any
+        ) -> draft_pb2.DraftServiceGetStatsResponse:
+            return draft_pb2.DraftServiceGetStatsResponse()
+
         async def Draft(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
             identity = identity_of(ModelDirectory(directories.target), NoEngine(), 256)  # type: ignore[arg-type]
             await context.write(draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=identity)))

@@ -35,6 +35,8 @@ class TorchEngine:
     into parts, and this engine is one of them (`parallel_engine.py`). On a CPU `engines/cpu_engine.py` is faster.
     """
 
+    threads: tuple[int, ...] = ()
+
     def __init__(
         self,
         directory: ModelDirectory,
@@ -55,6 +57,7 @@ class TorchEngine:
             shards.settle(self.model, ranks)
         self._lay_out(DTYPES[dtype])
         self.vocabulary = directory.vocabulary
+        self.device, self.dtype = device, dtype
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)

@@ -51,6 +51,8 @@ class GpuEngine:
     this to hold. Without `cuda_graphs` every step launches its kernels one by one. On "cpu" it runs under Triton's
     interpreter, without graphs, for tests."""
 
+    threads: tuple[int, ...] = ()
+
     def __init__(
         self,
         directory: ModelDirectory,
@@ -71,6 +73,7 @@ class GpuEngine:
             llama_like.join_products(self.model)
         lay_out(self.model, packed=False)
         self.vocabulary = directory.vocabulary
+        self.device, self.dtype = device, dtype
         self._context = directory.context
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)

@@ -68,6 +68,8 @@ class OnnxEngine:
         _check_sizes(directory, self._session, shapes)
         self.exact = False  # all lanes of a batch are padded to one shape
         self.vocabulary = directory.vocabulary
+        self.device, self.dtype = device, str(of_pools.name)
+        self.threads = (threads,) if self._place.kind == "cpu" else ()
         provider = self._session.get_providers()[0]
         self.numerics = (
             f"onnxruntime-{ort.__version__}/{provider}/{platform.machine()}/{of_pools.name}/threads-{threads}"

@@ -1,0 +1,87 @@
+"""Statistics of an orchestrator: what was asked of it, what became of it, and what it sees of its pods.
+
+Texts are counted when they end, whichever way: nothing is counted for each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from orchestrator.pods import Pod
+from orchestrator.transcript import Transcript
+from specdec.serving.errors import as_service_error
+from specdec.v2 import generation_pb2
+
+BREAKER_STATES = {
+    "closed": generation_pb2.BREAKER_STATE_CLOSED,
+    "open": generation_pb2.BREAKER_STATE_OPEN,
+    "half-open": generation_pb2.BREAKER_STATE_HALF_OPEN,
+}
+
+
+@dataclass
+class OrchestratorStats:
+    """Counters and gauges of an orchestrator; only its event loop touches them."""
+
+    running_requests: int = 0
+    requests: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # requests, by the reason of the error
+    cancelled: int = 0  # requests whose callers left
+    running_samples: int = 0
+    ended_samples: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    offered: int = 0  # candidates
+    accepted: int = 0
+    failover_events: Counter[str] = field(default_factory=Counter)  # by reason
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request, and how it ends."""
+        self.requests += 1
+        self.running_requests += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        except Exception as error:
+            self.failed[as_service_error(error).reason] += 1
+            raise
+        finally:
+            self.running_requests -= 1
+
+    @contextmanager
+    def sample(self, transcript: Transcript) -> Iterator[None]:
+        """Count a sample, and when it has ended what its transcript then says."""
+        self.running_samples += 1
+        try:
+            yield
+        finally:
+            self.running_samples -= 1
+            self.ended_samples += 1
+            usage, statistics = transcript.usage, transcript.statistics
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
+            self.generated_tokens += usage.completion_tokens - transcript.resumed_tokens
+            self.steps += statistics.steps
+            self.offered += statistics.offered
+            self.accepted += statistics.accepted
+
+
+def pod_view(pod: Pod) -> generation_pb2.PodView:
+    """Return what is known of a pod."""
+    return generation_pb2.PodView(
+        address=pod.address,
+        breaker=BREAKER_STATES[pod.breaker.state],
+        unfit_reason=pod.unfit_reason if pod.unfit else "",
+        sessions=pod.load.ours,
+        capacity=pod.load.reported,
+        numerics_fingerprint=pod.numerics,
+    )

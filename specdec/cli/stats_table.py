@@ -1,0 +1,202 @@
+"""Statistics of a service as a table for people: a line for each subject, its name in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from specdec.cli.pod_stats import PodStats, Stats
+from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse
+from specdec.v2.generation_pb2 import BreakerState, GenerationServiceGetStatsResponse, PodView
+from specdec.v2.model_pb2 import NUMERICS_MODE_EXACT, ModelIdentity, PodInfo
+from specdec.v2.verifier_pb2 import GetStatsResponse
+
+WIDTH = 13
+"""Characters of the column of names."""
+
+REVISION = 12
+"""Characters of a fingerprint that are shown."""
+
+Line = tuple[str, str]
+
+
+def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str]:
+    """Yield the lines of a look; rates are those since the look `before`, if there was one."""
+    stats = seen.stats
+    yield f"{seen.role} at {address}"
+    # Counters of another process, which may have taken the place of the one before, began anew.
+    earlier = before.stats if before and before.stats.pod.process_id == stats.pod.process_id else None
+    lines: Iterator[Line]
+    if isinstance(stats, GenerationServiceGetStatsResponse):
+        lines = _of_orchestrator(stats, earlier)
+    elif isinstance(stats, GetStatsResponse):
+        lines = _of_verifier(stats, earlier)
+    else:
+        lines = _of_draft(stats, earlier)
+    for name, text in lines:
+        yield f"  {name:{WIDTH}}{text}".rstrip()
+
+
+# --- what the three have in common ------------------------------------------------------------------
+
+
+def _process(pod: PodInfo, up_us: int) -> Line:
+    return "process", f"{pod.process_id}, specdec {pod.version}, up {span(up_us / 1e6)}"
+
+
+def _computing(identity: ModelIdentity, pod: PodInfo) -> Iterator[Line]:
+    yield (
+        "model",
+        f"{identity.model}, revision {identity.model_fingerprint[:REVISION] or 'unknown'}, "
+        f"{identity.context_tokens} tokens of context, {identity.vocabulary_size} token ids",
+    )
+    threads = " or ".join(map(str, pod.threads))
+    where = [f"on {pod.device} in {pod.dtype}"] if pod.device else []
+    where += [f"with {threads} thread{'s' * (threads != '1')}"] if threads else []
+    where.append("exact" if identity.numerics_mode == NUMERICS_MODE_EXACT else "not exact")
+    yield "computes", ", ".join(where)
+    yield "numerics", identity.numerics_fingerprint
+
+
+def _memory(held: int, cached: int | None, tokens: int) -> Line:
+    parts = f"{percent(held, tokens)} held" + ("" if cached is None else f", {percent(cached, tokens)} cached")
+    return "KV memory", f"{tokens} tokens, {parts}" if tokens else "none"
+
+
+def _off(fast_paths: Sequence[str]) -> Iterator[Line]:
+    """Fast paths that are off."""
+    for number, line in enumerate(fast_paths):
+        yield "" if number else "fast paths", line
+
+
+def _candidates(offered: int, accepted: int) -> str:
+    return f"{offered} verified, {accepted} accepted ({percent(accepted, offered)})"
+
+
+# --- each of them -----------------------------------------------------------------------------------
+
+
+def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line]:
+    yield _process(stats.pod, stats.up_us)
+    yield from _computing(stats.identity, stats.pod)
+    waiting = f"{stats.waiting} waiting (at most {stats.max_waiting})"
+    throttled = f", {stats.throttled} of them ahead of their readers" if stats.throttled else ""
+    yield (
+        "sessions",
+        f"{stats.sessions} open (at most {stats.max_sessions}): {stats.running} running, {waiting}{throttled}",
+    )
+    yield _memory(stats.kv_held_tokens, stats.kv_cached_tokens, stats.kv_tokens)
+    yield "steps", f"{stats.steps} of {_mean(stats.rows, stats.steps)} rows each; {_busy(stats, before)}"
+    yield "tokens", f"{stats.committed_tokens} committed{_rate(stats, before, 'committed_tokens')}"
+    yield (
+        "prompts",
+        f"{stats.prompt_tokens} tokens, of which {percent(stats.cached_tokens, stats.prompt_tokens)} cached",
+    )
+    refused = f"; {stats.refused_extends} messages refused" if stats.refused_extends else ""
+    yield "candidates", _candidates(stats.offered_candidates, stats.accepted_candidates) + refused
+    if stats.drafted_steps:
+        yield "drafts", f"in time for {percent(stats.draft_ready_steps, stats.drafted_steps)} of their sessions' steps"
+    yield "preemptions", str(stats.preemptions)
+    yield from _off(stats.fast_paths_off)
+
+
+def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iterator[Line]:
+    yield _process(stats.pod, stats.up_us)
+    yield from _computing(stats.identity, stats.pod)
+    yield "sessions", f"{stats.sessions} open (at most {stats.max_sessions})"
+    yield _memory(stats.kv_held_tokens, None, stats.kv_tokens)
+    yield "steps", f"{stats.steps}; {_busy(stats, before)}"
+    yield (
+        "candidates",
+        f"{stats.sent_candidates} sent in {stats.sent_messages} messages{_rate(stats, before, 'sent_candidates')}",
+    )
+    guessed = percent(stats.guessed_tokens, stats.committed_tokens)
+    yield "tokens", f"{stats.committed_tokens} committed, of which {guessed} were guessed before"
+    yield from _off(stats.fast_paths_off)
+
+
+def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | None) -> Iterator[Line]:
+    yield _process(stats.pod, stats.up_us)
+    for model in stats.models:
+        chat = "chat template" if model.chat else "no chat template"
+        yield (
+            "model",
+            f"{model.name}, {model.context_tokens} tokens of context, {model.vocabulary_size} token ids, {chat}",
+        )
+    yield (
+        "requests",
+        f"{stats.requests}: {stats.running_requests} running, {stats.cancelled_requests} left by their callers, "
+        f"failed: {_by_reason(stats.failed_requests)}",
+    )
+    if stats.waiting_prompts:
+        yield "prompts", f"{stats.waiting_prompts} wait to be tokenised"
+    yield "samples", f"{stats.running_samples} running, {stats.ended_samples} ended"
+    yield (
+        "tokens",
+        f"{stats.generated_tokens} of ended samples{_rate(stats, before, 'generated_tokens')}, "
+        f"{_mean(stats.generated_tokens, stats.steps)} a step; "
+        f"{stats.prompt_tokens} of prompts, {stats.cached_tokens} cached",
+    )
+    yield "candidates", _candidates(stats.offered_candidates, stats.accepted_candidates)
+    yield "failover", _by_reason(stats.failover_events)
+    yield from _pods("verifiers", stats.verifiers)
+    yield from _pods("drafts", stats.drafts)
+
+
+def _pods(name: str, pods: Sequence[PodView]) -> Iterator[Line]:
+    if not pods:
+        yield name, "none"
+        return
+    width = max(len(pod.address) for pod in pods)
+    for number, pod in enumerate(pods):
+        yield "" if number else name, f"{pod.address:{width}}  {_pod(pod)}"
+
+
+def _pod(pod: PodView) -> str:
+    state = BreakerState.Name(pod.breaker).removeprefix("BREAKER_STATE_").lower().replace("_", "-")
+    parts = [f"breaker {state}", f"{pod.sessions} session{'s' * (pod.sessions != 1)} from here"]
+    if pod.unfit_reason:
+        parts.insert(0, f"not asked: {pod.unfit_reason}")
+    if pod.HasField("capacity"):
+        parts.append(f"{pod.capacity.sessions} in all, room for {pod.capacity.room} more")
+    return ", ".join(parts)
+
+
+# --- numbers ----------------------------------------------------------------------------------------
+
+
+def _busy(stats: GetStatsResponse | DraftServiceGetStatsResponse, before: Stats | None) -> str:
+    """Say which part of the time was spent in steps: since the look before, or since the start."""
+    busy, up = stats.busy_us, stats.up_us
+    if isinstance(before, GetStatsResponse | DraftServiceGetStatsResponse):
+        return f"{percent(busy - before.busy_us, up - before.up_us)} busy"
+    return f"{percent(busy, up)} busy since the start"
+
+
+def _rate(stats: Stats, before: Stats | None, counter: str) -> str:
+    """Say how fast a counter grows since the look before; nothing without one."""
+    if before is None or stats.up_us <= before.up_us:
+        return ""
+    grown = getattr(stats, counter) - getattr(before, counter)
+    return f" ({grown / (stats.up_us - before.up_us) * 1e6:.0f}/s)"
+
+
+def _by_reason(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())) or "none"
+
+
+def _mean(total: int, count: int) -> str:
+    return f"{total / count:.1f}" if count else "0"
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def span(seconds: float) -> str:
+    """Write a duration in its two largest units."""
+    days, rest = divmod(int(seconds), 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    first = next((index for index, (count, _) in enumerate(units) if count), len(units) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2])

@@ -1,0 +1,244 @@
+"""`specdec stats`: one command for any of the three services, and one line where there is none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
+
+import grpc
+import pytest
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2_grpc
+
+from draft_service.draft_loop import DraftLoop
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.servicer import DraftServicer
+from draft_service.servicer import Limits as DraftLimits
+from orchestrator.model import Model
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
+from specdec.cli.pod_stats import PodStats, Stats
+from specdec.cli.stats_table import percent, span, table
+from specdec.engine.model_directory import ModelDirectory
+from specdec.exit_status import ExitStatus
+from specdec.local import DEMO
+from specdec.serving.process.server import Servicer
+from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse
+from specdec.v2.generation_pb2 import (
+    BREAKER_STATE_HALF_OPEN,
+    BREAKER_STATE_OPEN,
+    GenerationServiceGetStatsResponse,
+    PodView,
+)
+from specdec.v2.model_pb2 import ModelIdentity, PodCapacity, PodInfo
+from specdec.v2.verifier_pb2 import GetStatsResponse
+from tests.draft_service.fakes import Engine
+from tests.stack import served
+from tests.verifier_service.test_backend_seam import Counting
+from verifier_service.servicer import Limits, VerifierServicer
+
+IDENTITY = ModelIdentity(model="m", vocabulary_size=16, context_tokens=99, model_fingerprint=64 * "a")
+
+
+async def run(*arguments: str) -> tuple[int, str, str]:
+    """(status, stdout, stderr) of `specdec stats`."""
+    command = (sys.executable, "-m", "specdec.cli", "stats", *arguments)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    async with asyncio.timeout(60):
+        out, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), errors.decode()
+
+
+@pytest.fixture
+async def services() -> AsyncIterator[dict[str, str]]:
+    """Role to address, of three services without models."""
+    backend, drafting = Counting(), DraftLoop(LanguageModelDrafter(Engine()))
+    backend.start()
+    drafting.start()
+    async with AsyncExitStack() as exits:
+        model = Model.of(ModelDirectory(DEMO / "target"))
+        servicers: dict[str, Servicer] = {
+            "orchestrator": GenerationServicer(model, Peers(Pods(["127.0.0.1:1"]), Pods(["127.0.0.1:2"]))),
+            "verifier": VerifierServicer(backend, IDENTITY, Limits()),
+            "draft": DraftServicer(drafting, IDENTITY, DraftLimits()),
+        }
+        yield {role: (await exits.enter_async_context(served(each)))[0] for role, each in servicers.items()}
+
+
+@pytest.mark.parametrize("role", ["orchestrator", "verifier", "draft"])
+async def test_one_command_for_any_service(services: dict[str, str], role: str) -> None:
+    address = services[role]
+    (status, shown, _), (_, told, _) = await asyncio.gather(run(address), run(address, "--json"))
+    assert status == 0
+    assert shown.startswith(f"{role} at {address}\n  process      ")
+    values = json.loads(told)
+    assert (values["role"], values["address"]) == (role, address)
+    assert isinstance(values["up_us"], int)
+    if role == "orchestrator":
+        assert "  verifiers    127.0.0.1:1  breaker closed, 0 sessions from here\n" in shown
+        assert [pod["breaker"] for pod in values["drafts"]] == ["BREAKER_STATE_CLOSED"]
+    else:
+        assert "\n  model        m, revision aaaaaaaaaaaa, 99 tokens of context, 16 token ids\n" in shown
+        assert isinstance(values["kv_tokens"], int)
+
+
+async def test_an_address_with_nothing_behind_it_is_one_line(unused_tcp_port: int) -> None:
+    address = f"127.0.0.1:{unused_tcp_port}"
+    status, shown, errors = await run(address)
+    assert (status, shown) == (ExitStatus.UNREACHABLE, "")
+    assert errors.startswith(f"specdec: {address}: no gRPC server answers (")
+    assert errors.count("\n") == 1
+
+
+async def test_a_server_that_is_silent_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert await run(address, "--timeout", "0.3") == (
+            ExitStatus.UNREACHABLE,
+            "",
+            f"specdec: {address}: no answer within 0.3 s\n",
+        )
+
+
+async def test_another_grpc_server_is_one_line() -> None:
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    status, shown, errors = await run(address)
+    await server.stop(None)
+    assert (status, shown) == (ExitStatus.REFUSED, "")
+    assert errors.startswith(f"specdec: {address}: a gRPC server answers, but no orchestrator, verifier or draft")
+    assert errors.count("\n") == 1
+
+
+async def test_a_watch_goes_on_until_it_is_interrupted(services: dict[str, str]) -> None:
+    command = (sys.executable, "-m", "specdec.cli", "stats", services["draft"], "--watch", "0.1", "--json")
+    # A test run in the background ignores SIGINT, and its children with it.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, preexec_fn=heed)
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        looks = [json.loads(await process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (ExitStatus.INTERRUPTED, b"")
+    assert looks[0]["up_us"] < looks[1]["up_us"] < looks[2]["up_us"]
+
+
+# --- what is printed --------------------------------------------------------------------------------
+
+POD = PodInfo(version="1.2", process_id=7, device="cpu", dtype="bfloat16", threads=[4, 3])
+VERIFIER = GetStatsResponse(
+    pod=POD,
+    identity=IDENTITY,
+    up_us=200_000_000,
+    busy_us=50_000_000,
+    running=2,
+    waiting=1,
+    throttled=1,
+    sessions=3,
+    max_sessions=5,
+    max_waiting=4,
+    kv_tokens=1000,
+    kv_held_tokens=100,
+    kv_cached_tokens=50,
+    steps=10,
+    rows=35,
+    committed_tokens=1 << 40,
+    offered_candidates=8,
+    accepted_candidates=6,
+    fast_paths_off=["a: off, b; c", "d: off, e; f"],
+)
+ORCHESTRATOR = GenerationServiceGetStatsResponse(
+    pod=PodInfo(version="1.2", process_id=7),
+    requests=9,
+    failed_requests={"OVERLOADED": 3},
+    failover_events={"verifier_lost": 2, "draft_back": 1},
+    verifiers=[
+        PodView(address="a:1", breaker=BREAKER_STATE_OPEN),
+        PodView(
+            address="b.c:1",
+            breaker=BREAKER_STATE_HALF_OPEN,
+            unfit_reason="draft_lost",
+            sessions=1,
+            capacity=PodCapacity(sessions=4, room=6),
+        ),
+    ],
+)
+DRAFT = DraftServiceGetStatsResponse(pod=POD, up_us=3_000_000, sent_candidates=30, committed_tokens=4, guessed_tokens=3)
+
+
+def lines(role: str, stats: Stats, before: Stats | None = None) -> list[str]:
+    return list(table("h:1", PodStats(role, stats), before and PodStats(role, before)))
+
+
+def test_the_lines_of_a_verifier() -> None:
+    shown = lines("verifier", VERIFIER)
+    assert shown[:2] == ["verifier at h:1", "  process      7, specdec 1.2, up 3 min 20 s"]
+    for line in (
+        "  computes     on cpu in bfloat16, with 4 or 3 threads, not exact",
+        "  sessions     3 open (at most 5): 2 running, 1 waiting (at most 4), 1 of them ahead of their readers",
+        "  KV memory    1000 tokens, 10 % held, 5 % cached",
+        "  steps        10 of 3.5 rows each; 25 % busy since the start",
+        "  candidates   8 verified, 6 accepted (75 %)",
+        "  fast paths   a: off, b; c",
+        "               d: off, e; f",
+    ):
+        assert line in shown
+
+
+def test_the_lines_of_an_orchestrator() -> None:
+    shown = lines("orchestrator", ORCHESTRATOR)
+    for line in (
+        "  requests     9: 0 running, 0 left by their callers, failed: 3 OVERLOADED",
+        "  failover     1 draft_back, 2 verifier_lost",
+        "  verifiers    a:1    breaker open, 0 sessions from here",
+        f"{' ' * 15}b.c:1  not asked: draft_lost, breaker half-open, 1 session from here, 4 in all, room for 6 more",
+        "  drafts       none",
+    ):
+        assert line in shown
+
+
+def test_rates_are_those_since_the_look_before() -> None:
+    before = DraftServiceGetStatsResponse(pod=POD, up_us=1_000_000, sent_candidates=10)
+    assert "  candidates   30 sent in 0 messages (10/s)" in lines("draft", DRAFT, before)
+    before.pod.process_id = 8  # another process, whose counters say nothing of this one
+    assert "  candidates   30 sent in 0 messages" in lines("draft", DRAFT, before)
+
+
+@pytest.mark.parametrize("stats", [VERIFIER, ORCHESTRATOR, DRAFT], ids=["verifier", "orchestrator", "draft"])
+def test_nothing_is_lost_in_json(stats: Message) -> None:
+    told = json.loads(json.dumps(PodStats("x", stats).as_json()))  # type: ignore[arg-type]
+    assert told.pop("role") == "x"
+    assert ParseDict(told, type(stats)()) == stats
+    assert list(told) == [field.name for field in stats.DESCRIPTOR.fields if field.name in told]
+
+
+def test_numbers_are_numbers_in_json() -> None:
+    assert PodStats("verifier", VERIFIER).as_json()["committed_tokens"] == 1 << 40
+    told = PodStats("orchestrator", ORCHESTRATOR).as_json()
+    assert told["failed_requests"] == {"OVERLOADED": 3}
+    assert told["verifiers"][1]["capacity"]["room"] == 6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9, "0 s"), (59, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min"), (90_000, "1 d 1 h")],
+)
+def test_a_span_has_two_units(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+def test_a_part_of_nothing_is_nothing() -> None:
+    assert (percent(0, 0), percent(1, 3)) == ("0 %", "33 %")
