@@ -13,6 +13,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
+"""Row counts that are compared."""
+
 Shape = tuple[int, int]
 """The shape of a product: columns of its input and of its result."""
 
@@ -58,6 +61,13 @@ class ShapeRowCounts:
         """Use the same counts for batches and for all shapes."""
         rows = InvariantRowCounts(counts)
         return cls(rows, dict.fromkeys(shapes, rows))
+
+    @classmethod
+    def made_up_of(cls, products: Mapping[Shape, InvariantRowCounts]) -> ShapeRowCounts | None:
+        """Return the counts of these products, with all of CANDIDATES for batches that each of them can make up; None
+        if there is none."""
+        batch = [count for count in CANDIDATES if all(rows.exact_tiles(count) for rows in products.values())]
+        return cls(InvariantRowCounts(tuple(batch)), products) if batch else None
 
     def tiles(self, shape: Shape, rows: int) -> list[int]:
         """Return the tiles of a product of this shape in a batch of `rows`, which must be padded.

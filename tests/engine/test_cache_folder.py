@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from specdec.engine import cache_folder
-from specdec.engine.cpu import openmp
+from specdec.engine.cpu import openmp, packed_gemm
+from tests.models import make
 
 
 @pytest.fixture
@@ -79,6 +80,40 @@ def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPa
     assert [cache_folder.read("kind", number) is None for number in range(3)] == [True, False, False]
 
 
+LAYERS = """
+import sys
+from pathlib import Path
+import numpy as np
+from specdec.engine.cpu.layers import compiled
+from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.model_directory import ModelDirectory
+engine = CpuEngine(ModelDirectory(Path(sys.argv[1])), capacity=1024, threads=(1,), exact=False)
+packer = engine.packer()
+slots = np.arange(1, 151)
+rows = packer.add_rows([7 * i % 300 for i in range(150)], 0, slots)
+packer.add_path(slots, rows)
+for row in rows:
+    packer.want(row)
+bits = engine.forward(packer.pack()).tobytes()
+import hashlib
+print(sum(compiled(16)._cache_hits.values()), hashlib.sha256(bits).hexdigest())
+"""
+
+
+def test_code_has_the_same_bits_compiled_here_and_kept(folder: Path, tmp_path: Path) -> None:
+    """Loops add in the order that they were compiled to: no version of an inner loop may stand for another one."""
+    model = make("llama", tmp_path)
+    starts = [
+        subprocess.run(
+            [sys.executable, "-c", LAYERS, str(model)], capture_output=True, text=True, check=True
+        ).stdout.split()[-2:]
+        for _ in range(2)
+    ]
+    assert starts[0][1] == starts[1][1]
+    if packed_gemm.AVAILABLE:
+        assert [hits for hits, _ in starts] == ["0", "1"]
+
+
 ATTENTION = """
 import sys
 import numpy as np
@@ -92,7 +127,7 @@ attend = kernel(width, width)
 cuts = np.asarray([0, 3, 8] if threads == 2 else [0, 8])
 attend(query, keys, values, np.arange(8), np.zeros(4, int), np.arange(4, 8), np.arange(5), EVERYTHING,
        np.float32(0.5), np.float32(0), out, cuts)
-(hits,) = [sum(attend._cache_hits.values())]
+(hits,) = [sum(attend.outside._cache_hits.values())]
 print(hits, out.tobytes().hex())
 """
 

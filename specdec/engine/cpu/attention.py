@@ -10,18 +10,17 @@ the same bits in every batch. Keys, values and queries may be bfloat16; all arit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.cpu import openmp
 from specdec.engine.cpu.arithmetic import REORDERED, Array, array_of, exp, narrowed
-from specdec.engine.cpu.code_cache import kept
+from specdec.engine.cpu.compiling import closed, part
 from specdec.engine.cpu.layout import RaggedBatch
 from specdec.engine.cpu.vectors import dots, weighted_sums
 
@@ -133,7 +132,7 @@ def shares(
     return np.concatenate([[0], cuts, [len(ends)]])
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@closed("store")
 def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -> None:
     """Write new keys and values [t, kv_heads, width] to their slots."""
     for r in range(len(slots)):
@@ -143,7 +142,7 @@ def _store(new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any) -
 
 
 @functools.cache
-def kernel(width: int, value_width: int) -> Callable[..., None]:
+def kernel(width: int, value_width: int) -> openmp.SharedLoop:
     """Return the loop for heads of these widths, which are compiled into it.
 
     It is one function: LLVM keeps its accumulators in registers only where it sees all of the loop."""
@@ -229,11 +228,10 @@ def kernel(width: int, value_width: int) -> Callable[..., None]:
                         out[r, head, d] = narrowed(sums[i, d], out[r, head, d])
 
     attend.__qualname__ = f"attend_{width}_{value_width}"  # symbols are made of it (`cpu/openmp.py`)
-    loop = openmp.shared(numba.njit(nogil=True, error_model="numpy")(attend))
-    return kept(f"attend-{width}-{value_width}", loop)  # type: ignore[no-any-return]
+    return openmp.shared(error_model="numpy")(attend)
 
 
-@numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
+@part(fastmath=REORDERED, error_model="numpy")
 def _soften(weights: Any, softcap: Any) -> None:
     """Replace scores by their softmax, after the softcap if there is one (0: none)."""
     if softcap > 0:

@@ -8,8 +8,11 @@ names what it calls outside: no address of this process is in it.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -22,18 +25,18 @@ from specdec.engine import cache_folder
 log = structlog.get_logger()
 
 
-def kept(name: str, dispatcher: Any) -> Any:
-    """Have a compiled function come from the cache folder, and return it. No other one may have its `name`: whatever
-    is compiled into it, such as a width, must be named too."""
-    dispatcher._cache = CodeCache(name)
+def kept(name: str, file: str, dispatcher: Any) -> Any:
+    """Have a compiled function, written in this file, come from the cache folder, and return it. No other one may have
+    its `name`: whatever is compiled into it, such as a width, must be named too."""
+    dispatcher._cache = CodeCache(name, file)
     return dispatcher
 
 
 class CodeCache(_Cache):  # type: ignore[misc]
     """The code of one function, for each signature that it is called with."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, file: str) -> None:
+        self._name, self._file = name, file
 
     @property
     def cache_path(self) -> str:
@@ -64,4 +67,10 @@ class CodeCache(_Cache):  # type: ignore[misc]
 
     def _key(self, sig: Any, codegen: Any) -> tuple[object, ...]:
         settings = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
-        return self._name, str(sig), codegen.magic_tuple(), settings
+        return self._name, _content(self._file), str(sig), codegen.magic_tuple(), settings
+
+
+@functools.cache
+def _content(file: str) -> str:
+    """Return a digest of the file that a function is written in: it may be none of the engines' sources."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

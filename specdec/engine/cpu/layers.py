@@ -10,14 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from specdec.engine.cpu.arithmetic import Array
 from specdec.engine.cpu.attention import kernel
-from specdec.engine.cpu.code_cache import kept
+from specdec.engine.cpu.compiling import closed
 from specdec.engine.cpu.loops import add_and_normalise, gate, rotate
-from specdec.engine.cpu.openmp import Cuts
+from specdec.engine.cpu.openmp import Cuts, SharedLoop
 from specdec.engine.cpu.packed_gemm import product
 
 PRODUCTS = 4
@@ -69,9 +68,23 @@ class Shares(NamedTuple):
     attention: Cuts
 
 
-def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
-    """Return the function that runs all layers, with `attend` as the attention kernel for their heads;
-    multiply(products, number) must return the result of a product."""
+class Loops(NamedTuple):
+    """The loops of a layer, as they are called from compiled code or from Python."""
+
+    add_and_normalise: Callable[..., None]
+    rotate: Callable[..., None]
+    gate: Callable[..., None]
+    attend: Callable[..., None]  # for heads of one width
+
+
+def _loops(width: int) -> tuple[SharedLoop, ...]:
+    """Return the loops in the order of `Loops`."""
+    return add_and_normalise, rotate, gate, kernel(width, width)
+
+
+def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
+    """Return the function that runs all layers; multiply(products, number) must return the result of a product."""
+    add_and_normalise, rotate, gate, attend = loops
 
     def layers(
         products: Any,
@@ -128,12 +141,12 @@ def sequence(attend: Callable[..., None], multiply: Callable[[Any, int], Array])
 @functools.cache
 def compiled(width: int) -> Callable[..., None]:
     """Compile the layers for heads of this width and prepacked GEMMs (`cpu/packed_gemm.py`: `Products`)."""
-    layers = sequence(kernel(width, width), product)
+    layers = sequence(Loops(*(each.inside for each in _loops(width))), product)
     layers.__qualname__ = f"layers_{width}"  # symbols are made of it (`cpu/openmp.py`)
-    return kept(f"layers-{width}", numba.njit(nogil=True)(layers))  # type: ignore[no-any-return]
+    return closed(f"layers-{width}")(layers)  # type: ignore[no-any-return]
 
 
 @functools.cache
 def interpreted(width: int) -> Callable[..., None]:
     """Return the layers as Python, for heads of this width; `products` are functions that each return a product."""
-    return sequence(kernel(width, width), lambda products, number: products[number]())
+    return sequence(Loops(*_loops(width)), lambda products, number: products[number]())

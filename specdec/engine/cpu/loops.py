@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from specdec.engine.cpu import openmp
 from specdec.engine.cpu.arithmetic import REORDERED, exp, narrowed, widened
 
 
-@openmp.shared
-@numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
+@openmp.shared(fastmath=REORDERED, error_model="numpy")
 def add_and_normalise(
     residual: Any,  # [t, hidden]
     update: Any,  # [t, hidden]
@@ -39,8 +37,7 @@ def add_and_normalise(
             y[d] = narrowed(widened(x[d]) * scale * widened(weight[d]), y[d])
 
 
-@openmp.shared
-@numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
+@openmp.shared(fastmath=REORDERED, error_model="numpy")
 def rotate(
     projected: Any,  # [t, (heads + 2 * kv_heads) * width]: queries, keys, values
     norms: Any,  # [2, width] weights of the RMS norm of query and key heads, or [0, width]
@@ -90,8 +87,7 @@ def rotate(
                 values[kv_head, slots[r], d] = v[kv_head * width + d]
 
 
-@openmp.shared
-@numba.njit(nogil=True, fastmath=REORDERED, error_model="numpy")  # type: ignore[untyped-decorator]
+@openmp.shared(fastmath=REORDERED, error_model="numpy")
 def gate(
     projected: Any,  # [t, 2 * inner]: gates, then ups
     out: Any,  # [t, inner]

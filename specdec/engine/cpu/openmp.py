@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch  # noqa: F401 - brings the runtime
 from llvmlite import binding as llvm
@@ -21,6 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from specdec.engine.cpu.compiling import closed, part
 
 Cuts = NDArray[np.int64]
 """The bounds [shares + 1] of a loop's shares: where each begins, and the end of the last."""
@@ -53,50 +54,69 @@ def evenly(rows: int, threads: int, least: int) -> Cuts:
     return np.arange(shares + 1) * rows // shares
 
 
-def shared(loop: Any) -> Callable[..., None]:
-    """Make a loop that the OpenMP team shares of a compiled loop(*arguments, cuts), which runs from cuts[0] to cuts[1].
+class SharedLoop:
+    """A loop that the OpenMP team shares. From Python this object is called, compiled code calls its `inside`."""
 
-    The new one takes any number of cuts, and each thread runs one share, or several if the team has fewer threads than
-    shares. All threads see the same arrays.
+    def __init__(self, function: Callable[..., None], file: str) -> None:
+        self.inside: Any = part()(function)
+        self.outside: Any = closed(function.__qualname__, file)(function)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.outside(*arguments)
+
+
+def shared(**options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
+    """Return a decorator that makes a shared loop of a loop(*arguments, cuts), which runs from cuts[0] to cuts[1];
+    `options` are those of `numba.njit`.
+
+    The shared one takes any number of cuts, and each thread runs one share, or several if the team has fewer threads
+    than shares. All threads see the same arrays. Where there is no team its caller runs all of it.
     """
-    if not AVAILABLE:
-        return loop  # type: ignore[no-any-return]
 
-    def share(given: Any) -> None:
-        """Run the calling thread's shares."""
-        cuts = given[-1]
-        for number in range(_thread(), len(cuts) - 1, _team()):
-            loop(*given[:-1], cuts[number : number + 2])
+    def decorate(function: Callable[..., None]) -> SharedLoop:
+        loop = part(**options)(function)
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def share_of(_context: Any, arguments: Any) -> Any:
-        """Return the address of a function of this module that reads the arguments and runs its thread's shares."""
+        def share(given: Any) -> None:
+            """Run the calling thread's shares."""
+            cuts = given[-1]
+            for number in range(_thread(), len(cuts) - 1, _team()):
+                loop(*given[:-1], cuts[number : number + 2])
 
-        def generate(context: Any, builder: Any, signature: Any, _: Any) -> Any:
-            own = types.void(signature.args[0])
-            compiled = context.compile_subroutine(builder, share, own)
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
-            function = ir.Function(builder.module, kind, builder.module.get_unique_name("specdec.share"))
-            function.linkage = "internal"
-            inside = ir.IRBuilder(function.append_basic_block())
-            place = inside.bitcast(function.args[0], context.get_value_type(signature.args[0]).as_pointer())
-            context.call_internal_no_propagate(inside, compiled.fndesc, own, [inside.load(place)])
-            inside.ret_void()
-            return builder.ptrtoint(function, ir.IntType(64))
+        @intrinsic  # type: ignore[untyped-decorator]
+        def share_of(_context: Any, arguments: Any) -> Any:
+            """Return the address of a function of this module that reads the arguments and runs its thread's shares."""
 
-        return types.uintp(arguments), generate
+            def generate(context: Any, builder: Any, signature: Any, _: Any) -> Any:
+                own = types.void(signature.args[0])
+                compiled = context.compile_subroutine(builder, share, own)
+                kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
+                function = ir.Function(builder.module, kind, builder.module.get_unique_name("specdec.share"))
+                function.linkage = "internal"
+                inside = ir.IRBuilder(function.append_basic_block())
+                place = inside.bitcast(function.args[0], context.get_value_type(signature.args[0]).as_pointer())
+                context.call_internal_no_propagate(inside, compiled.fndesc, own, [inside.load(place)])
+                inside.ret_void()
+                return builder.ptrtoint(function, ir.IntType(64))
 
-    def run(*arguments: Any) -> None:
-        shares = len(arguments[-1]) - 1
-        if shares == 1:
+            return types.uintp(arguments), generate
+
+        def run(*arguments: Any) -> None:
+            shares = len(arguments[-1]) - 1
+            if shares == 1:
+                loop(*arguments)
+            else:
+                _parallel(share_of(arguments), _address(arguments), np.uint32(shares), np.uint32(0))
+
+        def alone(*arguments: Any) -> None:
             loop(*arguments)
-        else:
-            _parallel(share_of(arguments), _address(arguments), np.uint32(shares), np.uint32(0))
 
-    # Symbols are made of these names: two loops must not share one, not even over the cache (`cpu/code_cache.py`).
-    for function in (share, run):
-        function.__qualname__ = f"{function.__name__}_{loop.py_func.__qualname__}"
-    return numba.njit(nogil=True)(run)  # type: ignore[no-any-return]
+        # Symbols are made of these names: no two loops share one.
+        whole = run if AVAILABLE else alone
+        for each in (share, whole):
+            each.__qualname__ = f"{each.__name__}_{function.__qualname__}"
+        return SharedLoop(whole, function.__code__.co_filename)
+
+    return decorate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.cpu.arithmetic import Array
+from specdec.engine.cpu.compiling import part
 from specdec.engine.fast_paths import TESTED_TORCH
 from specdec.engine.hf.linear import PackedLinear
 
@@ -171,24 +172,28 @@ def _pointer_to(_context: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@part()
 def product(products: Any, number: Any) -> Any:
     """Compute the product of this number, [t, outputs] in the stored dtype. The result is valid until the next one."""
     kind = number % len(products.outputs)
     begin, end, columns = products.first[kind], products.first[kind + 1], products.outputs[kind]
     if end - begin == 1:
         return _tile(products, number, kind, begin)
-    rows = products.rows[begin:end].sum()
+    rows = 0
+    for tile in range(begin, end):
+        rows += products.rows[tile]
     together = products.together[: rows * columns].reshape(rows, columns)
     done = 0
     for tile in range(begin, end):
-        part = _tile(products, number, kind, tile)
-        together[done : done + len(part)] = part
-        done += len(part)
+        result = _tile(products, number, kind, tile)
+        for row in range(len(result)):  # an assignment of whole arrays takes seconds to compile
+            for column in range(columns):
+                together[done + row, column] = result[row, column]
+        done += len(result)
     return together
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@part()
 def _tile(products: Any, number: Any, kind: Any, tile: Any) -> Any:
     """Compute one tile of a product. The result is valid until the next tile of its kind."""
     result = products.results[kind : kind + 1]

@@ -19,10 +19,10 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.attention_hook import PackedAttention
-from specdec.engine.hf.batch_invariance import CANDIDATES, rows_are_independent
+from specdec.engine.hf.batch_invariance import rows_are_independent
 from specdec.engine.hf.linear import lay_out
 from specdec.engine.hf.reference_check import ReferenceCheck
-from specdec.engine.row_counts import InvariantRowCounts
+from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts
 
 LEAST_ROWS = 2
 """Rows of the smallest batch: a single row would be compiled by itself, with kernels that may round differently."""

@@ -19,10 +19,10 @@ from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
-from specdec.engine.hf.batch_invariance import CANDIDATES, tile
+from specdec.engine.hf.batch_invariance import tile
 from specdec.engine.hf.linear import PackedLinear, can_pack, lay_out
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.row_counts import Shape, ShapeRowCounts
+from specdec.engine.row_counts import CANDIDATES, Shape, ShapeRowCounts
 
 
 class CpuEngine(TorchEngine):

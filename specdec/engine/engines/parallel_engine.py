@@ -18,6 +18,7 @@ from specdec.engine.distributed.ranks import Ranks
 from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.hf.batch_invariance import make_exact
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.hf.shards import sum_in_order
 from specdec.engine.kv.slots import Slots
@@ -34,6 +35,11 @@ class PartEngine(TorchEngine):
     def __init__(self, directory: ModelDirectory, *, ranks: Ranks, **options: Any) -> None:
         self._ranks = ranks
         super().__init__(directory, ranks=ranks, **options)
+
+    def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
+        """Check as one process does, anew at each start: nothing of it is kept, since ranks may be on any machine."""
+        reference.check(self)
+        self.exact = exact and make_exact(self)
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
         super().tile(classes)

@@ -28,7 +28,7 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.gpu.upload import upload
 from specdec.engine.hf import llama_like
-from specdec.engine.hf.batch_invariance import CANDIDATES, make_exact, tile, untile
+from specdec.engine.hf.batch_invariance import make_exact, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
 from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.hidden_states import with_hidden_states
@@ -38,7 +38,7 @@ from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
+from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts
 
 LEAST_PARTIALS = 1 << 12
 """Partials that there is room for at first. A step that needs more gets room for the next power of two, and graphs are

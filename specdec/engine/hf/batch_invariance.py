@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,12 +18,14 @@ from transformers import PreTrainedModel
 from specdec.engine.batch import Packer
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.hf.gpu_head import GpuHead
+from specdec.engine.hf.kept_exactness import KeptExactness
 from specdec.engine.hf.linear import PackedLinear
 from specdec.engine.hf.pretrained import is_quantised
 from specdec.engine.kv.slots import PADDING_SLOT
-from specdec.engine.row_counts import InvariantRowCounts, Shape, ShapeRowCounts
+from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
 
-CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
+log = structlog.get_logger()
+
 PROBED_ROWS = 128
 """Rows that are compared at each row count: even in the smallest layers they show a difference in one element of
 10,000."""
@@ -30,6 +33,9 @@ PROBED_ROWS = 128
 CROWDS = (41, 200, 487, 680)
 """Numbers of other rows beside a text in the check of a whole engine: below, near and beyond the largest of
 CANDIDATES."""
+
+TEXT = 24
+"""Tokens of the text in that check."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead
 
@@ -70,8 +76,7 @@ def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> 
     for layer in layers:
         shapes[_shape(layer)][layer.bias is None] = layer
     products = {shape: _largest_class(alike.values(), device, threads) for shape, alike in shapes.items()}
-    batch = [count for count in CANDIDATES if all(rows.exact_tiles(count) for rows in products.values())]
-    return ShapeRowCounts(InvariantRowCounts(tuple(batch)), products) if batch else None
+    return ShapeRowCounts.made_up_of(products)
 
 
 def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> InvariantRowCounts:
@@ -123,18 +128,34 @@ class Tileable(Engine, Protocol):
         """Run products at these row counts only; with None at the usual ones."""
 
 
-def make_exact(engine: Tileable) -> bool:
+def make_exact(engine: Tileable, contents: bytes | None = None) -> bool:
     """Have an engine run at invariant row counts only, if a check finds that rows then do not depend on their batch;
-    return whether they do not."""
+    return whether they do not.
+
+    `contents` is a digest that differs where the model's weights do: by it what is found is kept for the next start
+    (`kept_exactness.py`). Without it nothing is kept.
+    """
     if is_quantised(engine.model):  # these layers cannot be tiled: exact as they are, or not at all
         return rows_are_independent(engine)
     linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
     threaded = cpu_threads(engine)
-    classes = find(linears, str(engine.model.device), () if threaded is None else threaded.threads)
+    threads = () if threaded is None else threaded.threads
+    kept = None
+    if contents is not None and engine.model.device.type == "cpu":
+        kept = KeptExactness(contents, engine.model, linears, threads)
+    if kept is not None and (known := kept.read()) is not None:
+        engine.tile(known.classes)
+        if _bits_of_prompt(engine) == known.bits:
+            return True
+        log.warning("kept_exactness_refused", why="the same text has other bits now")
+        engine.tile(None)
+    classes = find(linears, str(engine.model.device), threads)
     if classes is None:
         return False
     engine.tile(classes)
     if rows_are_independent(engine):
+        if kept is not None:
+            kept.write(classes, _bits_of_prompt(engine))
         return True
     engine.tile(None)
     return False
@@ -155,6 +176,25 @@ def rows_are_independent(engine: Engine) -> bool:
     return len(found) == 1
 
 
+def _bits_of_prompt(engine: Engine) -> str:
+    """Return a digest of the logits of the check's text as one prompt, with every number of threads."""
+    digest = hashlib.sha256()
+    for _ in _thread_counts(engine):
+        text, own = _text(engine), np.arange(1, 1 + TEXT)
+        packer = engine.packer()
+        rows = packer.add_rows(text, 0, own)
+        packer.add_path(own, rows)
+        for row in rows:
+            packer.want(row)
+        digest.update(engine.forward(packer.pack())[:TEXT].tobytes())
+    return digest.hexdigest()
+
+
+def _text(engine: Engine) -> list[int]:
+    """Return the check's text, of TEXT tokens."""
+    return list(np.random.default_rng(1).integers(0, engine.vocabulary, TEXT).tolist())
+
+
 def _thread_counts(engine: Engine) -> Iterator[None]:
     """Have an engine compute with each of its thread counts in turn, the largest last; any other as it does."""
     threaded = cpu_threads(engine)
@@ -168,10 +208,9 @@ def _thread_counts(engine: Engine) -> Iterator[None]:
 
 def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
     """Return the logits of a text; None unless they are the same in all batches that are tried."""
-    generator = np.random.default_rng(1)
-    length, at_once = 24, 5
-    text = generator.integers(0, engine.vocabulary, length).tolist()
-    strangers = generator.integers(0, engine.vocabulary, 3 * length).tolist()
+    length, at_once = TEXT, 5
+    text = _text(engine)
+    strangers = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
     own, theirs, elsewhere = np.split(np.arange(1, 1 + 4 * length + at_once), (length, 4 * length))
 
     def logits(packer: Packer, wanted: int) -> NDArray[np.float32]:

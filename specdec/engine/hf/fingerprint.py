@@ -1,10 +1,18 @@
-"""The part of the numerics fingerprint that names the device."""
+"""What bits depend on besides a model: the device, as part of the numerics fingerprint, and the whole machine."""
 
 from __future__ import annotations
 
+import os
 import platform
+from pathlib import Path
 
 import torch
+
+VARYING = ("processor", "cpu MHz", "bogomips", "BogoMIPS", "physical id", "core id", "apicid", "initial apicid")
+"""Fields of /proc/cpuinfo that say nothing of how a processor computes, and differ between cores or between starts."""
+
+SETTINGS = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
+"""Beginnings of the names of environment variables that change how torch and the libraries below it compute."""
 
 
 def device_kind(device: str) -> str:
@@ -12,3 +20,29 @@ def device_kind(device: str) -> str:
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def machine() -> tuple[object, ...] | None:
+    """Return everything that decides which kernels torch runs on this CPU: the processor with its caches, the cores
+    that this process may use, settings, and the libraries that torch was built with. None if it cannot be known."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        caches = [
+            each.read_text().strip() for each in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"))
+        ]
+        cores = sorted(os.sched_getaffinity(0))
+    except (OSError, AttributeError):  # not Linux, or its files are hidden
+        return None
+    processor = [line for line in first if line.partition(":")[0].strip() not in VARYING]
+    settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS))
+    return (
+        platform.machine(),
+        tuple(processor),
+        tuple(caches),
+        tuple(cores),
+        os.cpu_count(),
+        tuple(settings),
+        torch.__config__.show(),
+        torch.__config__.parallel_info(),
+        torch.get_float32_matmul_precision(),
+    )

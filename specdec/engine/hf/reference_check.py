@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,11 @@ class ReferenceCheck:
             narrow = ", which ends at 65504: take float32 or bfloat16" if dtype == torch.float16 else ""
             raise UnsupportedModelError(f"{name}: its own logits are no numbers in {str(dtype)[6:]}{narrow}")
         return cls(name, allowed, text, branch, logits)
+
+    @property
+    def contents(self) -> bytes:
+        """A digest of the logits, which come from all weights: it differs where the weights do."""
+        return hashlib.sha256(self.logits.numpy().tobytes()).digest()
 
     def check(self, engine: Engine) -> None:
         """Raise UnsupportedModelError if the engine fails on the text and its branch in one batch, or gives other

@@ -142,7 +142,7 @@ def test_positions_beyond_those_first_computed(tmp_path: Path) -> None:
     last = 2 * FIRST_POSITIONS + 100
 
     def logits(*firsts: int) -> NDArray[np.float32]:
-        engine = CpuEngine(directory, capacity=8192)
+        engine = CpuEngine(directory, capacity=8192, exact=False)  # whose check would write to slots that are read here
         for start, position in [*((4000, first) for first in firsts), (1, last)]:
             packer = engine.packer()
             rows = packer.add_rows([5], position, [start + position])

@@ -8,7 +8,6 @@ import sys
 from itertools import pairwise
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ shared_only = pytest.mark.skipif(
 )
 
 
-@openmp.shared
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@openmp.shared()
 def scale(values: Any, factor: Any, out: Any, threads: Any, cuts: Any) -> None:
     for row in range(cuts[0], cuts[1]):
         threads[row] = cuts[0]  # whose share it was

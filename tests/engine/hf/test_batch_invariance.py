@@ -14,10 +14,10 @@ from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engines.cpu_engine import CpuEngine
-from specdec.engine.hf.batch_invariance import CANDIDATES, TiledLinear, find, rows_are_independent, tile, untile
+from specdec.engine.hf.batch_invariance import TiledLinear, find, rows_are_independent, tile, untile
 from specdec.engine.hf.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
+from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts
 from tests.engine import odd_models
 from tests.models import make
 from tests.verifier_service.fakes import BAD, TextEngine, ThreadedTextEngine

@@ -1,0 +1,104 @@
+"""How Numba compiles our loops: what is called from Python becomes a closed piece of code, what only compiled code
+calls becomes a part of its callers.
+
+Numba makes machine code of every function that a loop calls, and where code calls one of them, whichever version was
+loaded first is run. Code that was compiled in this process would so run other versions of inner loops than the same
+code from the cache folder does, which may add in another order. A closed piece runs its own version of everything,
+and so has the same bits wherever it comes from. What becomes a part needs no machine code of its own, which makes up
+a good part of the time that compiling takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite.binding import Linkage
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.typed_passes import NativeLowering
+
+from specdec.engine.cpu.code_cache import kept
+
+
+def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that has a function compiled as a closed piece of code, with these options of `numba.njit`,
+    and kept in the cache folder. No other one may have its `name`: whatever is compiled into it, such as a width, must
+    be named too. `file`: where it is written, if its code does not say so."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compiled = numba.njit(nogil=True, pipeline_class=_Closed, **options)(function)
+        return kept(name, file or function.__code__.co_filename, compiled)
+
+    return decorate
+
+
+def part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that has a function compiled as a part of its callers, with these options of `numba.njit`. It
+    cannot be called from Python."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return numba.njit(nogil=True, pipeline_class=_Part, **options)(function)
+
+    return decorate
+
+
+class ClosedLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """A library to which all functions that are linked into it belong."""
+
+    def _optimize_final_module(self) -> None:
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage is Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
+        super()._optimize_final_module()
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class ClosedLowering(NativeLowering):  # type: ignore[misc]
+    """Numba's lowering, into a closed library."""
+
+    _name = "closed_lowering"
+
+    def run_pass(self, state: Any) -> Any:
+        state.library = ClosedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return super().run_pass(state)
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class PartLowering(NativeLowering):  # type: ignore[misc]
+    """Numba's lowering, without machine code."""
+
+    _name = "part_lowering"
+
+    def run_pass(self, state: Any) -> Any:
+        state.flags.no_compile = state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
+        super().run_pass(state)
+        # In place of machine code stands a builtin, as a dispatcher wants, that is equal to no other one.
+        entry: Any = [].append
+        state.targetctx.insert_user_function(entry, state["cr"].fndesc, [state.library])
+        state["cr"] = state["cr"]._replace(cfunc=entry)
+        return True
+
+
+class _Compiler(CompilerBase):  # type: ignore[misc]
+    """Numba's passes with another lowering."""
+
+    lowering: type[NativeLowering]
+
+    def define_pipelines(self) -> list[Any]:
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.add_pass_after(self.lowering, NativeLowering)
+        passes.passes = [each for each in passes.passes if each[0] is not NativeLowering]
+        passes.finalize()
+        return [passes]
+
+
+class _Closed(_Compiler):
+    lowering = ClosedLowering
+
+
+class _Part(_Compiler):
+    lowering = PartLowering

@@ -1,0 +1,81 @@
+"""What a check of exactness has found, kept in the cache folder for the next start.
+
+An entry is found only where everything is equal that decides which kernels run: the model's configuration and weights,
+its layers as they are laid out, the thread counts, the machine (`fingerprint.py`), our sources and the versions of
+packages. It holds the invariant row counts of products, and the bits that a text had with them. Its reader runs that
+text again, and takes the entry only if the bits are the same. Only success is kept: a model that is not exact is
+checked again at each start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import structlog
+from transformers import PreTrainedModel
+
+from specdec.engine import cache_folder
+from specdec.engine.hf.fingerprint import machine
+from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
+
+log = structlog.get_logger()
+
+
+class Known(NamedTuple):
+    """What an earlier start has found."""
+
+    classes: ShapeRowCounts
+    bits: str  # digest of the logits of the check's text with these row counts
+
+
+class KeptExactness:
+    """The entry of a model whose `linears` are its linear layers as laid out, computed with each of `threads`;
+    `contents` differs where the weights do."""
+
+    def __init__(
+        self, contents: bytes, model: PreTrainedModel, linears: Collection[Any], threads: Sequence[int]
+    ) -> None:
+        self._shapes: set[Shape] = {(each.in_features, each.out_features) for each in linears}
+        kinds = sorted({f"{type(each).__name__} {_shape(each)} {each.bias is None}" for each in linears})
+        here = machine()
+        self._key = (
+            None
+            if here is None
+            else (contents, model.config.to_json_string(), str(model.dtype), kinds, tuple(threads), here)
+        )
+
+    def read(self) -> Known | None:
+        """Return what was found; None if there is no entry, or none that can be right."""
+        data = None if self._key is None else cache_folder.read("exactness", *self._key)
+        if data is None:
+            return None
+        known = self._parsed(data)
+        if known is None:
+            log.warning("kept_exactness_refused", why="its contents are not valid")
+        return known
+
+    def write(self, classes: ShapeRowCounts, bits: str) -> None:
+        if self._key is not None:
+            products = [[*shape, *rows.counts] for shape, rows in classes.products.items()]
+            cache_folder.write(json.dumps({"bits": bits, "products": products}).encode(), "exactness", *self._key)
+
+    def _parsed(self, data: bytes) -> Known | None:
+        try:
+            found = json.loads(data)
+            products = {(row[0], row[1]): tuple(row[2:]) for row in found["products"]}
+            bits = found["bits"]
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            return None
+        if set(products) != self._shapes or not isinstance(bits, str):
+            return None
+        for counts in products.values():  # a part of CANDIDATES, in order
+            if not counts or counts != tuple(count for count in CANDIDATES if count in counts):
+                return None
+        classes = ShapeRowCounts.made_up_of({shape: InvariantRowCounts(each) for shape, each in products.items()})
+        return None if classes is None else Known(classes, bits)
+
+
+def _shape(layer: Any) -> str:
+    return f"{layer.in_features}x{layer.out_features}"

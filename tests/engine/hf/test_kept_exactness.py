@@ -1,0 +1,113 @@
+"""A start that finds what an earlier one knows of exactness checks one prompt; what cannot be right is not believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.hf.fingerprint import machine
+from specdec.engine.model_directory import ModelDirectory
+from tests.models import make
+
+pytestmark = pytest.mark.skipif(
+    machine() is None, reason="nothing is kept on a machine that cannot be told from others"
+)
+
+FEW, MANY = 2, 20
+"""Passes of a start that knows, the reference check's and one prompt, and at least of one that does not."""
+
+
+class Counting(CpuEngine):
+    passes = 0
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        self.passes += 1
+        return super().logits(batch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("opt", tmp_path_factory.mktemp("models"))
+
+
+def start(model: Path, threads: int = 1) -> Counting:
+    engine = Counting(ModelDirectory(model), capacity=2048, threads=(threads,))
+    if not engine.exact:
+        pytest.skip("rows depend on their batch on this machine")
+    return engine
+
+
+def kept(folder: Path) -> Path:
+    (entry,) = folder.glob("exactness-*")
+    return entry
+
+
+def test_the_next_start_believes_what_it_finds(folder: Path, model: Path) -> None:
+    first, second = start(model), start(model)
+    assert first.passes > MANY
+    assert second.passes <= FEW
+    assert second.exact
+    assert second.numerics == first.numerics
+
+
+def test_other_weights_are_checked(folder: Path, model: Path, tmp_path: Path) -> None:
+    start(model)
+    other = make("opt", tmp_path)
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1  # of the last number, in the same size
+    weights.write_bytes(content)
+    assert start(other).passes > MANY
+
+
+def test_other_threads_are_checked(folder: Path, model: Path) -> None:
+    start(model)
+    assert start(model, threads=2).passes > MANY
+    torch.set_num_threads(1)
+
+
+def without(product: int) -> Callable[[Any], Any]:
+    return lambda found: found | {"products": found["products"][:product] + found["products"][product + 1 :]}
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "other bits": lambda found: found | {"bits": "0" * 64},
+    "no bits": lambda found: {"products": found["products"]},
+    "bits of another type": lambda found: found | {"bits": 1},
+    "a missing product": without(0),
+    "row counts that were never compared": lambda found: (
+        found | {"products": [[*row[:2], 1, 17] for row in found["products"]]}
+    ),
+    "no row counts": lambda found: found | {"products": [row[:2] for row in found["products"]]},
+    "row counts of another type": lambda found: found | {"products": [[*row[:2], "1"] for row in found["products"]]},
+    "nested": lambda found: found | {"products": [[*row[:2], [1]] for row in found["products"]]},
+    "a list": lambda found: [found],
+    "nothing": lambda found: None,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_entry_that_cannot_be_right_is_not_believed(folder: Path, model: Path, wrong: str) -> None:
+    first = start(model)
+    found = json.loads(kept(folder).read_bytes()[hashlib.sha256().digest_size :])
+    data = json.dumps(WRONG[wrong](found)).encode()
+    kept(folder).write_bytes(hashlib.sha256(data).digest() + data)
+    again = start(model)
+    assert again.passes > MANY
+    assert again.numerics == first.numerics
+    assert start(model).passes <= FEW  # the entry was mended
