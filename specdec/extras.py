@@ -14,7 +14,7 @@ EXTRAS = {
     "accelerate": "parallel",
     "gguf": "bench",
     "google.rpc": "service",
-    "grpc_health": "service",
+    "grpc_health": "cli",
     "grpc_reflection": "service",
     "grpc_status": "service",
     "jinja2": "orchestrator",

@@ -18,6 +18,7 @@ from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile
 from specdec.cli.report import Report
 from specdec.cli.results_file import ResultsFile
+from specdec.cli.waiting import Waiting
 from specdec.client import Chunk, Client, Speculation
 from specdec.command_line import addresses, duration
 from specdec.exit_status import ExitStatus
@@ -153,7 +154,8 @@ def generate(
             )
             return
         with Client(address, timeout=timeout) as client:
-            _complete(client, sys.stdin.read() if prompt == "-" else prompt, options, json_output)
+            text = sys.stdin.read() if prompt == "-" else prompt
+            _complete(client, address, text, options, json_output)
     except (ValueError, TypeError) as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
 
@@ -192,11 +194,12 @@ def _complete_file(
         raise SystemExit(status)
 
 
-def _complete(client: Client, prompt: str | None, options: dict[str, Any], json_output: bool) -> None:
+def _complete(client: Client, address: str, prompt: str | None, options: dict[str, Any], json_output: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     report = Report()
-    with client.generate(prompt, **options) as stream:
+    with client.generate(prompt, **options) as stream, Waiting(address) as waiting:
         for chunk in stream:
+            waiting.heard()
             report.take(chunk)
             if not json_output:
                 if console.is_terminal:

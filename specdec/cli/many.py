@@ -19,6 +19,7 @@ from specdec.cli.failure import STATUS
 from specdec.cli.prompt_file import Prompt, PromptFile
 from specdec.cli.report import Report
 from specdec.cli.results_file import ResultsFile
+from specdec.cli.waiting import Waiting
 from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
 
@@ -68,8 +69,8 @@ async def in_order(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None) -> Answer:
-    """Ask for one prompt; again after a pause while the servers have no room."""
+async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard: Callable[[], None]) -> Answer:
+    """Ask for one prompt; again after a pause while the servers have no room. Call `heard` when anything comes."""
     deadline = time.monotonic() + (OVERLOADED_SECONDS if timeout is None else timeout)
     while True:
         report = Report()
@@ -77,6 +78,7 @@ async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None) -> Ans
             left = None if timeout is None else max(0.001, deadline - time.monotonic())
             async with client.generate(prompt.text, timeout=left, **prompt.options) as stream:
                 async for chunk in stream:
+                    heard()
                     report.take(chunk)
             return Answer(prompt, report.as_json())
         except Overloaded as error:
@@ -120,15 +122,16 @@ async def generate_many(
     failed: list[ExitStatus] = []
     drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never among results
     bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
+    waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"))
     async with AsyncClient(address) as client:
 
         async def one(prompt: Prompt) -> Answer:
-            answer = await ask(client, prompt, timeout)
+            answer = await ask(client, prompt, timeout, waiting.heard)
             bar.advance(shown)
             return answer
 
         shown = bar.add_task("prompts", total=count, completed=kept)
-        with bar:
+        with bar, waiting:
             async with aclosing(in_order(one, left, concurrency)) as answers:
                 async for answer in answers:
                     if out is not None:

@@ -10,6 +10,7 @@ import typer
 
 from specdec import ports
 from specdec.cli.failure import fail
+from specdec.cli.waiting import Waiting
 from specdec.client import Client
 from specdec.command_line import addresses, duration
 from specdec.exit_status import ExitStatus
@@ -35,7 +36,7 @@ def tokenize(
     if chat and not special:
         fail("--no-special goes with plain text: a chat template says itself what it adds", ExitStatus.USAGE)
     try:
-        with Client(address, timeout=timeout) as client:
+        with Client(address, timeout=timeout) as client, Waiting(address):
             if chat:
                 found = client.tokenize(messages=[{"role": "user", "content": text}], pieces=not count)
             else:

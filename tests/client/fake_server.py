@@ -56,20 +56,21 @@ class Call:
 
 
 class FakeServer(GenerationServiceServicer):
-    """Serves on a free port while its context lasts. Calls past the end of the script complete."""
+    """Serves on a free port, or on this one, while its context lasts. Calls past the end of the script complete."""
 
-    def __init__(self, *acts: Act, script: Iterable[Act] = ()) -> None:
+    def __init__(self, *acts: Act, script: Iterable[Act] = (), port: int = 0) -> None:
         self._script = iter(acts or script)
         self.calls: list[Call] = []
         self.called = asyncio.Event()
         self.held = asyncio.Event()  # a call has sent its tokens and waits
         self.freed = asyncio.Event()  # a stream's handler is gone; one that holds goes by cancellation only
-        self._server = grpc.aio.server()
+        self.port = port
+        self.server = grpc.aio.server()
 
     async def __aenter__(self) -> Self:
-        add_GenerationServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        await self._server.start()
+        add_GenerationServiceServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -81,7 +82,7 @@ class FakeServer(GenerationServiceServicer):
 
     async def stop(self) -> None:
         """Break all calls off, as a server does that is shut down."""
-        await self._server.stop(grace=0)
+        await self.server.stop(grace=0)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         act = self._begin(request, context)

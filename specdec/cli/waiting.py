@@ -1,0 +1,94 @@
+"""Waiting: says on stderr what a command waits for, after a second without a word from the servers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.client.address import parse_addresses
+from specdec.v2 import verifier_pb2
+
+SILENT_SECONDS = 1.0
+"""Seconds of silence before anything is said."""
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at what the servers say of themselves, and for their answers."""
+
+VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+"""The name under which an orchestrator answers health checks for its verifiers."""
+
+
+def _on_stderr(line: str) -> None:
+    print(f"specdec: {line}", file=sys.stderr, flush=True)
+
+
+class Waiting:
+    """The wait for tokens of orchestrators. Used as a context manager around the call; `heard` is called with
+    everything that comes. What is waited for is said once, and again when it changes."""
+
+    def __init__(self, address: str, say: Callable[[str], None] = _on_stderr) -> None:
+        """`address` is one address or several, joined by commas; `say` takes a line for a person, in another thread."""
+        self._targets = [each.target for each in parse_addresses(address)]
+        self._say = say
+        self._heard_at = time.monotonic()
+        self._said = ""
+        self._over = threading.Event()
+        self._looking = threading.Thread(target=self._look_again, name="waiting", daemon=True)
+
+    def heard(self) -> None:
+        """Note that a server has sent something."""
+        self._heard_at = time.monotonic()
+        self._said = ""
+
+    def __enter__(self) -> Self:
+        self._heard_at = time.monotonic()
+        self._looking.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._looking.join()
+
+    def _look_again(self) -> None:
+        pause = SILENT_SECONDS
+        while not self._over.wait(pause):
+            silent_since = self._heard_at
+            pause = SILENT_SECONDS - (time.monotonic() - silent_since)
+            if pause > 0:
+                continue
+            pause = LOOK_SECONDS
+            line = waited_for(self._targets)
+            if line != self._said and silent_since == self._heard_at and not self._over.is_set():
+                self._said = line
+                self._say(line)
+
+
+def waited_for(targets: list[str]) -> str:
+    """Return what a request to these servers waits for, by their health checks, in a line for a person."""
+    channels = [grpc.insecure_channel(target) for target in targets]
+    asked = health_pb2.HealthCheckRequest(service=VERIFIER)
+    calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]
+    absent, without = [], []
+    for target, call in zip(targets, calls, strict=True):
+        code = call.code()  # waits for it
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            absent.append(target)
+        elif code is grpc.StatusCode.OK and call.result().status != health_pb2.HealthCheckResponse.SERVING:
+            without.append(target)
+    for channel in channels:
+        channel.close()
+    if len(absent) == len(targets):
+        return f"waiting for an orchestrator: nothing answers at {', '.join(absent)}"
+    if len(absent) + len(without) == len(targets):
+        return f"waiting for a verifier: the orchestrator at {', '.join(without)} reaches none"
+    serving = [target for target in targets if target not in absent and target not in without]
+    return f"waiting for tokens: {', '.join(serving)} is at work (a long prompt, or many requests)"
