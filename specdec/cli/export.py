@@ -20,14 +20,18 @@ def export(
 ) -> None:
     """Export a model to ONNX. A draft service then runs it without torch."""
     from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.onnx.replaceable import check_replaceable
+    from specdec.engine.placement import Placement
+    from specdec.engine.preflight.check import Wanted, check_model
 
     try:
-        directory = ModelDirectory(model)
+        check_replaceable(out)
+        directory = check_model(Wanted(model, Placement("eager")))
         from specdec.serving.process import logs
 
         logs.configure("export", "warning")  # before libraries that write to stderr are imported
-        from specdec.engine.onnx.export import export as run  # takes seconds: a wrong path is reported before
+        from specdec.engine.onnx.export import export as run  # takes seconds: what is wrong is told before
 
         run(directory, out, dtype)
     except (ModelDirectoryError, UnsupportedModelError) as error:

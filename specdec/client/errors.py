@@ -18,9 +18,11 @@ before anything is sent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import cast
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -141,8 +143,8 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
     except DecodeError:  # broken details must not hide the error they belong to
         violations, reason, delay, request_id = [], "", None, ""
     message = error.details() or error.code().name
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED and not details:  # gRPC itself: the server has no such service
-        message = f"{message}: the server speaks another version of the protocol than this client, {PACKAGE}"
+    if not details:  # no server of ours said it
+        message = _in_other_words(error.code(), message)
     return REASONS.get(reason, ERRORS[error.code()])(
         message,
         code=error.code(),
@@ -151,6 +153,21 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
         retry_after=None if delay is None else delay.seconds + delay.nanos / 1e9,
         request_id=request_id,
     )
+
+
+def _in_other_words(code: grpc.StatusCode, details: str) -> str:
+    """Say what gRPC itself says of a call, so that a person knows what to change."""
+    if code is grpc.StatusCode.UNIMPLEMENTED:  # the server has no such service
+        return (
+            f"{details}: no orchestrator answers here, or one that speaks another version of the protocol than this "
+            f"client, {PACKAGE}"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "the timeout has passed"
+    if code is grpc.StatusCode.UNAVAILABLE and "last error: " in details:
+        why = re.sub("^[A-Z_]+: (ipv[46]:)?", "", details.rpartition("last error: ")[2])
+        return f"no server answers: {unquote(why)}"
+    return details
 
 
 def is_loss(error: SpecdecError) -> bool:

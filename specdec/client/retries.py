@@ -18,9 +18,9 @@ _LONGEST_ASKED_FOR = 60.0  # longest of the pauses that servers ask for
 _RETURN_SECONDS = 10.0
 """Seconds for which a call waits at least for a server to come back that has answered before: an orchestrator that is
 started again, as by `specdec up`, takes some of them."""
-_SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
-"""Reasons of a server that has another chat template, or that has waited in vain for what it lacks, the model to go on
-with or any verifier: another server may serve the text, this one will not soon."""
+_SETTLED = ("DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
+"""Reasons of a server that has another chat template, or that has waited in vain for what it lacks, a draft, the model
+to go on with or any verifier: another server may serve the text, this one will not soon."""
 
 
 class Retries:

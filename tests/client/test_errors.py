@@ -24,16 +24,40 @@ def test_every_error_has_a_status() -> None:
     assert set(SpecdecError.__subclasses__()) == set(ERRORS.values()) | set(REASONS.values())
 
 
-ANOTHER_VERSION = "the server speaks another version of the protocol than this client, specdec.v2"
+OTHER_WORDS = {
+    grpc.StatusCode.UNIMPLEMENTED: "{}: no orchestrator answers here, or one that speaks another version of the "
+    "protocol than this client, specdec.v2",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "the timeout has passed",
+}
+"""What gRPC itself says of a status, without details, is said in other words."""
 
 
 @pytest.mark.parametrize("code", list(ERRORS))
 def test_a_status_becomes_its_error(code: grpc.StatusCode) -> None:
     error = from_rpc(failure(code))
     assert type(error) is ERRORS[code]
-    more = f": {ANOTHER_VERSION}" if code is grpc.StatusCode.UNIMPLEMENTED else ""  # without details: of gRPC itself
-    assert (str(error), error.code, error.reason, error.violations) == (f"no{more}", code, "", [])
-    assert str(from_rpc(failure(code, message=""))) == code.name + more
+    words = OTHER_WORDS.get(code, "{}")
+    assert (str(error), error.code, error.reason, error.violations) == (words.format("no"), code, "", [])
+    assert str(from_rpc(failure(code, message=""))) == words.format(code.name)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "connections to all backends failing; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote "
+            "host: Connection refused",
+            "no server answers: 127.0.0.1:9: Failed to connect to remote host: Connection refused",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv6:%5B::1%5D:9: tcp handshaker shutdown",
+            "no server answers: [::1]:9: tcp handshaker shutdown",
+        ),
+        ("GOAWAY received", "GOAWAY received"),
+    ],
+)
+def test_an_unreachable_server_is_told_by_its_address(said: str, told: str) -> None:
+    assert str(from_rpc(failure(grpc.StatusCode.UNAVAILABLE, message=said))) == told
 
 
 @pytest.mark.parametrize("details", [b"\xff", b"\x1a\x02\xff\xff", b"\x08\x03"])

@@ -28,7 +28,8 @@ from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
-from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory
+from specdec.engine.onnx.replaceable import check_replaceable
 from specdec.engine.padded.attention import Group, PaddedAttention
 
 Dtype = Literal["float32", "float16"]
@@ -93,8 +94,7 @@ def export(directory: ModelDirectory, target: Path, dtype: Dtype = "float32") ->
     Weights, keys and values are in `dtype`; the graph's logits are float32 in any case. An earlier export in `target`
     is replaced; anything else there is left alone, with a ModelDirectoryError.
     """
-    if target.exists() and not (target / DESCRIPTION).is_file() and any(target.iterdir()):
-        raise ModelDirectoryError(f"{target}: holds something else than an exported model; it is not replaced")
+    check_replaceable(target)
     model = load(directory, DTYPES[dtype], "cpu")
     ReferenceCheck.of(model, directory.vocabulary)  # raises an error if the model does not run in this dtype
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))

@@ -1,0 +1,121 @@
+"""Wrong commands, and what each is told: docs/when-something-is-wrong.md has this table."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from specdec.exit_status import ExitStatus
+
+CANNOT, USAGE, REFUSED = ExitStatus.FAILED, ExitStatus.USAGE, ExitStatus.REFUSED
+UNREACHABLE, TRY_AGAIN = ExitStatus.UNREACHABLE, ExitStatus.TRY_AGAIN
+
+TAKEN = "50099"
+"""The port of the table that another program listens on; the test takes a free one."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong command, typed in the folder of `folder.py`."""
+
+    command: str
+    status: ExitStatus
+    says: str
+    """Part of the last line on stderr: the thing to change."""
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of `specdec`."""
+        return shlex.split(self.command)[1:]
+
+
+FORMS = "an address is HOST:PORT, [IPV6]:PORT, dns:NAME:PORT"
+
+MISTAKES = (
+    Mistake("specdec generat 'def main('", USAGE, "No such command 'generat'. Did you mean 'generate'?"),
+    Mistake("specdec generate", USAGE, "give either PROMPT or --prompt-file"),
+    Mistake("specdec generate 'def' --temprature 1", USAGE, "No such option: --temprature"),
+    Mistake(
+        "specdec generate 'def' --max-tokens 0", USAGE, "'--max-tokens': Input should be greater than or equal to 1"
+    ),
+    Mistake("specdec generate 'def' --seed -1", USAGE, "'--seed': Input should be greater than or equal to 0"),
+    Mistake("specdec generate 'def' --speculation maybe", USAGE, "'maybe' is not one of 'auto', 'off', 'always'"),
+    Mistake("specdec generate 'def' --timeout nan", USAGE, "'--timeout': Input should be less than or equal to 86400"),
+    Mistake("specdec generate 'def' --address 127.0.0.1", USAGE, f"'127.0.0.1': the port is missing; {FORMS}"),
+    Mistake("specdec generate 'def' --address http://a:1", USAGE, f"the scheme http: is not supported; {FORMS}"),
+    Mistake("specdec generate 'def' --address 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
+    Mistake("specdec generate --prompt-file prompt.jsonl", USAGE, "prompt.jsonl: No such file or directory"),
+    Mistake("specdec generate --prompt-file no-json.jsonl", USAGE, "no-json.jsonl:2: is not JSON"),
+    Mistake("specdec generate --prompt-file typo.jsonl", USAGE, "typo.jsonl:1: `temprature` cannot be set on a line"),
+    Mistake("specdec generate --prompt-file prompts.jsonl --resume", USAGE, "--resume needs --out"),
+    Mistake("specdec tokenize 'def' --address 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
+    Mistake("specdec stats 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
+    Mistake("specdec export target-1 exported", USAGE, "target-1: no such directory"),
+    Mistake("specdec export target notes", USAGE, "notes: holds something else than an exported model"),
+    Mistake("specdec verifier", USAGE, "Missing option '--model'."),
+    Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
+    Mistake("specdec verifier --model empty", CANNOT, "empty: no config.json"),
+    Mistake(
+        "specdec verifier --model half-a-config", CANNOT, "half-a-config/config.json: not JSON: Expecting property"
+    ),
+    Mistake("specdec verifier --model no-tokenizer", CANNOT, "no-tokenizer: no tokenizer.json"),
+    Mistake("specdec verifier --model no-weights", CANNOT, "no-weights: no weights (*.safetensors or model.onnx)"),
+    Mistake("specdec verifier --model cut-weights", CANNOT, "by its header they are 413024: copy it again"),
+    Mistake(
+        "specdec verifier --model no-safetensors", CANNOT, "its header is cut off, or it is not a safetensors file"
+    ),
+    Mistake("specdec verifier --model mamba", CANNOT, "mamba: architecture mamba is not supported"),
+    Mistake("specdec verifier --model magic", CANNOT, "magic: quantised by magic, which transformers does not know"),
+    Mistake("specdec verifier --model short", CANNOT, "max_position_embeddings is 8, must be an integer from 64"),
+    Mistake("specdec verifier --model target --device cuda:9", CANNOT, "device cuda:9: "),
+    Mistake("specdec verifier --model target --device gpu", CANNOT, "device gpu: cpu, cuda and cuda:N are supported"),
+    Mistake("specdec verifier --model target --dtype float16", CANNOT, "dtype float16: is for GPUs; on the CPU"),
+    Mistake(
+        "specdec verifier --model target --dtype int8", USAGE, "'int8' is not one of 'auto', 'float32', 'bfloat16'"
+    ),
+    Mistake(
+        "specdec verifier --model target --threads 0", USAGE, "'--threads': Input should be greater than or equal to 1"
+    ),
+    Mistake("specdec verifier --model target --kv-tokens 9", USAGE, "'--kv-tokens': Input should be greater than or"),
+    Mistake("specdec verifier --model target --kv-tokens 1000000000000", CANNOT, "free: give fewer --kv-tokens"),
+    Mistake(
+        "specdec verifier --model target --port 70000", USAGE, "'--port': Input should be less than or equal to 65535"
+    ),
+    Mistake(f"specdec verifier --model target --port {TAKEN}", CANNOT, f"another program listens on 127.0.0.1:{TAKEN}"),
+    Mistake("specdec verifier --model target --host 203.0.113.7", CANNOT, "--host 203.0.113.7: cannot listen there"),
+    Mistake(
+        "specdec verifier --model target --draft-model foreign", CANNOT, "the tokenizers of target and foreign differ"
+    ),
+    Mistake("specdec draft --model draft-1", CANNOT, "draft-1: no such directory"),
+    Mistake(
+        "specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine computes in float32"
+    ),
+    Mistake("specdec draft --model draft --device cuda:9", CANNOT, "device cuda:9: "),
+    Mistake("specdec orchestrator --model target", USAGE, "Missing option '--verifier'."),
+    Mistake("specdec orchestrator --model target --verifier big", USAGE, f"'big': the port is missing; {FORMS}"),
+    Mistake("specdec orchestrator --model target --verifier http://big:1", USAGE, "the scheme http: is not supported"),
+    Mistake("specdec orchestrator --model target-1 --verifier big:1", CANNOT, "target-1: no such directory"),
+    Mistake("specdec orchestrator --model no-tokenizer --verifier big:1", CANNOT, "no-tokenizer: no tokenizer.json"),
+    Mistake("specdec up --target target-1", CANNOT, "target-1: no such directory"),
+    Mistake("specdec up --target target --draft foreign", CANNOT, "the tokenizers of target and foreign differ"),
+    Mistake(f"specdec up --target target --port {TAKEN}", CANNOT, f"another program listens on 127.0.0.1:{TAKEN}"),
+    Mistake("specdec up --target target --verifier-step-rows 3", USAGE, "'--verifier-step-rows': Input should be"),
+    Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),
+)
+"""Wrong whoever runs."""
+
+ASKED = (
+    Mistake("specdec generate ''", REFUSED, "text: is empty, must hold at least 1 character"),
+    Mistake("specdec generate 'def' --temperature -1", REFUSED, "sampling.temperature: is -1, must be a finite number"),
+    Mistake("specdec generate 'def' --top-p 0", REFUSED, "sampling.top_p: is 0, must be in (0, 1]"),
+    Mistake("specdec generate 'def' --min-p 2", REFUSED, "sampling.min_p: is 2, must be in [0, 1)"),
+    Mistake("specdec generate 'def' --top-k -1", USAGE, "top_k = -1: Value out of range"),
+    Mistake("specdec generate 'def' --max-tokens 5000000000", USAGE, "max_tokens = 5000000000: Value out of range"),
+    Mistake("specdec generate 'def' --stop ''", REFUSED, "stop[0]: has 0 characters, must have 1 to 256"),
+    Mistake("specdec generate 'def' --lookahead 500 5 5", REFUSED, "adds 2008 tokens to a step, must add at most 128"),
+    Mistake("specdec generate 'def' --alpha 0.5", REFUSED, "contrast: is set, may be set with the CONTRASTIVE rule"),
+    Mistake("specdec generate 'def' --rule contrastive --alpha 2", REFUSED, "contrast.alpha: is 2, must be in (0, 1]"),
+    Mistake("specdec generate 'def' --rule contrastive", UNREACHABLE, "needs a draft: there is no draft service"),
+    Mistake("specdec generate 'def' --timeout 0.001", TRY_AGAIN, "the timeout has passed"),
+)
+"""Wrong where a target runs without a draft: what the server says."""

@@ -1,0 +1,44 @@
+"""The folder in which wrong commands are typed: a pair of models, what is left of others, and files of prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.models import make
+
+
+def furnish(folder: Path) -> None:
+    """Write `target` and `draft`, broken copies of `target` named by what is wrong with them, and files of prompts."""
+    target = make("llama", folder / "target")
+    make("llama", folder / "draft", seed=1, num_hidden_layers=1)
+
+    def broken(name: str) -> Path:
+        return Path(shutil.copytree(target, folder / name))
+
+    def configured(name: str, **fields: Any) -> None:
+        file = broken(name) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    (folder / "empty").mkdir()
+    (broken("no-tokenizer") / "tokenizer.json").unlink()
+    (broken("no-weights") / "model.safetensors").unlink()
+    (broken("half-a-config") / "config.json").write_text('{"model_type": "llama", ')
+    weights = broken("cut-weights") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    (broken("no-safetensors") / "model.safetensors").write_bytes(b"not weights at all")
+    configured("mamba", model_type="mamba")
+    configured("magic", quantization_config={"quant_method": "magic"})
+    configured("short", max_position_embeddings=8)
+    tokenizer = broken("foreign") / "tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    content["added_tokens"][0]["content"] = "<other>"
+    tokenizer.write_text(json.dumps(content))
+
+    (folder / "prompts.jsonl").write_text('{"text": "def main("}\n')
+    (folder / "no-json.jsonl").write_text('{"text": "def main("}\ndef main(\n')
+    (folder / "typo.jsonl").write_text('{"text": "def main(", "temprature": 1}\n')
+    (folder / "notes").mkdir()
+    (folder / "notes" / "readme.txt").write_text("Mine.\n")

@@ -1,0 +1,94 @@
+"""Wrong commands, configurations and files are told within seconds, in a line that names the thing to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.roles import environment
+from tests.mistakes.__main__ import table
+from tests.mistakes.commands import ASKED, MISTAKES, TAKEN, Mistake
+from tests.mistakes.folder import furnish
+
+PAGE = Path(__file__).parents[2] / "docs" / "when-something-is-wrong.md"
+
+MOST_SECONDS = 3.0
+"""Seconds of a core that a command may take. Those of the clock are this machine's affair."""
+
+BEFORE = "Usage: specdec|Try 'specdec|specdec: waiting for"
+"""What may stand before the line."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    furnish(made := tmp_path_factory.mktemp("mistakes"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[str]:
+    """A port that another program listens on."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield str(holder.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """The address of an orchestrator whose target runs without a draft."""
+    command = [sys.executable, "-m", "specdec.cli", "up", "--target", "target", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment()) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["address"]
+        process.terminate()
+
+
+def check(mistake: Mistake, words: list[str], folder: Path, taken: str) -> None:
+    """Run a wrong command, and compare what it says with the table."""
+    said, out = (folder / "said.txt"), (folder / "out.txt")
+    with said.open("w") as stderr, out.open("w") as stdout:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specdec.cli", *(word.replace(TAKEN, taken) for word in words)],
+            stdout=stdout,
+            stderr=stderr,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env=environment(),
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    lines = said.read_text().replace(taken, TAKEN).splitlines()
+    assert "Traceback" not in said.read_text()
+    assert lines, "nothing on stderr"
+    assert mistake.says in lines[-1]
+    assert process.returncode == mistake.status
+    assert out.read_text() == ""
+    more = [line for line in lines[:-1] if line and not re.match(BEFORE, line)]
+    assert not more, "more than the usage and one line"
+    assert used.ru_utime + used.ru_stime < MOST_SECONDS
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda each: each.command)
+def test_a_mistake_is_told(mistake: Mistake, folder: Path, taken: str) -> None:
+    check(mistake, mistake.words, folder, taken)
+
+
+@pytest.mark.parametrize("mistake", ASKED, ids=lambda each: each.command)
+def test_a_wrong_request_is_told(mistake: Mistake, folder: Path, taken: str, address: str) -> None:
+    check(mistake, [*mistake.words, "--address", address], folder, taken)
+
+
+def test_the_page_has_this_table() -> None:
+    """`python -m tests.mistakes` prints it."""
+    found = re.search(r"<!-- mistakes -->\n(.*)\n<!-- end -->", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    assert found[1].strip() == table()
