@@ -85,8 +85,7 @@ def main(
         (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens)))
         count = threads or threads_for(device)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(count,), dtype=dtype, device=device)
-        for path in fast_paths.off():
-            log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
+        fast_paths.log_off()
         limits = Limits(max_sessions=max_sessions)
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)

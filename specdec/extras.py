@@ -25,6 +25,7 @@ EXTRAS = {
     "onnx": "export",
     "onnxruntime": "draft",
     "onnxscript": "export",
+    "packaging": "cli",
     "rich": "cli",
     "safetensors": "verifier",
     "structlog": "service",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from specdec.extras import needed_by
 
 with needed_by("verifier", "verifier"):
-    import structlog
     import typer
 
     from specdec import ports
@@ -33,8 +32,6 @@ with needed_by("verifier", "verifier"):
 
 if TYPE_CHECKING:  # it brings torch
     from specdec.engine.distributed.ranks import Ranks
-
-log = structlog.get_logger()
 
 
 def main(
@@ -178,17 +175,17 @@ def main(
             directory, *drafts = ranks.together(lambda: checked(share))
         loaded = load(directory, ranks)
         if exact and not loaded.exact:
-            log.warning("not_exact", numerics=loaded.numerics, why="rows depend on their batch here")
             fast_paths.found_off(
-                "exactness", "rows depend on their batch here", "a token may depend on what shares its step"
+                "exactness",
+                f"rows depend on their batch here ({loaded.numerics})",
+                "a token may depend on what shares its step",
             )
         local_draft = None
         for draft in drafts:
             local_draft = DraftModelProposer(load_engine(engine, draft, **options(ranks)), draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
-        for path in fast_paths.off():
-            log.warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
+        fast_paths.log_off()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         identity = identity_of(directory, loaded, loop.context)
         return VerifierServicer(loop, identity, limits, pod_info(loaded))

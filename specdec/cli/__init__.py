@@ -12,6 +12,7 @@ with needed_by("specdec"):  # the client alone may be installed
     import typer
 
 from specdec.cli.bench import bench
+from specdec.cli.doctor import doctor
 from specdec.cli.export import export
 from specdec.cli.failure import ending
 from specdec.cli.generate import generate
@@ -49,6 +50,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, up):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (export, stats, generate, tokenize):
+for command in (doctor, export, stats, generate, tokenize):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

@@ -39,26 +39,29 @@ def place() -> Path | None:
     return (Path(home) if home else Path(os.path.expanduser("~")) / ".cache") / "specdec"
 
 
-@functools.cache
-def _usable(folder: Path) -> bool:
-    """Make the folder if it is missing; return whether it is ours alone to write, and say once why it is not used."""
+def why_unusable(folder: Path) -> str:
+    """Make the folder if it is missing; return why it is not used, nothing if it is ours alone to write."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        return _refused(folder, str(error))
+        return str(error)
     if not stat.S_ISDIR(found.st_mode):
-        return _refused(folder, "it is a link or no folder")
+        return "it is a link or no folder"
     if found.st_uid != os.geteuid():
-        return _refused(folder, "it belongs to another user")
+        return "it belongs to another user"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return _refused(folder, "other users can write to it (chmod 700 mends that)")
-    return True
+        return "other users can write to it (chmod 700 mends that)"
+    return ""
 
 
-def _refused(folder: Path, why: str) -> bool:
-    log.warning("cache_not_used", folder=str(folder), why=why, cost="each start compiles and checks anew")
-    return False
+@functools.cache
+def _usable(folder: Path) -> bool:
+    """Return whether the folder can be used, and say once why it cannot."""
+    why = why_unusable(folder)
+    if why:
+        log.warning("cache_not_used", folder=str(folder), why=why, cost="each start compiles and checks anew")
+    return not why
 
 
 @functools.cache

@@ -17,10 +17,7 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
-
-
-class UnsupportedModelError(Exception):
-    """An error that says why a model cannot run in a packed batch."""
+from specdec.engine.unsupported import UnsupportedModelError as UnsupportedModelError
 
 
 class Engine(Protocol):

@@ -1,13 +1,16 @@
 """Fast paths of the engines in this process: which are off, why, and what that costs.
 
-Nothing is imported for it: a path of a library that is not loaded says nothing, since nothing here runs on it. What
-`off` returns is logged at start, shown by GetStats, and by `specdec doctor`.
+Nothing is imported for `off`: a path of a library that is not loaded says nothing, since nothing here runs on it. What
+it returns is logged at start and told by GetStats. `of_this_machine` loads what is needed to tell all, for
+`specdec doctor`.
 """
 
 from __future__ import annotations
 
+import importlib
 import platform
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 from specdec.engine.cpu_count import cores_given
@@ -28,14 +31,48 @@ class FastPathOff(NamedTuple):
         return f"{self.name}: off, {self.why}; {self.cost}"
 
 
+class FastPath(NamedTuple):
+    """A fast path of the engine for CPUs, that an installation has or has not."""
+
+    name: str
+    module: str
+    """The module that takes it."""
+    why_off: Callable[[], str]
+    """Returns why it is off, once that module is loaded; nothing if it is on."""
+    cost: str
+
+    @property
+    def found(self) -> FastPathOff | None:
+        """The path, if it is off."""
+        why = self.why_off()
+        return FastPathOff(self.name, why, self.cost) if why else None
+
+
 def off() -> list[FastPathOff]:
     """Return the fast paths of the loaded engines that are off in this process."""
-    return [] if "torch" not in sys.modules else [*_products(), *_team(), *_settled.values()]
+    loaded = [path.found for path in PATHS if "torch" in sys.modules and path.module in sys.modules]
+    return [*(found for found in loaded if found is not None), *_settled.values()]
 
 
 def fast_paths_off() -> list[str]:
     """Return the fast paths that are off, each in a line: which, why, and what it costs."""
     return [str(each) for each in off()]
+
+
+def log_off() -> None:
+    """Log the fast paths that are off, each in a line."""
+    import structlog  # services have it; `specdec doctor` goes without
+
+    for path in off():
+        structlog.get_logger().warning("fast_path_off", path=path.name, why=path.why, cost=path.cost)
+
+
+def of_this_machine() -> dict[str, FastPathOff | None]:
+    """Load the engine for CPUs, and return each of its fast paths by name: None if it is on. ImportError if a package
+    is missing or cannot be loaded."""
+    for path in PATHS:
+        importlib.import_module(path.module)
+    return {path.name: path.found for path in PATHS}
 
 
 _settled: dict[str, FastPathOff] = {}
@@ -47,28 +84,49 @@ def found_off(name: str, why: str, cost: str) -> None:
     _settled[name] = FastPathOff(name, why, cost)
 
 
-def _products() -> list[FastPathOff]:
+def _prepacked() -> str:
+    """Weights in oneDNN's own layout."""
+    torch = sys.modules["torch"]
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return ""
+    return f"this build of torch {torch.__version__} has no oneDNN"
+
+
+def _products() -> str:
     """Packed oneDNN products, called from compiled code."""
-    gemm = sys.modules.get("specdec.engine.cpu.packed_gemm")
-    if gemm is None or gemm.AVAILABLE:
-        return []
+    if sys.modules["specdec.engine.cpu.packed_gemm"].AVAILABLE:
+        return ""
     version = sys.modules["torch"].__version__
-    if not version.startswith(TESTED_TORCH):
-        tested = " and ".join(f"{each}x" for each in TESTED_TORCH)
-        why = f"torch {version} is not tested, {tested} is"
-    else:
-        why = f"this build of torch {version} lacks the C functions"
-    return [
-        FastPathOff(
-            "one call a step", why, "each product is called from Python, which costs most where steps are short"
-        )
-    ]
+    if version.startswith(TESTED_TORCH):
+        return f"this build of torch {version} lacks the C functions"
+    return f"torch {version} is not tested, {' and '.join(f'{each}x' for each in TESTED_TORCH)} is"
 
 
-def _team() -> list[FastPathOff]:
+def _team() -> str:
     """Compiled loops on torch's OpenMP team."""
-    openmp = sys.modules.get("specdec.engine.cpu.openmp")
-    if openmp is None or openmp.AVAILABLE or cores_given() == 1:
-        return []
-    why = f"torch has no GNU OpenMP interface on {platform.system()} {platform.machine()}"
-    return [FastPathOff("OpenMP team", why, "attention and the loops between products use one thread")]
+    if sys.modules["specdec.engine.cpu.openmp"].AVAILABLE or cores_given() == 1:
+        return ""
+    return f"torch has no GNU OpenMP interface on {platform.system()} {platform.machine()}"
+
+
+PATHS = (
+    FastPath(
+        "prepacked weights",
+        "specdec.engine.hf.linear",
+        _prepacked,
+        "each product lays its weights out anew",
+    ),
+    FastPath(
+        "one call a step",
+        "specdec.engine.cpu.packed_gemm",
+        _products,
+        "each product is called from Python, which costs most where steps are short",
+    ),
+    FastPath(
+        "OpenMP team",
+        "specdec.engine.cpu.openmp",
+        _team,
+        "attention and the loops between products use one thread",
+    ),
+)
+"""In the order in which they are told."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.cgroups import MEMBERSHIP, MOUNT, Cgroup, cgroups
-from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.unsupported import UnsupportedModelError
 
 SHARE = 0.5
 TEXTS = 64

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+
+import structlog.testing
+import torch  # noqa: F401 (paths of an engine that is not loaded are not told)
+
+from specdec.engine import fast_paths
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -30,3 +36,34 @@ def test_a_torch_that_is_not_tested_is_named() -> None:
 
 def test_with_the_tested_torch_products_are_on() -> None:
     assert "one call a step" not in printed(f"import specdec.engine.cpu.packed_gemm; {SHOW}")
+
+
+def test_all_of_them_are_told_where_the_engine_loads() -> None:
+    program = """
+        from specdec.engine import fast_paths
+        found = fast_paths.of_this_machine()
+        assert list(found) == [path.name for path in fast_paths.PATHS]
+        assert [off for off in found.values() if off] == fast_paths.off()
+        print(*found)
+    """
+    assert printed(textwrap.dedent(program)) == "prepacked weights one call a step OpenMP team"
+
+
+def test_a_torch_without_prepacked_products_is_named() -> None:
+    """As builds without oneDNN are."""
+    lacking = "import torch, types; torch.ops.mkldnn = types.SimpleNamespace()"
+    said = printed(f"{lacking}; import specdec.engine.hf.linear; {SHOW}")
+    assert said.startswith("prepacked weights: off, this build of torch 2.13.0")
+    assert said.endswith("has no oneDNN; each product lays its weights out anew")
+
+
+def test_each_is_a_line_of_the_log() -> None:
+    """What only loading a model could tell included."""
+    fast_paths.found_off("test", "because", "time")
+    try:
+        with structlog.testing.capture_logs() as lines:
+            fast_paths.log_off()
+    finally:
+        fast_paths._settled.pop("test")
+    assert {"event": "fast_path_off", "log_level": "warning", "path": "test", "why": "because", "cost": "time"} in lines
+    assert len(lines) == len({line["path"] for line in lines})

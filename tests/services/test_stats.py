@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 import specdec
+from specdec.engine import fast_paths
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
@@ -133,3 +134,15 @@ async def test_failures_and_lost_pods_are_told(directories: Directories) -> None
     assert view.address == pod.address
     assert view.breaker in (generation_pb2.BREAKER_STATE_OPEN, generation_pb2.BREAKER_STATE_HALF_OPEN)
     assert view.numerics_fingerprint == pod.service.identity.numerics_fingerprint
+
+
+async def test_fast_paths_that_are_off_are_told(directories: Directories) -> None:
+    """By the verifier and by the draft, each in a line."""
+    fast_paths.found_off("test", "it is off here", "it costs nothing")
+    try:
+        async with stack(directories.target, directories.near) as services:
+            told = [(await of_verifier(services)).fast_paths_off, (await of_draft(services)).fast_paths_off]
+    finally:
+        fast_paths._settled.pop("test")
+    for lines in told:
+        assert "test: off, it is off here; it costs nothing" in lines

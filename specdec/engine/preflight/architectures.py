@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.unsupported import UnsupportedModelError
 
 
 def _names(text: str) -> frozenset[str]:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.placement import Placement
@@ -16,6 +15,7 @@ from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
 from specdec.engine.preflight.quantisation import check_quantisation
 from specdec.engine.preflight.weights import check_weights
+from specdec.engine.unsupported import UnsupportedModelError
 
 
 class Wanted(NamedTuple):

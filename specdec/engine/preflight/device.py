@@ -13,9 +13,9 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
+from specdec.engine.unsupported import UnsupportedModelError
 
 PACKAGES = {"torch": ("torch", "transformers", "numba"), "eager": ("torch", "transformers"), "onnx": ("onnxruntime",)}
 """Packages that each kind of engine wants, whatever the device."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import read_fields
 from specdec.engine.placement import BYTES, Dtype, Placement
 from specdec.engine.preflight.device import cuda_capability, cuda_number
 from specdec.engine.processor import computes_bfloat16
+from specdec.engine.unsupported import UnsupportedModelError
 
 CAPABILITY_OF_BFLOAT16 = (8, 0)
 """The compute capability from which on NVIDIA's GPUs have bfloat16 arithmetic (Ampere)."""

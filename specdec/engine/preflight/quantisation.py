@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.preflight.device import installed
+from specdec.engine.unsupported import UnsupportedModelError
 
 
 class Method(NamedTuple):

@@ -1,0 +1,44 @@
+"""`specdec doctor`: what this machine has, what is missing, and whether given models can be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.cli.failure import fail
+from specdec.engine.placement import WantedDtype
+
+
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of a target model: say whether a verifier can serve it here.")
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="Directory of a draft model: say whether a draft service can, beside the target if given."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",
+    dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=512, help="Tokens that the target's KV cache is to have room for.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what this machine has and what is missing: packages, devices, fast paths, ports, cache folder.
+
+    Exit status 0, or 1 if what was asked for by --model or --draft cannot run here.
+    """
+    from specdec.doctor.report import Asked, Report
+    from specdec.doctor.table import lines
+
+    report = Report(Asked(model, draft, device, dtype, kv_tokens))
+    if json_output:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        for line in lines(report):
+            print(line, flush=True)  # at once: what follows may load torch
+    if report.problem:
+        fail(report.problem)

@@ -1,0 +1,66 @@
+"""Models that are to be served here: the checks that services make before a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.placement import Placement, WantedDtype
+from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.preflight.dtype import dtype_of
+from specdec.engine.preflight.memory_needed import memory_needed
+from specdec.engine.unsupported import UnsupportedModelError
+from specdec.extras import hint
+
+
+class Found(NamedTuple):
+    """A model that can be served here."""
+
+    role: str
+    path: Path
+    architecture: str
+    context: int  # tokens
+    dtype: str
+    device: str
+    memory: int  # bytes at least
+
+
+class Models(NamedTuple):
+    """The models that were asked for, if all can be served together; else why not."""
+
+    found: list[Found]
+    problem: str
+
+
+def models(
+    target: Path | None, draft: Path | None, *, device: str, dtype: WantedDtype, kv_tokens: int | None
+) -> Models:
+    """Check a target as a verifier would with these options, and a draft as a draft service would by default."""
+    wanted = {}
+    if target is not None:
+        wanted["target"] = Wanted(target, Placement("torch", dtype, device, kv_tokens))
+    if draft is not None:
+        wanted["draft"] = Wanted(draft, Placement("onnx"))
+    try:
+        directories = check(*wanted.values())
+        return Models(
+            [_found(role, wanted[role].placement, each) for role, each in zip(wanted, directories, strict=True)], ""
+        )
+    except (ModelDirectoryError, UnsupportedModelError) as error:
+        return Models([], str(error))
+    except ModuleNotFoundError as error:
+        role = "draft" if target is None else "verifier"
+        return Models([], hint(error, role) or str(error))
+
+
+def _found(role: str, placement: Placement, directory: ModelDirectory) -> Found:
+    return Found(
+        role,
+        directory.path,
+        directory.model_type,
+        directory.context,
+        dtype_of(directory, placement),
+        placement.device,
+        memory_needed(directory, placement).total,
+    )

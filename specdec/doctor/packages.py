@@ -1,0 +1,97 @@
+"""Packages: which are installed, whether they are in the tested range, and what is missing of each extra.
+
+Ranges and extras are read from the metadata of this distribution, so that they are those of pyproject.toml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from specdec.extras import DISTRIBUTION, install_command
+
+EXTRAS = ("cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "parallel", "export")
+"""Extras that a person installs. Others are for development, or hold several of these."""
+
+
+class Package(NamedTuple):
+    """A package that some part of specdec wants."""
+
+    name: str
+    installed: str | None
+    """Its version; None: it is not installed."""
+    wanted: SpecifierSet
+
+    @property
+    def fits(self) -> bool:
+        """True if its version is in the range that was tested, or if it is not installed."""
+        return self.installed is None or self.wanted.contains(self.installed, prereleases=True)
+
+    @property
+    def range(self) -> str:
+        """Its range, from the least version to the one that is too late."""
+        return ",".join(sorted(set(map(str, self.wanted)), reverse=True))
+
+
+class Extra(NamedTuple):
+    """An extra of this distribution."""
+
+    name: str
+    missing: list[str]
+    """Packages of it that are not installed."""
+
+    @property
+    def command(self) -> str:
+        return install_command(self.name)
+
+
+def requirements() -> list[Requirement]:
+    """Return what this distribution requires, with and without extras; nothing if it is not installed as one."""
+    try:
+        return [Requirement(line) for line in requires(DISTRIBUTION) or ()]
+    except PackageNotFoundError:
+        return []
+
+
+def packages(required: list[Requirement]) -> list[Package]:
+    """Return the packages that specdec or one of EXTRAS requires, each once, with all of its ranges."""
+    ranges: dict[str, SpecifierSet] = {}
+    for each in (*_without_extras(required), *(each for extra in EXTRAS for each in _of(extra, required))):
+        ranges[each.name] = ranges.get(each.name, SpecifierSet()) & each.specifier
+    return [Package(name, installed_version(name), wanted) for name, wanted in ranges.items()]
+
+
+def extras(required: list[Requirement]) -> list[Extra]:
+    """Return what is missing of each of EXTRAS."""
+    return [
+        Extra(name, sorted({each.name for each in _of(name, required) if installed_version(each.name) is None}))
+        for name in EXTRAS
+    ]
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _without_extras(required: list[Requirement]) -> Iterator[Requirement]:
+    return (each for each in required if each.marker is None or each.marker.evaluate({"extra": ""}))
+
+
+def _of(extra: str, required: list[Requirement]) -> Iterator[Requirement]:
+    """Yield what an extra requires here, extras that it holds included."""
+    for each in required:
+        if each.marker is None or each.marker.evaluate({"extra": ""}) or not each.marker.evaluate({"extra": extra}):
+            continue
+        if each.name == DISTRIBUTION:
+            for inner in sorted(each.extras):
+                yield from _of(inner, required)
+        else:
+            yield each

@@ -1,0 +1,53 @@
+"""Ports and the cache folder: where services want to listen, and what they want to keep."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from specdec import ports
+from specdec.serving.process.listening import ListenError, bound
+
+LISTENING = {"orchestrator": ports.ORCHESTRATOR, "verifier": ports.VERIFIER, "draft": ports.DRAFT}
+
+
+class Cache(NamedTuple):
+    """The cache folder."""
+
+    folder: Path | None
+    """None: it is turned off."""
+    unusable: str
+    """Why it is not used, nothing if it is."""
+    entries: int = 0
+    size: int = 0
+    """Bytes of all entries."""
+
+
+def taken_ports(host: str = "127.0.0.1") -> dict[str, str]:
+    """Return why a service cannot listen at its default port, nothing if it can, by its role."""
+    found = {}
+    for role, port in LISTENING.items():
+        try:
+            bound(host, port).close()
+            found[role] = ""
+        except ListenError as error:
+            found[role] = str(error)
+    return found
+
+
+def cache() -> Cache:
+    """Look at the cache folder; it is made if it is missing. ModuleNotFoundError where no service is installed."""
+    from specdec.engine import cache_folder
+
+    folder = cache_folder.place()
+    if folder is None:
+        return Cache(None, "it is turned off (SPECDEC_CACHE_DIR is empty)")
+    if why := cache_folder.why_unusable(folder):
+        return Cache(folder, why)
+    try:
+        files = [entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)]
+    except OSError as error:
+        return Cache(folder, str(error))
+    why = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    return Cache(folder, why, len(files), sum(files))

@@ -1,0 +1,108 @@
+"""The report of `specdec doctor`: each part is looked at when it is first asked for."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specdec import __version__
+from specdec.doctor import packages, places
+from specdec.doctor.machine import Machine
+from specdec.doctor.models import Models, models
+from specdec.doctor.packages import Extra, Package
+from specdec.doctor.places import Cache
+from specdec.engine import fast_paths
+from specdec.engine.fast_paths import FastPathOff
+from specdec.engine.placement import WantedDtype
+from specdec.extras import hint
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What should run here: a target as `specdec verifier` takes it, and a draft for `specdec draft`."""
+
+    model: Path | None = None
+    draft: Path | None = None
+    device: str = "cpu"
+    dtype: WantedDtype = "auto"
+    kv_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found on this machine."""
+
+    asked: Asked
+
+    @cached_property
+    def packages(self) -> list[Package]:
+        return packages.packages(packages.requirements())
+
+    @cached_property
+    def extras(self) -> list[Extra]:
+        return packages.extras(packages.requirements())
+
+    @cached_property
+    def machine(self) -> Machine:
+        return Machine.here()
+
+    @cached_property
+    def ports(self) -> dict[str, str]:
+        """Why a service cannot listen at its default port, nothing if it can, by its role."""
+        return places.taken_ports()
+
+    @cached_property
+    def cache(self) -> Cache:
+        try:
+            return places.cache()
+        except ModuleNotFoundError:
+            return Cache(None, "no service is installed that has one")
+
+    @cached_property
+    def models(self) -> Models | None:
+        """The models that were asked for; None if there were none."""
+        asked = self.asked
+        if asked.model is None and asked.draft is None:
+            return None
+        return models(asked.model, asked.draft, device=asked.device, dtype=asked.dtype, kv_tokens=asked.kv_tokens)
+
+    @cached_property
+    def fast_paths(self) -> dict[str, FastPathOff | None] | str:
+        """Each fast path of the engine for CPUs by name, None if it is on; or why nothing can be said of them. This
+        loads torch."""
+        try:
+            return fast_paths.of_this_machine()
+        except ModuleNotFoundError as error:
+            return hint(error, "verifier") or str(error)
+        except Exception as error:  # whatever a broken installation raises
+            return f"the engine cannot be loaded: {type(error).__name__}: {error}".partition("\n")[0]
+
+    @property
+    def problem(self) -> str:
+        """Why what was asked for cannot run here; nothing if it can, or nothing was asked for."""
+        return "" if self.models is None else self.models.problem
+
+    def as_json(self) -> dict[str, Any]:
+        paths, found = self.fast_paths, self.models
+        return {
+            "specdec": __version__,
+            "python": platform.python_version(),
+            "packages": {
+                each.name: {"version": each.installed, "wanted": each.range, "fits": each.fits}
+                for each in self.packages
+            },
+            "extras": {each.name: {"missing": each.missing, "install": each.command} for each in self.extras},
+            "machine": self.machine._asdict(),
+            "fast_paths": {
+                name: None if off is None else {"why": off.why, "cost": off.cost}
+                for name, off in (paths if isinstance(paths, dict) else {}).items()
+            },
+            "fast_paths_unknown": paths if isinstance(paths, str) else "",
+            "ports": {role: {"port": places.LISTENING[role], "taken": why} for role, why in self.ports.items()},
+            "cache": {**self.cache._asdict(), "folder": self.cache.folder and str(self.cache.folder)},
+            "models": [{**each._asdict(), "path": str(each.path)} for each in (found.found if found else [])],
+            "problem": self.problem,
+        }

@@ -1,0 +1,76 @@
+"""The report of `specdec doctor` for people: a line for each thing, its name in front."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+from specdec import __version__
+from specdec.doctor.places import LISTENING
+from specdec.doctor.report import Report
+
+WIDTH = 24
+"""Characters of the column of names."""
+
+BESIDE = 16
+"""Characters of the column after it."""
+
+
+def lines(report: Report) -> Iterator[str]:
+    """Yield the report for people. What needs a look is marked by `!`."""
+    machine = report.machine
+    yield f"specdec {__version__}, Python {platform.python_version()}, {machine.system}"
+    yield from _packages(report)
+    yield from _machine(report)
+    yield "ports"
+    for role, why in report.ports.items():
+        yield _line(f"{LISTENING[role]} ({role})", f"taken: {why}" if why else "free", marked=bool(why))
+    yield "cache folder"
+    cache = report.cache
+    kept = f"{cache.entries} entries, {cache.size / 1e6:.1f} MB"
+    yield _line(str(cache.folder or "none"), f"not used: {cache.unusable}" if cache.unusable else kept)
+    if report.models is not None:
+        yield "models"
+        for each in report.models.found:
+            yield _line(
+                f"{each.role} ({each.architecture})",
+                f"{each.dtype} on {each.device}, {each.context} tokens of context, at least "
+                f"{each.memory / 1e9:.3g} GB: can be served",
+            )
+        if report.problem:
+            yield _line("cannot be served", report.problem, marked=True)
+    yield "fast paths of the engine for CPUs"
+    if isinstance(report.fast_paths, str):
+        yield _line("unknown", report.fast_paths)
+        return
+    for name, off in report.fast_paths.items():
+        yield _line(name, "on" if off is None else f"off, {off.why}; {off.cost}", marked=off is not None)
+
+
+def _packages(report: Report) -> Iterator[str]:
+    yield "packages"
+    if not report.packages:
+        yield _line("unknown", "this is not an installed distribution: nothing says which versions are wanted")
+    for each in report.packages:
+        wanted = f"wants {each.range}" if each.fits else f"outside the tested range {each.range}"
+        yield _line(each.name, f"{each.installed or 'not installed':{BESIDE}} {wanted}", marked=not each.fits)
+    yield "extras"
+    for extra in report.extras:
+        missing = f"missing {', '.join(extra.missing)}: {extra.command}"
+        yield _line(extra.name, missing if extra.missing else "complete")
+
+
+def _machine(report: Report) -> Iterator[str]:
+    machine = report.machine
+    yield "machine"
+    yield _line("cores", f"{machine.cores_given} given, of {machine.cores}")
+    if machine.memory_free is not None and machine.memory is not None:
+        yield _line("memory", f"{machine.memory_free / 1e9:.1f} GB free, of {machine.memory / 1e9:.1f}")
+    yield _line("bfloat16", "computed well" if machine.bfloat16 else "no arithmetic for it: float32 is much faster")
+    yield _line("torch", f"built for {machine.torch}" if machine.torch else "not installed")
+    devices = f"{machine.cuda} device{'s' * (machine.cuda != 1)}" if isinstance(machine.cuda, int) else machine.cuda
+    yield _line("CUDA", "; ".join(filter(None, (devices, machine.advice))), marked=bool(machine.advice))
+
+
+def _line(name: str, text: str, *, marked: bool = False) -> str:
+    return f"{'!' if marked else ' '} {name:{WIDTH}} {text}"

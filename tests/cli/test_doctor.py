@@ -1,0 +1,133 @@
+"""`specdec doctor`: what it finds here, what it says of models, and that it works with the client alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.doctor.report import Asked, Report
+from specdec.doctor.table import lines
+from specdec.extras import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+TARGET, DRAFT = ROOT / "demo" / "target", ROOT / "demo" / "draft"
+
+CLIENT_ALONE = sorted(module for module, extra in EXTRAS.items() if extra != "cli" and not module.startswith("google"))
+"""Modules that are missing where only `specdec-serve[cli]` is installed."""
+
+WITHOUT = """
+import importlib.metadata, runpy, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {modules!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.argv = ["specdec.cli", "doctor", *{arguments!r}]
+runpy.run_module("specdec.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+def ran(program: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def doctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return ran(["-m", "specdec.cli", "doctor", *map(str, arguments)])
+
+
+def client_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return ran(["-c", WITHOUT.format(modules=CLIENT_ALONE, arguments=[str(each) for each in arguments])])
+
+
+def test_a_pair_that_can_be_served() -> None:
+    done = doctor("--model", TARGET, "--draft", DRAFT)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("packages", "extras", "machine", "ports", "cache folder", "models", "fast paths"):
+        assert f"\n{name}" in done.stdout
+    for role in ("target", "draft"):
+        assert f"  {role} (llama)" in done.stdout
+    assert done.stdout.count("can be served") == 2
+    assert "\n  one call a step          on\n" in done.stdout
+
+
+def test_json_tells_the_same() -> None:
+    done = doctor("--model", TARGET, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told["packages"]["torch"]["fits"]
+    assert told["machine"]["cores_given"] >= 1
+    assert told["fast_paths"]["one call a step"] is None
+    assert [model["role"] for model in told["models"]] == ["target"]
+    assert told["problem"] == ""
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, json_output: bool) -> None:
+    done = doctor("--model", tmp_path, *["--json"] * json_output)
+    assert done.returncode == 1
+    assert done.stderr == f"specdec: {tmp_path}: no config.json\n"
+    if json_output:
+        assert json.loads(done.stdout)["problem"] == f"{tmp_path}: no config.json"
+    else:
+        assert f"! cannot be served         {tmp_path}: no config.json\n" in done.stdout
+
+
+def test_a_device_that_is_not_there_is_told() -> None:
+    problem = Report(Asked(TARGET, device="cuda:77")).problem
+    assert problem.startswith("device cuda:77: ")
+
+
+def test_the_client_alone_is_enough() -> None:
+    done = client_alone()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n  torch                    not installed\n" in done.stdout
+    assert "\n  none                     not used: no service is installed that has one\n" in done.stdout
+    assert "\n  unknown                  torch is not installed: pip install 'specdec-serve[verifier]'\n" in done.stdout
+
+
+def test_the_client_alone_says_what_a_model_takes() -> None:
+    done = client_alone("--model", TARGET)
+    assert done.returncode == 1
+    assert done.stderr == "specdec: torch is not installed: pip install 'specdec-serve[verifier]'\n"
+
+
+# --- what is printed --------------------------------------------------------------------------------
+
+
+def shown(**parts: Any) -> list[str]:
+    """The lines of a report of this machine in which some parts are others."""
+    report = Report(Asked())
+    vars(report).update({"fast_paths": {}, "packages": [], "extras": [], **parts})  # as `cached_property` keeps them
+    return list(lines(report))
+
+
+def test_what_needs_a_look_is_marked() -> None:
+    from packaging.specifiers import SpecifierSet
+
+    from specdec.doctor.packages import Extra, Package
+    from specdec.engine.fast_paths import FastPathOff
+
+    found = shown(
+        packages=[Package("torch", "2.14.0", SpecifierSet(">=2.13,<2.14")), Package("rich", None, SpecifierSet())],
+        extras=[Extra("cuda", ["triton"])],
+        ports={"draft": "another program listens"},
+        fast_paths={"a": FastPathOff("a", "why", "cost"), "b": None},
+    )
+    for line in (
+        "! torch                    2.14.0           outside the tested range >=2.13,<2.14",
+        "  rich                     not installed    wants ",
+        "  cuda                     missing triton: pip install 'specdec-serve[cuda]'",
+        "! 50052 (draft)            taken: another program listens",
+        "! a                        off, why; cost",
+        "  b                        on",
+    ):
+        assert line in found
