@@ -9,6 +9,7 @@ from typing import Annotated
 from specdec.extras import needed_by
 
 with needed_by("orchestrator", "orchestrator"):
+    import structlog
     import typer
 
     from orchestrator.discovery import Discovery
@@ -22,6 +23,8 @@ with needed_by("orchestrator", "orchestrator"):
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, address, duration, run_command
     from specdec.engine.model_directory import ModelDirectory
     from specdec.serving.process.server import ServerSettings, run, run_program
+
+log = structlog.get_logger()
 
 
 def main(
@@ -81,6 +84,7 @@ def main(
     async def load() -> GenerationServicer:
         directory = ModelDirectory(model)
         served = Model.of(directory)
+        log.info("generation_defaults", used=served.defaults.told, not_taken=served.defaults.not_taken)
         verifiers, drafts = Pods(), Pods() if draft else None
         discoveries = [Discovery(verifier, verifiers)]
         if draft and drafts is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
+from orchestrator.generation_defaults import NEUTRAL, GenerationDefaults
 from orchestrator.tokenizer import Tokenizer
 from specdec.engine.model_directory import ModelDirectory
 
@@ -22,10 +23,12 @@ class Model:
     context: int
     vocabulary: int
     end_tokens: frozenset[int]
+    defaults: GenerationDefaults = NEUTRAL
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:
-        """Read what a directory says; ModelDirectoryError if its tokenizer or chat template cannot be used."""
+        """Read what a directory says; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot
+        be used."""
         return cls(
             name=directory.name,
             tokenizer=Tokenizer(directory),
@@ -33,14 +36,15 @@ class Model:
             context=directory.context,
             vocabulary=directory.vocabulary,
             end_tokens=directory.end_tokens,
+            defaults=GenerationDefaults.of(directory),
         )
 
     @cached_property
     def text_fingerprint(self) -> str:
         """SHA-256, in hex, over what decides how a request becomes tokens: orchestrators that tell the same take each
         other's requests alike."""
-        decides = [self.tokenizer.fingerprint, sorted(self.end_tokens)]
-        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+        decides = [self.tokenizer.fingerprint, sorted(self.end_tokens), self.defaults.told]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @property
     def most_text(self) -> int:

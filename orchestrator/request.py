@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
+from orchestrator.generation_defaults import NEUTRAL, GenerationDefaults
 from orchestrator.model import Model
 from orchestrator.prompt import prompt_tokens, time_of
 from orchestrator.resolved import digest
@@ -65,7 +67,8 @@ def parse(
     violations += token_violations("generated_tokens", generated, model.vocabulary)
 
     seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64)
-    sampling = _sampling(message.sampling)
+    defaults = _defaults(message, model)
+    sampling = _sampling(message.sampling, defaults.sampling)
     end_tokens = frozenset(message.stop_tokens) | (frozenset() if message.ignore_end_token else model.end_tokens)
     if len(end_tokens) > MOST_STOP_TOKENS:  # a text that is resumed has them all as stop tokens
         problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MOST_STOP_TOKENS}"
@@ -74,7 +77,9 @@ def parse(
     violations += rule_violations(message.rule, message.contrast, sampling)
 
     room = model.context - len(prompt)
-    max_tokens = message.max_tokens if message.HasField("max_tokens") else max(1, room) + 1
+    most = max(1, room) + 1
+    unasked = most if defaults.max_new_tokens is None else min(most, defaults.max_new_tokens)
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
     violations += _length_violations(message, max_tokens, room)
     top_logprobs = message.logprobs if message.HasField("logprobs") else None
     if message.logprobs > MOST_LOGPROBS:
@@ -113,18 +118,30 @@ def parse(
     )
 
 
-def _sampling(asked: generation_pb2.SamplingParameters) -> Sampling:
-    """Return the sampling parameters of a request, all but the seed; what is not set has its neutral value."""
+def _defaults(message: generation_pb2.GenerateRequest, model: Model) -> GenerationDefaults:
+    """Return what holds where a request is silent."""
+    if message.ignore_generation_config:
+        return NEUTRAL
+    contrastive = message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
+    return model.defaults.for_contrast() if contrastive else model.defaults
+
+
+def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sampling:
+    """Return the sampling parameters of a request, all but the seed."""
+
+    def of(field: str) -> Any:
+        return getattr(asked if asked.HasField(field) else default, field)  # type: ignore[arg-type]
+
     return Sampling(
-        repetition_penalty=asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0,
-        frequency_penalty=asked.frequency_penalty,
-        presence_penalty=asked.presence_penalty,
+        repetition_penalty=of("repetition_penalty"),
+        frequency_penalty=of("frequency_penalty"),
+        presence_penalty=of("presence_penalty"),
         logit_bias=dict(asked.logit_bias),
         banned_tokens=frozenset(asked.banned_tokens),
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p if asked.HasField("top_p") else 1.0,
-        min_p=asked.min_p,
+        temperature=of("temperature"),
+        top_k=of("top_k"),
+        top_p=of("top_p"),
+        min_p=of("min_p"),
     )
 
 

@@ -54,20 +54,39 @@ def generate(
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="Temperature of sampling; 0 is greedy: always the most probable token.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="Temperature of sampling; 0 is greedy: always the most probable token. By default the model's own "
+            "(generation_config.json), else 0."
+        ),
+    ] = None,
     top_p: Annotated[
-        float,
-        typer.Option(help="Sample from the fewest tokens whose probabilities add up to this much; 1 keeps all."),
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from so many of the most probable tokens; 0 keeps all.")] = 0,
+        float | None,
+        typer.Option(
+            help="Sample from the fewest tokens whose probabilities add up to this much; 1 keeps all. By default as "
+            "the model has it."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Sample from so many of the most probable tokens; 0 keeps all. By default as the model has it."
+        ),
+    ] = None,
     min_p: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Sample from tokens whose probability, relative to the most probable token's, is at least this; 0 "
-            "keeps all."
+            "keeps all. By default as the model has it."
         ),
-    ] = 0.0,
+    ] = None,
+    ignore_generation_config: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-generation-config",
+            help="Take no defaults of the model's generation_config.json: greedy, unless options say otherwise.",
+        ),
+    ] = False,
     seed: Annotated[
         int | None,
         typer.Option(min=0, max=2**64 - 1, help="Seed of sampling. By default the server draws one, which is printed."),
@@ -133,6 +152,7 @@ def generate(
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
+        "ignore_generation_config": ignore_generation_config or None,
         "seed": seed,
         "stop": stop or (),
         "speculation": speculation,

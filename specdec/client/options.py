@@ -28,7 +28,9 @@ class GenerateOptions(TypedDict, total=False):
     time: Annotated[datetime | None, "With `messages`: the present time to the chat template. Default: on arrival."]
     model: Annotated[str | None, "The one to ask, where several are served."]
 
-    max_tokens: Annotated[int | None, "Most tokens to generate. Default: as many as the context holds."]
+    max_tokens: Annotated[
+        int | None, "Most tokens to generate. Default: the model's own, else as many as the context holds."
+    ]
     min_tokens: Annotated[int | None, "No end token before this many."]
     stop: Annotated[str | Sequence[str] | None, "The text ends before the first of these strings."]
     stop_tokens: Annotated[Iterable[int] | None, "Token ids that end the text besides the model's own."]
@@ -38,7 +40,10 @@ class GenerateOptions(TypedDict, total=False):
         int | None, "Send the log-probability of each token and of this many of the most probable ones, 0 to 20."
     ]
 
-    temperature: Annotated[float | None, "Temperature of sampling. Default: 0, which is greedy."]
+    ignore_generation_config: Annotated[
+        bool | None, "Where options are absent, take no defaults of the model's generation_config.json."
+    ]
+    temperature: Annotated[float | None, "Temperature of sampling. Default: the model's own, else 0, which is greedy."]
     top_p: Annotated[float | None, "Sample from the fewest tokens whose probabilities add up to this much, in (0, 1]."]
     top_k: Annotated[int | None, "Sample from so many of the most probable tokens; 0 keeps all."]
     min_p: Annotated[

@@ -107,6 +107,11 @@ class ModelDirectory:
         return self._optional("tokenizer_config.json").content
 
     @cached_property
+    def generation_config(self) -> Fields:
+        """The fields of generation_config.json, which few models lack."""
+        return self._optional("generation_config.json")
+
+    @cached_property
     def name(self) -> str:
         name = self.path.resolve().name
         try:
@@ -141,7 +146,7 @@ class ModelDirectory:
     def end_tokens(self) -> frozenset[int]:
         """Ids that end a text, from generation_config.json, else config.json. The first file that names any decides,
         and later ones are not read: models are corrected in generation_config.json alone."""
-        for source in (self._optional("generation_config.json"), self._text_config, self._whole_config):
+        for source in (self.generation_config, self._text_config, self._whole_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MOST_END_TOKENS))
         return frozenset()

@@ -23,6 +23,9 @@ MOST_LEVELS = 64
 """Levels to which lists and objects may be nested. No configuration has more, and more breaks what walks it
 recursively: json, copy, transformers."""
 
+LARGEST_NUMBER = 3.4e38
+"""Largest number that messages can carry, in 32 bits."""
+
 SHOWN_CHARACTERS = 60
 REASON_CHARACTERS = 300
 
@@ -136,6 +139,19 @@ class Fields:
         value = self.content.get(key)
         if not is_integer(value, least, most):
             raise self.refusal(key, f"an integer from {least} to {most}")
+        return value
+
+    def number(self, key: str) -> float:
+        """Read an integer or a fraction; what is not finite is none."""
+        value = self.content.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
+            raise self.refusal(key, "a finite number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.content.get(key)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "true or false")
         return value
 
     def integers(self, key: str, least: int, most: int, *, count: int) -> list[int]:

@@ -76,12 +76,15 @@ class GenerateRequest(google.protobuf.message.Message):
     CONTRAST_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: builtins.int
+    IGNORE_GENERATION_CONFIG_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
     """Plain text; at least one character."""
     max_tokens: builtins.int
-    """Most tokens to generate, `generated_tokens` included; at least 1. Unset: as many as the context holds."""
+    """Most tokens to generate, `generated_tokens` included; at least 1. Unset: the model's `max_new_tokens`, else as many
+    as the context holds.
+    """
     min_tokens: builtins.int
     """End tokens and stop ids are not chosen before this many tokens."""
     ignore_end_token: builtins.bool
@@ -105,6 +108,10 @@ class GenerateRequest(google.protobuf.message.Message):
     prompt_digest: builtins.str
     """The digest of the prompt's tokens that the text was begun with, as `resolved` told it: where the prompt becomes other
     tokens, the request is refused with reason PROMPT_CHANGED. Empty: it is not compared.
+    """
+    ignore_generation_config: builtins.bool
+    """Do without the defaults of the model's generation_config.json: what this request leaves open is neutral then, greedy
+    and all else off. The end tokens stay the model's own.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -165,9 +172,10 @@ class GenerateRequest(google.protobuf.message.Message):
         contrast: specdec.v2.model_pb2.Contrast | None = ...,
         model_fingerprint: builtins.str = ...,
         prompt_digest: builtins.str = ...,
+        ignore_generation_config: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -248,7 +256,7 @@ global___ChatMessage = ChatMessage
 
 @typing.final
 class SamplingParameters(google.protobuf.message.Message):
-    """How tokens are chosen. Unset fields are off."""
+    """How tokens are chosen. What is unset is as the model's generation_config.json has it, else off: temperature 0."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -279,11 +287,11 @@ class SamplingParameters(google.protobuf.message.Message):
     BANNED_TOKENS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """0 (greedy) or more. Unset: 0."""
+    """0 (greedy) or more."""
     top_p: builtins.float
     """In (0, 1]."""
     top_k: builtins.int
-    """1 or more; 0 and unset keep all."""
+    """1 or more; 0 keeps all."""
     min_p: builtins.float
     """In [0, 1)."""
     repetition_penalty: builtins.float
@@ -906,8 +914,8 @@ class ServedModel(google.protobuf.message.Message):
     """Whether it has a chat template."""
     text_fingerprint: builtins.str
     """SHA-256 over what decides how a request becomes tokens, besides the model itself, hex: the whole tokenizer (merges,
-    normaliser, pre-tokeniser, added tokens), the special tokens, the chat template and the end tokens. Orchestrators
-    that are asked in turn should have the same.
+    normaliser, pre-tokeniser, added tokens), the special tokens, the chat template, the end tokens and the defaults of
+    generation_config.json. Orchestrators that are asked in turn should have the same.
     """
     def __init__(
         self,

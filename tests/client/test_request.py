@@ -18,6 +18,7 @@ EVERY_OPTION: dict[str, Any] = {
     "stop": ["a", "b"],
     "stop_tokens": [3],
     "ignore_end_token": True,
+    "ignore_generation_config": True,
     "n": 2,
     "logprobs": 0,
     "temperature": 0.5,
@@ -56,6 +57,7 @@ def test_every_option_has_its_place() -> None:
         stop=["a", "b"],
         stop_tokens=[3],
         ignore_end_token=True,
+        ignore_generation_config=True,
         n=2,
         logprobs=0,
         sampling=pb.SamplingParameters(

@@ -112,3 +112,20 @@ async def test_other_end_tokens_end_no_text_differently(directories: Directories
         assert end in want.completions[0].tokens[5:]
         chunks = await interrupted(both, one, prompt="abc", **OPTIONS)
     assert tokens_of(chunks) == want.completions[0].tokens
+
+
+async def test_other_generation_defaults_choose_no_token_differently(directories: Directories, tmp_path: Path) -> None:
+    """What the first orchestrator takes from its generation_config.json holds for the second."""
+    defaults = {"do_sample": True, "temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 60}
+    first = copy_of(directories.target, tmp_path / "one" / "target", DATED, **defaults)
+    second = copy_of(directories.target, tmp_path / "other" / "target", DATED, do_sample=True, max_new_tokens=5)
+    async with two(directories, first, second, timedelta()) as (one, both, alone):
+        want = await alone.complete("abc", seed=3)
+        explicit = await alone.complete("abc", **OPTIONS, top_k=20, repetition_penalty=1.3)
+        greedy = await alone.complete("abc", seed=3, max_tokens=60, ignore_generation_config=True)
+        assert want.completions[0].tokens == explicit.completions[0].tokens != greedy.completions[0].tokens
+        assert len(want.completions[0].tokens) > 5
+        chunks = await interrupted(both, one, prompt="abc", seed=3)
+    assert tokens_of(chunks) == want.completions[0].tokens
+    assert want.resolved is not None
+    assert (want.resolved.max_tokens, want.resolved.top_k) == (60, 20)

@@ -1,0 +1,90 @@
+"""Generation defaults: what the model's generation_config.json says of sampling, used where a request is silent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from specdec.decoding.sampling import Sampling
+from specdec.engine.model_directory import LARGEST_VOCABULARY, LONGEST_CONTEXT, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_file import Fields
+from specdec.serving.validation import sampling_violations
+
+FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters that are taken from the file; its `eos_token_id` is read with the model (`ModelDirectory`)."""
+
+NOT_TAKEN: dict[str, object] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1,
+}
+"""Fields of transformers' that change tokens and that nothing here computes, with the value that changes none."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """The defaults of one model. Without a file, or where a request wants none, they are neutral: greedy decoding, all
+    else off."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int | None = None
+    """Most tokens of a text; None: as many as the context holds."""
+    not_taken: tuple[str, ...] = ()
+    """Fields of the file that ask for what is not built: they are told at start, and change nothing."""
+
+    @classmethod
+    def of(cls, directory: ModelDirectory) -> Self:
+        """Read a model's defaults; ModelDirectoryError names the file and the field of a value that no request could
+        have."""
+        file = directory.generation_config
+        found = {name: _number(file, name) for name in FIELDS if file.has(name)}
+        if file.has("top_k"):
+            found["top_k"] = file.integer("top_k", 0, LARGEST_VOCABULARY)
+        sampled = file.has("do_sample") and file.flag("do_sample")
+        sampling = Sampling(**{"temperature": 1.0, **found})  # type: ignore[arg-type]
+        for name, problem in sampling_violations(sampling, directory.vocabulary, frozenset()):
+            raise ModelDirectoryError(f"{file.file}: {name.removeprefix('sampling.')} {problem}")
+        if not sampled:
+            sampling = replace(sampling, temperature=0.0)
+        most = file.integer("max_new_tokens", 1, LONGEST_CONTEXT) if file.has("max_new_tokens") else None
+        not_taken = tuple(
+            name for name, neutral in NOT_TAKEN.items() if file.has(name) and file.content[name] != neutral
+        )
+        return cls(sampling, most, not_taken)
+
+    def for_contrast(self) -> Self:
+        """Return those that hold under the CONTRASTIVE rule, which draws no tokens."""
+        return replace(self, sampling=Sampling(repetition_penalty=self.sampling.repetition_penalty))
+
+    @property
+    def told(self) -> dict[str, float]:
+        """What differs from the neutral values, by name."""
+        neutral = asdict(Sampling())
+        sampling = {name: getattr(self.sampling, name) for name in FIELDS}
+        told = {name: value for name, value in sampling.items() if value != neutral[name]}
+        return told if self.max_new_tokens is None else {**told, "max_new_tokens": self.max_new_tokens}
+
+
+NEUTRAL = GenerationDefaults()
+
+
+def _number(file: Fields, name: str) -> float:
+    """Read a number as the wire carries it, so that a text which is resumed, and tells it, goes on with the same."""
+    return float(np.float32(file.number(name)))
