@@ -85,6 +85,7 @@ def up(
     --draft-device cuda, --orchestrator-workers 2. `specdec verifier --help`, `specdec draft --help` and `specdec
     orchestrator --help` list them.
     """
+    from specdec.cli.running import description, lines
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.preflight.check import Wanted, check
@@ -131,8 +132,8 @@ def up(
             draft_options=arguments(of_draft),
             orchestrator_options=arguments(of_orchestrator),
         ) as stack:
-            described = {"address": stack.address, "services": stack.addresses}
-            print(json.dumps(described) if json_output else stack.address, flush=True)
+            found = description(stack)
+            print(json.dumps(found) if json_output else "\n".join(lines(found)), flush=True)
             upkeep = Upkeep(stack, _say)
             while not stop:
                 time.sleep(0.2)

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
+from specdec.cli.running import lines
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.onnx.export import export
 from specdec.exit_status import ExitStatus
@@ -57,6 +58,7 @@ def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 @dataclass(frozen=True)
 class Up:
     process: subprocess.Popen[str]
+    described: dict[str, Any]
     address: str
     children: list[int]
 
@@ -67,8 +69,8 @@ def up(pair: Pair, cache: dict[str, str]) -> Iterator[Up]:
     command += ["--port", "0"]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        running = Up(process, json.loads(line)["address"], children_of(process.pid))
+        described = json.loads(process.stdout.readline())
+        running = Up(process, described, described["address"], children_of(process.pid))
         yield running
         process.terminate()
         assert process.wait(20) == 0
@@ -78,6 +80,18 @@ def up(pair: Pair, cache: dict[str, str]) -> Iterator[Up]:
 
 def test_three_services_run(up: Up) -> None:
     assert len(up.children) == 3
+
+
+def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
+    pods = up.described["pods"]
+    assert {role: pod["address"] for role, pod in pods.items()} == up.described["services"]
+    assert [pods[role]["model"] for role in ("verifier", "draft")] == [pair.target.name, pair.draft.name]
+    assert (pods["verifier"]["device"], pods["verifier"]["dtype"]) == ("cpu", "float32")
+    assert all(pod["process_id"] in up.children and pod["memory_bytes"] > 10_000_000 for pod in pods.values())
+    *services, ask, _ = lines(up.described)
+    assert [line.split()[:2] for line in services] == [[role, pod["address"]] for role, pod in pods.items()]
+    assert f"{pair.target.name} on cpu in float32" in services[list(pods).index("verifier")]
+    assert ask.endswith(f"--address {up.address}")
 
 
 def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
