@@ -163,7 +163,7 @@ def main(
         return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **options(ranks))
 
     def checked(share: float = 1.0) -> list[ModelDirectory]:
-        placement = Placement(engine, dtype, device, kv_tokens, share)
+        placement = Placement(engine, dtype, device, kv_tokens, share, compile)
         models = [model] if draft_model is None else [model, draft_model]
         return check(*(Wanted(each, placement) for each in models))
 

@@ -39,12 +39,13 @@ from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, tr
 from bench.report import CUT_OFF, Report, folder, publish
 from specdec.engine.cpu_count import MOST_THREADS
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.loading import check_torch, load_engine
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.memory import LEAST_SLOTS
 from specdec.engine.model_directory import ModelDirectoryError
-from specdec.engine.placement import Dtype, Kind
+from specdec.engine.placement import Dtype, Kind, Placement
+from specdec.engine.preflight.device import check_device
 from verifier_service.step_loop import MOST_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
@@ -219,7 +220,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     if args.config is not None and not args.config.is_dir() and args.config.name != "config.json":
         parser.error(f"--config is {args.config}, must be a config.json or the directory that has it")
     try:
-        check_torch(args.device)
+        check_device(Placement(device=args.device))
     except UnsupportedModelError as error:
         parser.error(f"--{error}")
     return args

@@ -16,9 +16,9 @@ from bench.systems.specdec import Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.loading import check_torch
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.placement import Dtype
+from specdec.engine.placement import Dtype, Placement
+from specdec.engine.preflight.device import check_device
 from specdec.local import DEMO
 
 
@@ -122,7 +122,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         if not getattr(args, name) >= 0:
             parser.error(f"--{name} is {getattr(args, name):g}, must not be negative")
     try:
-        check_torch(args.device)
+        check_device(Placement(device=args.device))
     except UnsupportedModelError as error:
         parser.error(f"--{error}")
     if args.device != "cpu" and (args.peers != ["none"] or args.vllm_python or args.llama_server):

@@ -146,7 +146,7 @@ def up(
 
 def _placement(values: Mapping[str, object]) -> Placement:
     """Return how a service with these options runs its model."""
-    names = {"engine": "kind", "dtype": "dtype", "device": "device", "kv_tokens": "kv_tokens"}
+    names = {"engine": "kind", "dtype": "dtype", "device": "device", "kv_tokens": "kv_tokens", "compile": "compiled"}
     return Placement(**{names[name]: value for name, value in values.items() if name in names})  # type: ignore[arg-type]
 
 

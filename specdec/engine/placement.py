@@ -29,3 +29,5 @@ class Placement:
     """Slots of the KV cache; None: as memory allows."""
     share: float = 1.0
     """The part of the model that this device holds: less than 1 where the model is cut into parts."""
+    compiled: bool = False
+    """Whether torch compiles the model's own layers."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.engine import fast_paths
 from specdec.engine.engine import Engine, UnsupportedModelError
-from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.onnx.providers import place_of, providers
 from specdec.engine.placement import Dtype, Kind, Placement, WantedDtype
+from specdec.engine.preflight.device import check_device, check_placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.processor import computes_bfloat16
 
@@ -39,38 +39,25 @@ def load_engine(
     nothing. With `ranks`, return this rank's part of a parallel engine: on rank 0 it is used like any other engine,
     elsewhere it is a `FollowingEngine`.
     """
-    dtype = dtype_of(directory, Placement(kind, dtype, device))
+    placement = Placement(kind, dtype, device, compiled=compiled)
+    dtype = dtype_of(directory, placement)
     if ranks is not None:
         ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
-    if compiled and (kind != "torch" or device != "cpu" or ranks is not None):
+    if ranks is None:
+        check_placement(directory, placement)
+    elif compiled or kind == "onnx":
+        remedy = "leave out --compile" if compiled else "torchrun is for the torch engine"
         raise UnsupportedModelError(
-            "only the torch engine, on the CPU and in one process, can compile a model: leave out --compile"
+            f"{'a compiled model' if compiled else 'the ONNX engine'} computes in one process: {remedy}"
         )
     if kind == "onnx":
-        if ranks is not None:
-            raise UnsupportedModelError("the ONNX engine computes in one process: torchrun is for the torch engine")
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "exact": exact}
     if ranks is not None:
         return _part(ranks, kind, directory, device, threads=threads, **options)
-    check_torch(device)
     if device == "cpu" and dtype == "bfloat16" and not computes_bfloat16():
         fast_paths.found_off("bfloat16", "this processor has no bfloat16 arithmetic", "float32 is much faster here")
     return _torch(kind, directory, device, threads=threads, compiled=compiled, cuda_graphs=cuda_graphs, **options)
-
-
-def check_torch(device: str) -> None:
-    """Raise UnsupportedModelError unless torch has this device."""
-    import torch
-
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise UnsupportedModelError(f"device {device}: torch knows no such device") from error
-    if place.type not in ("cpu", "cuda"):
-        raise UnsupportedModelError(f"device {device}: cpu, cuda and cuda:N are supported")
-    if place.type == "cuda" and (place.index or 0) >= (devices := torch.cuda.device_count()):
-        raise UnsupportedModelError(f"device {device}: torch sees {devices or 'no'} CUDA device{'s' * (devices > 1)}")
 
 
 def _torch(
@@ -123,11 +110,6 @@ def _backend(kind: Kind) -> type[AttentionBackend]:
 
 def _gpu(directory: ModelDirectory, device: str, **options: Any) -> Engine:
     """Load the engine for GPUs."""
-    if importlib.util.find_spec("triton") is None:
-        raise UnsupportedModelError(
-            f"device {device}: the kernels want triton, which is not installed (specdec-serve[cuda] brings it); "
-            "--engine eager goes without"
-        )
     from specdec.engine.gpu.engine import GpuEngine
 
     return GpuEngine(directory, device=device, **options)
@@ -141,11 +123,6 @@ def _onnx(directory: ModelDirectory, dtype: Dtype, device: str, *, capacity: int
 
     providers(place_of(device), onnxruntime.get_available_providers())  # before a model is exported in vain
     if not (directory.path / GRAPH).is_file():
-        if importlib.util.find_spec("torch") is None:
-            raise ModelDirectoryError(
-                f"{directory.path}: not exported (no {GRAPH}), and without torch it cannot be exported here: "
-                "run `specdec export` where torch is installed"
-            )
         from specdec.engine.onnx.export import exported
 
         directory = ModelDirectory(exported(directory, "float16" if dtype == "float16" else "float32"))
@@ -158,7 +135,7 @@ def _part(
     """Load this rank's part of a parallel engine."""
     from specdec.engine.engines import parallel_engine as parts
 
-    own = ranks.together(lambda: _own_device(device, ranks.local_rank))  # machines may differ
+    own = ranks.together(lambda: _own_device(kind, device, ranks.local_rank))  # machines may differ
     if own == "cpu":
         cpu_part = parts.LeadingCpuEngine if ranks.rank == 0 else parts.FollowingCpuEngine
         return cpu_part(directory, ranks=ranks, threads=threads, backend=_backend(kind), **options)
@@ -166,7 +143,7 @@ def _part(
     return part(directory, ranks=ranks, device=own, **options)
 
 
-def _own_device(device: str, local_rank: int) -> str:
+def _own_device(kind: Kind, device: str, local_rank: int) -> str:
     """Return the device of the rank with this number on its machine; UnsupportedModelError if it cannot have one."""
     import torch
 
@@ -178,5 +155,5 @@ def _own_device(device: str, local_rank: int) -> str:
             "CUDA_VISIBLE_DEVICES=, or say --device cuda"
         )
     own = f"cuda:{local_rank}" if device == "cuda" else device
-    check_torch(own)
+    check_device(Placement(kind, device=own))
     return own

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec.engine.memory import free_bytes
-from specdec.engine.model_directory import GRAPH, ModelDirectory
+from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.architectures import check_architecture
-from specdec.engine.preflight.device import check_placement
+from specdec.engine.preflight.device import check_placement, is_exported
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
 from specdec.engine.preflight.quantisation import check_quantisation
@@ -43,10 +43,9 @@ def check_model(wanted: Wanted) -> ModelDirectory:
     """Return a model's directory, if the model can be served by itself."""
     directory = ModelDirectory(wanted.path)
     check_weights(directory)
-    exported = wanted.placement.kind == "onnx" and (wanted.path / GRAPH).is_file()
     dtype_of(directory, wanted.placement)
-    check_placement(directory, wanted.placement, exported=exported)
-    if not exported:  # whoever exported it has checked
+    check_placement(directory, wanted.placement)
+    if not is_exported(directory, wanted.placement):  # whoever exported it has checked
         check_architecture(directory)
         check_quantisation(directory, wanted.placement.device)
     return directory

@@ -13,8 +13,9 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
+from specdec.engine.preflight.compiler import check_compiler
 from specdec.engine.unsupported import UnsupportedModelError
 
 PACKAGES = {"torch": ("torch", "transformers", "numba"), "eager": ("torch", "transformers"), "onnx": ("onnxruntime",)}
@@ -23,19 +24,31 @@ PACKAGES = {"torch": ("torch", "transformers", "numba"), "eager": ("torch", "tra
 CUDA_DRIVER = "libcuda.so.1"
 
 
-def check_placement(directory: ModelDirectory, placement: Placement, *, exported: bool) -> None:
-    """Raise UnsupportedModelError or ModelDirectoryError unless a model can be placed so, ModuleNotFoundError if a
-    package is missing that this takes."""
+def check_device(placement: Placement) -> None:
+    """Raise UnsupportedModelError unless the device is there and its kind of engine works on it, ModuleNotFoundError if
+    a package is missing that this takes."""
     number = cuda_number(placement.device)
     for package in PACKAGES[placement.kind]:
         require(package)
-    if placement.kind == "onnx" and not exported and not installed("torch"):
+    if number is not None and placement.kind != "onnx":  # ONNX Runtime tells of its providers by itself
+        check_cuda(placement, number)
+
+
+def is_exported(directory: ModelDirectory, placement: Placement) -> bool:
+    """Return whether a model is run from the graph that its directory holds."""
+    return placement.kind == "onnx" and (directory.path / GRAPH).is_file()
+
+
+def check_placement(directory: ModelDirectory, placement: Placement) -> None:
+    """Raise UnsupportedModelError or ModelDirectoryError unless a model can be placed so, ModuleNotFoundError if a
+    package is missing that this takes."""
+    check_device(placement)
+    check_compiler(placement)
+    if placement.kind == "onnx" and not is_exported(directory, placement) and not installed("torch"):
         raise ModelDirectoryError(
             f"{directory.path}: not exported (no model.onnx), and without torch it cannot be exported here: "
             "run `specdec export` where torch is installed"
         )
-    if number is not None and placement.kind != "onnx":  # ONNX Runtime tells of its providers by itself
-        check_cuda(placement, number)
 
 
 def cuda_number(device: str) -> int | None:

@@ -155,7 +155,7 @@ def test_counts_of_tests_are_figures(tmp_path: Path) -> None:
 def test_options_of_a_step_exist(step: Step, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that parse theirs in this project, as far as that can be known without the device."""
     for module in (engine, config):
-        monkeypatch.setattr(module, "check_torch", lambda device: None)
+        monkeypatch.setattr(module, "check_device", lambda placement: None)
     for command in step.commands(Place(device, tmp_path, tmp_path)):
         assert command[0] == "-m"
         if command[1:3] == ["bench", "engine"]:

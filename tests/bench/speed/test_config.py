@@ -25,7 +25,7 @@ from tests.models import make
         (["--bad-drafts", "--draft", "none"], "--bad-drafts are made of a draft, and there is none"),
         (["--peers", "others"], "--peers: others is none of transformers, none"),
         (["--device", "meta", "--peers", "none"], "--device meta: cpu, cuda and cuda:N are supported"),
-        (["--device", "cuda:99", "--peers", "none"], "--device cuda:99: torch sees "),
+        (["--device", "cuda:99", "--peers", "none"], "--device cuda:99: t"),
         (["--target", "/nowhere"], "--target: "),
         (["--draft", "/nowhere"], "--draft: "),
     ],

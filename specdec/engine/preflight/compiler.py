@@ -1,0 +1,26 @@
+"""Checks that a model can be compiled (`--compile`), and that there is a compiler to do it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from specdec.engine.placement import Placement
+from specdec.engine.unsupported import UnsupportedModelError
+
+INSTALLS = "TORCH_INDUCTOR_INSTALL_GXX"
+"""Variable of the environment that has torch install a compiler where it finds none."""
+
+
+def check_compiler(placement: Placement) -> None:
+    """Raise UnsupportedModelError if a model is to be compiled and cannot be here."""
+    if not placement.compiled:
+        return
+    if placement.kind != "torch" or placement.device != "cpu":
+        raise UnsupportedModelError("only the torch engine on the CPU can compile a model: leave out --compile")
+    compiler = os.environ.get("CXX") or "g++"  # as torch looks for it
+    if shutil.which(compiler) is None and not os.environ.get(INSTALLS):
+        raise UnsupportedModelError(
+            f"--compile: there is no C++ compiler {compiler} here: install g++, name another one in CXX, or leave out "
+            "--compile"
+        )
