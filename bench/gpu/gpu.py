@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +82,7 @@ def run(steps: Sequence[Step], facts: Facts, device: str, out: Path, seconds: fl
 def main(given: Sequence[str]) -> None:
     args = parsed(given)
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raised, so that the step ends as well
     try:
         facts = probed()
         seconds = 60 * args.minutes - (time.monotonic() - begin)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from bench.gpu.probe import MODULES, facts
 from bench.gpu.results import figures, keep
 from bench.gpu.steps import STEPS, Command, Place, Step
 from bench.speed import config
+from testing.processes import alive
 
 WHOLE: dict[str, Any] = {
     "modules": dict.fromkeys(MODULES, "99.0"),
@@ -189,3 +191,29 @@ def test_it_starts_without_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() == []
     )
+
+
+ENDLESS = """
+import sys
+from bench.gpu import gpu
+from tests.bench.gpu.test_gpu import stand_in
+
+script = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+gpu.STEPS = (stand_in("endless", script, seconds=600.0),)
+gpu.main(["--device", "cpu", "--only", "endless", "--out", sys.argv[1]])
+"""
+
+
+def test_a_run_that_is_told_to_end_ends_its_step(tmp_path: Path) -> None:
+    log = tmp_path / "endless" / "log.txt"
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert any(line.startswith("endless: ") for line in run.stdout)
+        deadline = time.monotonic() + 60
+        while not (log.is_file() and log.read_text().endswith("\n") and log.read_text().split()[-1].isdecimal()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        step = int(log.read_text().split()[-1])
+        run.terminate()
+        assert run.wait(60) == 143
+    assert not alive(step)
