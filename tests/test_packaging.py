@@ -100,6 +100,13 @@ def test_ranges_of_engines_end_where_tests_end() -> None:
     assert tested["torch"].startswith(TESTED_TORCH)
 
 
+def test_the_readme_installs_the_torch_that_the_verifier_wants() -> None:
+    """It is installed by itself first, from another index: what comes then must not replace it."""
+    (line,) = re.findall(r"^pip install '(torch\S+)' --index-url \S+/whl/cpu$", (ROOT / "README.md").read_text(), re.M)
+    wanted = [Requirement(each) for each in PROJECT["project"]["optional-dependencies"]["verifier"]]
+    assert Requirement(line) in wanted
+
+
 def test_the_version_is_that_of_the_distribution() -> None:
     assert specdec.__version__ == PROJECT["project"]["version"]
     assert importlib.import_module("specdec") is specdec
