@@ -97,6 +97,7 @@ class DraftServicer(
             sent_candidates=stats.sent,
             sent_messages=stats.messages,
             identity=self._identity,
+            serving=self.works,
         )
 
     def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse]) -> None:

@@ -162,6 +162,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             failover_events=stats.failover_events,
             verifiers=map(pod_view, peers.verifiers),
             drafts=map(pod_view, peers.drafts or ()),
+            serving=self.works,
         )
 
     @property

@@ -142,6 +142,7 @@ class VerifierServicer(
             max_sessions=self._limits.max_sessions,
             max_waiting=self._limits.max_waiting,
             throttled=load.throttled,
+            serving=self.works,
         )
 
     def detach(self, session: BackendSession) -> None:

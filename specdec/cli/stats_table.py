@@ -39,8 +39,10 @@ def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str
 # --- what the three have in common ------------------------------------------------------------------
 
 
-def _process(pod: PodInfo, up_us: int) -> Line:
-    return "process", f"{pod.process_id}, specdec {pod.version}, up {span(up_us / 1e6)}"
+def _process(stats: Stats) -> Iterator[Line]:
+    pod = stats.pod
+    yield "process", f"{pod.process_id}, specdec {pod.version}, up {span(stats.up_us / 1e6)}"
+    yield "state", "serving" if stats.serving else "not serving"
 
 
 def _computing(identity: ModelIdentity, pod: PodInfo) -> Iterator[Line]:
@@ -76,7 +78,7 @@ def _candidates(offered: int, accepted: int) -> str:
 
 
 def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line]:
-    yield _process(stats.pod, stats.up_us)
+    yield from _process(stats)
     yield from _computing(stats.identity, stats.pod)
     waiting = f"{stats.waiting} waiting (at most {stats.max_waiting})"
     throttled = f", {stats.throttled} of them ahead of their readers" if stats.throttled else ""
@@ -100,7 +102,7 @@ def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line
 
 
 def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iterator[Line]:
-    yield _process(stats.pod, stats.up_us)
+    yield from _process(stats)
     yield from _computing(stats.identity, stats.pod)
     yield "sessions", f"{stats.sessions} open (at most {stats.max_sessions})"
     yield _memory(stats.kv_held_tokens, None, stats.kv_tokens)
@@ -115,7 +117,7 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
 
 
 def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | None) -> Iterator[Line]:
-    yield _process(stats.pod, stats.up_us)
+    yield from _process(stats)
     for model in stats.models:
         chat = "chat template" if model.chat else "no chat template"
         yield (

@@ -275,6 +275,7 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     SENT_CANDIDATES_FIELD_NUMBER: builtins.int
     SENT_MESSAGES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    SERVING_FIELD_NUMBER: builtins.int
     up_us: builtins.int
     """Time since the pod started, microseconds."""
     sessions: builtins.int
@@ -297,6 +298,8 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     """Counter: candidates sent, those included that are repeated since others hang below them."""
     sent_messages: builtins.int
     """Counter: messages they were sent in."""
+    serving: builtins.bool
+    """Whether it takes sessions: its health is SERVING."""
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:
         """The process that answers."""
@@ -326,8 +329,9 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
         sent_candidates: builtins.int = ...,
         sent_messages: builtins.int = ...,
         identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
+        serving: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us"]) -> None: ...
 
 global___DraftServiceGetStatsResponse = DraftServiceGetStatsResponse

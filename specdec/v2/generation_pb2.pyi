@@ -1102,6 +1102,7 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     FAILOVER_EVENTS_FIELD_NUMBER: builtins.int
     VERIFIERS_FIELD_NUMBER: builtins.int
     DRAFTS_FIELD_NUMBER: builtins.int
+    SERVING_FIELD_NUMBER: builtins.int
     up_us: builtins.int
     """Time since the process started, microseconds."""
     running_requests: builtins.int
@@ -1128,6 +1129,8 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     """Counter: candidates verified."""
     accepted_candidates: builtins.int
     """Counter: candidates accepted."""
+    serving: builtins.bool
+    """Whether it takes requests: its health is SERVING. It takes none before it has found a verifier."""
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:
         """The process that answers."""
@@ -1174,9 +1177,10 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
         failover_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         verifiers: collections.abc.Iterable[global___PodView] | None = ...,
         drafts: collections.abc.Iterable[global___PodView] | None = ...,
+        serving: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "cached_tokens", b"cached_tokens", "cancelled_requests", b"cancelled_requests", "drafts", b"drafts", "ended_samples", b"ended_samples", "failed_requests", b"failed_requests", "failover_events", b"failover_events", "generated_tokens", b"generated_tokens", "models", b"models", "offered_candidates", b"offered_candidates", "pod", b"pod", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running_requests", b"running_requests", "running_samples", b"running_samples", "steps", b"steps", "up_us", b"up_us", "verifiers", b"verifiers", "waiting_prompts", b"waiting_prompts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "cached_tokens", b"cached_tokens", "cancelled_requests", b"cancelled_requests", "drafts", b"drafts", "ended_samples", b"ended_samples", "failed_requests", b"failed_requests", "failover_events", b"failover_events", "generated_tokens", b"generated_tokens", "models", b"models", "offered_candidates", b"offered_candidates", "pod", b"pod", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running_requests", b"running_requests", "running_samples", b"running_samples", "serving", b"serving", "steps", b"steps", "up_us", b"up_us", "verifiers", b"verifiers", "waiting_prompts", b"waiting_prompts"]) -> None: ...
 
 global___GenerationServiceGetStatsResponse = GenerationServiceGetStatsResponse
 

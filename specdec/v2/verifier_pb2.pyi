@@ -464,6 +464,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     MAX_SESSIONS_FIELD_NUMBER: builtins.int
     MAX_WAITING_FIELD_NUMBER: builtins.int
     THROTTLED_FIELD_NUMBER: builtins.int
+    SERVING_FIELD_NUMBER: builtins.int
     running: builtins.int
     """Sessions that have memory."""
     waiting: builtins.int
@@ -508,6 +509,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Most sessions that may wait for memory."""
     throttled: builtins.int
     """Of the sessions that wait, those that are far ahead of what their clients have read."""
+    serving: builtins.bool
+    """Whether it takes sessions: its health is SERVING."""
     @property
     def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fast paths that are off in this process, each in a line: which, why, and what it costs."""
@@ -548,8 +551,9 @@ class GetStatsResponse(google.protobuf.message.Message):
         max_sessions: builtins.int = ...,
         max_waiting: builtins.int = ...,
         throttled: builtins.int = ...,
+        serving: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "identity", b"identity", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "offered_candidates", b"offered_candidates", "pod", b"pod", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "sessions", b"sessions", "steps", b"steps", "throttled", b"throttled", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "busy_us", b"busy_us", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "draft_ready_steps", b"draft_ready_steps", "drafted_steps", b"drafted_steps", "fast_paths_off", b"fast_paths_off", "identity", b"identity", "kv_cached_tokens", b"kv_cached_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "offered_candidates", b"offered_candidates", "pod", b"pod", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_extends", b"refused_extends", "rows", b"rows", "running", b"running", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "throttled", b"throttled", "up_us", b"up_us", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse

@@ -85,9 +85,11 @@ async def test_one_command_for_any_service(services: dict[str, str], role: str) 
     assert (values["role"], values["address"]) == (role, address)
     assert isinstance(values["up_us"], int)
     if role == "orchestrator":
+        assert "\n  state        not serving\n" in shown  # it has found no verifier
         assert "  verifiers    127.0.0.1:1  breaker closed, 0 sessions from here\n" in shown
         assert [pod["breaker"] for pod in values["drafts"]] == ["BREAKER_STATE_CLOSED"]
     else:
+        assert "\n  state        serving\n" in shown
         assert "\n  model        m, revision aaaaaaaaaaaa, 99 tokens of context, 16 token ids\n" in shown
         assert isinstance(values["kv_tokens"], int)
 

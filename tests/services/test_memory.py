@@ -244,7 +244,7 @@ async def test_the_stats_count_what_was_served(directories: Directories) -> None
     assert 0 < load.busy_us <= load.up_us
 
 
-STANDING = {"identity", "kv_tokens", "max_sessions", "max_waiting", "pod", "up_us"}
+STANDING = {"identity", "kv_tokens", "max_sessions", "max_waiting", "pod", "serving", "up_us"}
 """What is not zero before anything is served."""
 
 

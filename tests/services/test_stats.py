@@ -56,6 +56,8 @@ async def test_each_service_says_who_it_is(directories: Directories) -> None:
         assert stats.up_us > 0
     for pod in (verifier.pod, draft.pod):
         assert (pod.device, pod.dtype, list(pod.threads)) == ("cpu", "float32", [1])
+    assert verifier.serving
+    assert draft.serving
     assert verifier.identity == identity
     assert draft.identity.model == "near"
     assert (verifier.max_sessions, verifier.max_waiting, draft.max_sessions) == (512, 128, 256)
