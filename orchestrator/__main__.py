@@ -23,6 +23,7 @@ with needed_by("orchestrator", "orchestrator"):
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, address, duration, run_command
     from specdec.engine.model_directory import ModelDirectory
     from specdec.serving.process.server import ServerSettings, run, run_program
+    from specdec.text.check import check_text
 
 log = structlog.get_logger()
 
@@ -78,7 +79,12 @@ def main(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
     settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin, share_port)
     if workers > 1:
-        run_program(supervise(settings, workers), "orchestrator")
+
+        async def start() -> None:
+            check_text(ModelDirectory(model))  # said once, not by every worker
+            await supervise(settings, workers)
+
+        run_program(start(), "orchestrator")
         return
 
     async def load() -> GenerationServicer:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from orchestrator.generation_defaults import NEUTRAL, GenerationDefaults
-from orchestrator.tokenizer import Tokenizer
 from specdec.engine.model_directory import ModelDirectory
+from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
+from specdec.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from orchestrator.model import Model
-from orchestrator.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.serving.validation import token_violations
+from specdec.text.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.v2 import generation_pb2
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from orchestrator.generation_defaults import NEUTRAL, GenerationDefaults
 from orchestrator.model import Model
 from orchestrator.prompt import prompt_tokens, time_of
 from orchestrator.resolved import digest
@@ -28,6 +27,7 @@ from specdec.serving.validation import (
     token_violations,
     too_many,
 )
+from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 
 MOST_SAMPLES = 16

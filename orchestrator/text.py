@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.tokenizer import Tokenizer
+from specdec.text.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"
 """Character that a tokenizer makes of the first bytes of an incomplete one."""

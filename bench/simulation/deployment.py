@@ -26,10 +26,10 @@ from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.sample import Sample
 from orchestrator.stats import OrchestratorStats
-from orchestrator.tokenizer import Tokenizer
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
 from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import model_pb2
 from testing import clock
 from verifier_service.servicer import Limits as VerifierLimits

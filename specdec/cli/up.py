@@ -92,6 +92,7 @@ def up(
     from specdec.local import LocalError, Models, Stack
     from specdec.local.upkeep import Upkeep
     from specdec.serving.process.listening import ListenError, bound
+    from specdec.text.check import check_text
 
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -107,7 +108,7 @@ def up(
         wanted = [Wanted(models.target, _placement(of_verifier))]
         wanted += [] if models.local_draft is None else [Wanted(models.local_draft, _placement(of_verifier))]
         wanted += [] if models.draft is None else [Wanted(models.draft, _placement({"engine": "onnx"} | of_draft))]
-        check(*wanted)
+        check_text(check(*wanted)[0])
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),

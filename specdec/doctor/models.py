@@ -44,6 +44,10 @@ def models(
         wanted["draft"] = Wanted(draft, Placement("onnx"))
     try:
         directories = check(*wanted.values())
+        if target is not None:
+            from specdec.text.check import check_text  # wants packages that may be missing
+
+            check_text(directories[0])
         return Models(
             [_found(role, wanted[role].placement, each) for role, each in zip(wanted, directories, strict=True)], ""
         )

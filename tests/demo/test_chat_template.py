@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from demo.train import HOME, SHAPES, tokenizer_settings
-from orchestrator.tokenizer import ChatTemplateError, Tokenizer
 from specdec.engine.model_directory import ModelDirectory
+from specdec.text.tokenizer import ChatTemplateError, Tokenizer
 
 NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)
 

@@ -68,6 +68,7 @@ MISTAKES = (
     Mistake("specdec verifier --model magic", CANNOT, "magic: quantised by magic, which transformers does not know"),
     Mistake("specdec verifier --model short", CANNOT, "max_position_embeddings is 8, must be an integer from 64"),
     Mistake("specdec verifier --model target --device cuda:9", CANNOT, "device cuda:9: "),
+    Mistake("specdec verifier --model target --engine eager --compile", CANNOT, "leave out --compile"),
     Mistake("specdec verifier --model target --device gpu", CANNOT, "device gpu: cpu, cuda and cuda:N are supported"),
     Mistake("specdec verifier --model target --dtype float16", CANNOT, "dtype float16: is for GPUs; on the CPU"),
     Mistake(
@@ -96,6 +97,13 @@ MISTAKES = (
     Mistake("specdec orchestrator --model target --verifier http://big:1", USAGE, "the scheme http: is not supported"),
     Mistake("specdec orchestrator --model target-1 --verifier big:1", CANNOT, "target-1: no such directory"),
     Mistake("specdec orchestrator --model no-tokenizer --verifier big:1", CANNOT, "no-tokenizer: no tokenizer.json"),
+    Mistake(
+        "specdec orchestrator --model bad-template --verifier big:1 --workers 2",
+        CANNOT,
+        "bad-template/chat_template.jinja: the chat template cannot be compiled",
+    ),
+    Mistake("specdec up --target bad-template", CANNOT, "chat_template.jinja: the chat template cannot be compiled"),
+    Mistake("specdec up --target too-cold", CANNOT, "too-cold/generation_config.json: temperature is -1, must be"),
     Mistake("specdec up --target target-1", CANNOT, "target-1: no such directory"),
     Mistake("specdec up --target target --draft foreign", CANNOT, "the tokenizers of target and foreign differ"),
     Mistake(f"specdec up --target target --port {TAKEN}", CANNOT, f"another program listens on 127.0.0.1:{TAKEN}"),

@@ -29,6 +29,8 @@ def furnish(folder: Path) -> None:
     weights = broken("cut-weights") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     (broken("no-safetensors") / "model.safetensors").write_bytes(b"not weights at all")
+    (broken("bad-template") / "chat_template.jinja").write_text("{% if messages %}")
+    (broken("too-cold") / "generation_config.json").write_text('{"do_sample": true, "temperature": -1}')
     configured("mamba", model_type="mamba")
     configured("magic", quantization_config={"quant_method": "magic"})
     configured("short", max_position_embeddings=8)

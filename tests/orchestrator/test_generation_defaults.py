@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.generation_defaults import FIELDS, GenerationDefaults
 from orchestrator.model import Model
 from orchestrator.request import parse
 from orchestrator.resolved import resolved
 from orchestrator.sample import Sample
 from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.text.generation_defaults import FIELDS, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, make
 

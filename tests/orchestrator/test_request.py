@@ -12,11 +12,11 @@ import pytest
 
 from orchestrator.model import Model
 from orchestrator.request import MOST_STOP_STRINGS, MOST_STOP_TOKENS, parse
-from orchestrator.tokenizer import Tokenizer, TooManyTokensError
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving.errors import InvalidRequestError, UnknownModelError
 from specdec.serving.validation import MAX_BIASES
+from specdec.text.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v2 import generation_pb2
 from tests.models import CONTEXT, VOCABULARY, make
 

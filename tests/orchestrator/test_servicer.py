@@ -13,7 +13,7 @@ from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import LONG_BYTES, MAX_WAITING_LONG, GenerationServicer
-from orchestrator.tokenizer import Tokenizer, TooManyTokensError
+from specdec.text.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 from tests.stack import served, until
 

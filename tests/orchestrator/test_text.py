@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.text import Detokenizer, TextStream
-from orchestrator.tokenizer import Tokenizer
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
+from specdec.text.tokenizer import Tokenizer
 from tests.models import VOCABULARY, make
 
 TOKENS = st.lists(st.integers(3, VOCABULARY - 1), max_size=40)

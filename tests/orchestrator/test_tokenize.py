@@ -18,9 +18,9 @@ from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
-from orchestrator.token_bytes import ALPHABET, TokenBytes
 from specdec.client import AsyncClient, InvalidRequest, NotFound, Piece
 from specdec.engine.model_directory import ModelDirectory
+from specdec.text.token_bytes import ALPHABET, TokenBytes
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 from tests.stack import served
 

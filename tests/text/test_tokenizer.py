@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tokenizer import ChatTemplateError, Tokenizer
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.text.tokenizer import ChatTemplateError, Tokenizer
 from tests.models import make
 
 NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)

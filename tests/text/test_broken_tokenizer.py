@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.tokenizer import Tokenizer
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.text.tokenizer import Tokenizer
 from tests.models import make
 
 TEXT = "must be a string of Unicode characters"

@@ -12,15 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from orchestrator.token_bytes import TokenBytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import Fields, in_one_line, read_text
+from specdec.engine.model_file import Fields, in_one_line
+from specdec.text.chat_template import compiled, template_of
+from specdec.text.token_bytes import TokenBytes
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Special tokens that chat templates may name."""
@@ -58,8 +55,8 @@ class Tokenizer:
             resize_cache(REMEMBERED_WORDS)
         settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
         self._special = {name: _special_token(settings, name) for name in SPECIAL_TOKENS if settings.has(name)}
-        source, file = _chat_template(directory.path / "chat_template.jinja", settings)
-        self._template = _compiled(source, file)
+        source, file = template_of(directory.path / "chat_template.jinja", settings)
+        self._template = compiled(source, file)
         decides = hashlib.sha256((directory.path / TOKENIZER).read_bytes())
         decides.update(json.dumps([self._special, source], sort_keys=True).encode())
         self.fingerprint = decides.hexdigest()
@@ -180,47 +177,3 @@ def _special_token(settings: Fields, name: str) -> str:
     if isinstance(settings.content[name], dict):
         return settings.fields(name).text("content")
     return settings.text(name)
-
-
-class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks the assistant's turns for training: rendered as its content alone."""
-
-    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compiled(source: str | None, file: Path) -> Template | None:
-    """Compile the template, with the functions and filters that transformers gives to templates."""
-    if source is None:
-        return None
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-    )
-    environment.globals["raise_exception"] = refuse
-    del environment.filters["random"], environment.globals["lipsum"]  # a conversation is the same prompt everywhere
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    try:
-        return environment.from_string(source)
-    except Exception as error:  # of the template's syntax, or of the Python that it is made into
-        raise ModelDirectoryError(f"{file}: the chat template cannot be compiled: {in_one_line(error)}") from error
-
-
-def _chat_template(file: Path, settings: Fields) -> tuple[str | None, Path]:
-    """Read the template, if there is one, from its own file, else from tokenizer_config.json, where it may be a list
-    of named ones. Return also which file it is from."""
-    source = read_text(file)
-    if source is not None or not settings.has("chat_template"):
-        return source, file
-    if not isinstance(settings.content["chat_template"], list):
-        return settings.text("chat_template"), settings.file
-    named = {entry.text("name"): entry.text("template") for entry in settings.objects("chat_template")}
-    if "default" not in named:
-        raise settings.refusal("chat_template", "a template, or a list of named ones with one of the name default")
-    return named["default"], settings.file

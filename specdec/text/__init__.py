@@ -1,0 +1,1 @@
+"""Text of a model: what an orchestrator reads of its directory, without weights."""
