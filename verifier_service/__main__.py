@@ -14,7 +14,7 @@ with needed_by("verifier", "verifier"):
 
     from specdec import ports
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
-    from specdec.engine import fast_paths
+    from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engine import Engine
     from specdec.engine.engines.loading import load_engine
@@ -185,6 +185,7 @@ def main(
             local_draft = DraftModelProposer(load_engine(engine, draft, **options(ranks)), draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
+        start_phases.log_end()
         fast_paths.log_off()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         identity = identity_of(directory, loaded, loop.context)

@@ -16,6 +16,7 @@ import structlog
 from specdec.engine.engine import Engine, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
+from specdec.engine.start_phases import phase
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.adaptive_speculation import AdaptiveSpeculation
@@ -79,11 +80,13 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt, tuning.spare_share)
         slots = blocks * BLOCK
         beside = [] if draft_model is None else [draft_model.engine]
-        self._threads = thread_policy(
-            engine, lambda: latency or StepLatency.measure(engine, slots, tuning.latency), beside, tuning.threads
-        )
-        step_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
-        warm_up(engine.vocabulary)
+        with phase("step_times"):
+            self._threads = thread_policy(
+                engine, lambda: latency or StepLatency.measure(engine, slots, tuning.latency), beside, tuning.threads
+            )
+            step_rows = step_rows if latency is not None else best_prefill_rows(engine, slots, step_rows)
+        with phase("compiled_loops"):
+            warm_up(engine.vocabulary)
         local = [] if draft_model is None else [draft_model]
         proposers = [LookupProposer(suffix_cache_tokens), *local, *proposers]
         self._speculation = AdaptiveSpeculation(

@@ -42,7 +42,7 @@ def possible_winners(
     room = ROOM * len(z)
     while True:
         found = np.empty(room, dtype=np.int64)
-        count = _collect(z, temperatures, streams, found)
+        count = collect(z, temperatures, streams, found)
         if count <= room:
             return found[:count]
         room = count
@@ -64,7 +64,7 @@ def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
 
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
+def collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
     """Write to `found` as many of the ids that can win as it has room for; return how many there are. A row's bounds
     stay in the core's cache."""
     count, vocabulary = 0, z.shape[1]

@@ -11,10 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
+from specdec.decoding import gumbel_pruning
 from specdec.decoding.choice import choose
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
+from specdec.engine.cpu.code_cache import kept
 
 
 class TreeWalker(Protocol):
@@ -47,5 +49,7 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
 
 
 def warm_up(vocabulary: int) -> None:
-    """Draw a token, so that no request has to wait for the code that is compiled on first use."""
+    """Draw a token, so that no request has to wait for the code that is compiled on first use, or comes from the cache
+    folder."""
+    kept("collect", gumbel_pruning.__file__, gumbel_pruning.collect)
     choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])

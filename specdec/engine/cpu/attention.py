@@ -231,7 +231,7 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
     return openmp.shared(error_model="numpy")(attend)
 
 
-@part(fastmath=REORDERED, error_model="numpy")
+@part(loop=True, fastmath=REORDERED, error_model="numpy")
 def _soften(weights: Any, softcap: Any) -> None:
     """Replace scores by their softmax, after the softcap if there is one (0: none)."""
     if softcap > 0:

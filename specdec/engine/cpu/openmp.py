@@ -74,7 +74,7 @@ def shared(**options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
     """
 
     def decorate(function: Callable[..., None]) -> SharedLoop:
-        loop = part(**options)(function)
+        loop = part(loop=True, **options)(function)
 
         def share(given: Any) -> None:
             """Run the calling thread's shares."""

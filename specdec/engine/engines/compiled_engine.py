@@ -23,6 +23,7 @@ from specdec.engine.hf.batch_invariance import rows_are_independent
 from specdec.engine.hf.linear import lay_out
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts
+from specdec.engine.start_phases import phase
 
 LEAST_ROWS = 2
 """Rows of the smallest batch: a single row would be compiled by itself, with kernels that may round differently."""
@@ -122,9 +123,11 @@ class CompiledEngine(CpuEngine):
         lay_out(self.model, packed=False)
 
     def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
-        reference.check(self)
-        self._compile()
-        self.exact = exact and rows_are_independent(self)  # compiled layers cannot be tiled
+        with phase("compiled_loops"):
+            reference.check(self)
+            self._compile()
+        with phase("exactness"):
+            self.exact = exact and rows_are_independent(self)  # compiled layers cannot be tiled
 
     def _compile(self) -> None:
         self._rows = InvariantRowCounts(tuple(count for count in CANDIDATES if count >= LEAST_ROWS))

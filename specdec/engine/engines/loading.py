@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from specdec.engine.placement import Dtype, Kind, Placement, WantedDtype
 from specdec.engine.preflight.device import check_device, check_placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.processor import computes_bfloat16
+from specdec.engine.start_phases import phase
 
 if TYPE_CHECKING:  # imports torch
     from specdec.engine.distributed.ranks import Ranks
@@ -55,6 +57,8 @@ def load_engine(
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "exact": exact}
     if ranks is not None:
         return _part(ranks, kind, directory, device, threads=threads, **options)
+    with phase("imports"):  # torch, transformers and Numba: seconds
+        importlib.import_module(f"specdec.engine.engines.{'cpu_engine' if device == 'cpu' else 'torch_engine'}")
     if device == "cpu" and dtype == "bfloat16" and not computes_bfloat16():
         fast_paths.found_off("bfloat16", "this processor has no bfloat16 arithmetic", "float32 is much faster here")
     return _torch(kind, directory, device, threads=threads, compiled=compiled, cuda_graphs=cuda_graphs, **options)

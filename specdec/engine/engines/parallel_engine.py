@@ -24,6 +24,7 @@ from specdec.engine.hf.shards import sum_in_order
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.row_counts import ShapeRowCounts
+from specdec.engine.start_phases import phase
 
 log = structlog.get_logger()
 
@@ -38,8 +39,10 @@ class PartEngine(TorchEngine):
 
     def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
         """Check as one process does, anew at each start: nothing of it is kept, since ranks may be on any machine."""
-        reference.check(self)
-        self.exact = exact and make_exact(self)
+        with phase("compiled_loops"):
+            reference.check(self)
+        with phase("exactness"):
+            self.exact = exact and make_exact(self)
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
         super().tile(classes)

@@ -25,6 +25,7 @@ from specdec.engine.memory import keep_freed_memory, slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.padded.backend import PaddedBackend
 from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
+from specdec.engine.start_phases import phase
 
 
 class TorchEngine:
@@ -48,7 +49,8 @@ class TorchEngine:
         backend: type[AttentionBackend] = PaddedBackend,
         ranks: Ranks | None = None,
     ) -> None:
-        self.model = load(directory, DTYPES[dtype], device, ranks)
+        with phase("weights"):
+            self.model = load(directory, DTYPES[dtype], device, ranks)
         self.hidden_size: int = self.model.get_output_embeddings().in_features
         if ranks is None:
             self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
@@ -62,9 +64,11 @@ class TorchEngine:
         self._layers = layers = attention_of(self.model)
         slot_bytes = DTYPES[dtype].itemsize * sum(each.kv_heads * (each.width + each.value_width) for each in layers)
         self.capacity = capacity or self._room(slot_bytes, directory.context, device, ranks)
-        self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
+        with phase("kv_cache"):
+            self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
         keep_freed_memory()  # only now: the pools themselves are allocated faster from the system, in huge pages
-        self.tile(None)
+        with phase("tile_sizes"):
+            self.tile(None)
         self.exact = False
         self._settle(reference, exact=exact)
         self.numerics = "/".join(
@@ -121,8 +125,10 @@ class TorchEngine:
 
     def _settle(self, reference: ReferenceCheck, *, exact: bool) -> None:
         """Run the reference check, then make rows exact if so asked."""
-        reference.check(self)
-        self.exact = exact and make_exact(self, reference.contents)
+        with phase("compiled_loops"):  # the first pass has them compiled, if they are not kept
+            reference.check(self)
+        with phase("exactness"):
+            self.exact = exact and make_exact(self, reference.contents)
 
     def _execution(self) -> tuple[str, ...]:
         """Return the parts of the numerics fingerprint that tell how products and layers are run."""

@@ -39,6 +39,7 @@ from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts
+from specdec.engine.start_phases import phase
 
 LEAST_PARTIALS = 1 << 12
 """Partials that there is room for at first. A step that needs more gets room for the next power of two, and graphs are
@@ -64,7 +65,8 @@ class GpuEngine:
         cuda_graphs: bool = True,
     ) -> None:
         self._cuda_graphs = cuda_graphs and torch.device(device).type == "cuda"
-        self.model = load(directory, DTYPES[dtype], device)
+        with phase("weights"):
+            self.model = load(directory, DTYPES[dtype], device)
         own = ReferenceCheck.of(self.model, directory.vocabulary)
         self.hidden_size: int = self.model.get_output_embeddings().in_features
         self.model.set_output_embeddings(GpuHead(self.model.get_output_embeddings()))
@@ -87,8 +89,10 @@ class GpuEngine:
         self._memory = SplitKvMemory(keys, values)
         self._memory.reserve(LEAST_PARTIALS, self._heads)
         self.tile(None)
-        own.check(self)
-        self.exact = exact and make_exact(self)
+        with phase("compiled_loops"):
+            own.check(self)
+        with phase("exactness"):
+            self.exact = exact and make_exact(self)
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",

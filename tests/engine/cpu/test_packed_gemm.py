@@ -76,8 +76,8 @@ def test_what_does_not_fit_is_an_error_and_the_next_product_is_not() -> None:
     wrong, right = ([torch.randn(2, width) for width in widths] for widths in ((31, 48), (32, 48)))
     kept = whole(wrong), whole(right)
     with pytest.raises(RuntimeError, match="product has failed"):
-        product(products.of(kept[0], like=wrong[0].numpy()), 0)
-    got = product(products.of(kept[1], like=right[0].numpy()), 0)
+        computed(products.of(kept[0], like=wrong[0].numpy()), 0)
+    got = computed(products.of(kept[1], like=right[0].numpy()), 0)
     np.testing.assert_array_equal(got, layers[0](right[0]).numpy())
 
 
@@ -93,12 +93,12 @@ def test_results_are_given_back() -> None:
     wide = PackedLinear(torch.nn.Linear(8, 4096).requires_grad_(False))
     x = torch.randn(256, 8)
     given, lasting = whole([x]), PackedGemm([wide], 1)
-    product(lasting.of(given, like=x.numpy()), 0)
+    computed(lasting.of(given, like=x.numpy()), 0)
     before = getrusage(RUSAGE_SELF).ru_maxrss
     for _ in range(128):
-        product(lasting.of(given, like=x.numpy()), 0)
+        computed(lasting.of(given, like=x.numpy()), 0)
         leaving = PackedGemm([wide], 1)
-        product(leaving.of(given, like=x.numpy()), 0)
+        computed(leaving.of(given, like=x.numpy()), 0)
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes
 
 

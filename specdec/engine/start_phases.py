@@ -1,0 +1,35 @@
+"""The phases of a start: each is logged as it begins, so that none is silent, and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+
+log = structlog.get_logger()
+
+_seconds: dict[str, float] = {}
+"""Seconds of each phase of this process, in the order in which they began."""
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Log that a phase begins, and note its seconds when it ends. Phases of one name add up."""
+    log.info("starting", phase=name)
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        _seconds[name] = _seconds.get(name, 0.0) + time.monotonic() - begin
+
+
+def seconds() -> dict[str, float]:
+    """Return the seconds of all phases until now, to a hundredth."""
+    return {name: round(each, 2) for name, each in _seconds.items()}
+
+
+def log_end() -> None:
+    """Log that the start is over, with the seconds of its phases."""
+    log.info("started", seconds=seconds())
