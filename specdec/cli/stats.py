@@ -14,7 +14,7 @@ import typer
 from specdec import ports
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
-from specdec.cli.stats_table import table
+from specdec.cli.stats_table import printable, table
 from specdec.client.address import Address
 from specdec.command_line import address, duration
 from specdec.exit_status import ExitStatus
@@ -65,7 +65,7 @@ def _told(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatu
             "that tells statistics",
             ExitStatus.REFUSED,
         )
-    code, details = error.code(), " ".join(str(error.details()).split())
+    code, details = error.code(), printable(" ".join(str(error.details()).split()))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"{target}: no answer within {timeout:g} s", ExitStatus.UNREACHABLE
     if code is grpc.StatusCode.UNAVAILABLE:

@@ -33,7 +33,7 @@ def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str
     else:
         lines = _of_draft(stats, earlier)
     for name, text in lines:
-        yield f"  {name:{WIDTH}}{text}".rstrip()
+        yield f"  {name:{WIDTH}}{printable(text)}".rstrip()
 
 
 # --- what the three have in common ------------------------------------------------------------------
@@ -188,6 +188,11 @@ def _by_reason(counts: Mapping[str, int]) -> str:
 
 def _mean(total: int, count: int) -> str:
     return f"{total / count:.1f}" if count else "0"
+
+
+def printable(text: str) -> str:
+    """Return a text with what would steer a terminal replaced: whoever answers chooses it."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def percent(part: int, whole: int) -> str:

@@ -242,5 +242,12 @@ def test_a_span_has_two_units(seconds: float, text: str) -> None:
     assert span(seconds) == text
 
 
+def test_a_server_does_not_steer_the_terminal() -> None:
+    hostile = GetStatsResponse(identity=ModelIdentity(model="m\x1b[2J\nx"), fast_paths_off=["a\x07"])
+    shown = lines("verifier", hostile)
+    assert all(line.isprintable() for line in shown)
+    assert any("m\N{REPLACEMENT CHARACTER}[2J" in line for line in shown)
+
+
 def test_a_part_of_nothing_is_nothing() -> None:
     assert (percent(0, 0), percent(1, 3)) == ("0 %", "33 %")

@@ -16,7 +16,7 @@ from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.batch import Packer
-from specdec.engine.engine import GpuSampling, hidden_states
+from specdec.engine.engine import GpuSampling, Placed, hidden_states
 from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.model_directory import ModelDirectory
@@ -114,6 +114,12 @@ def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     got, sound = engine.step(packer.pack(), dict(enumerate(queries))).choose(range(4), queries)
     assert got.tolist() == want.tolist()
     assert sound.all()
+
+
+def test_it_says_where_it_computes(subject: Subject) -> None:
+    engine = subject.engine
+    assert isinstance(engine, Placed)
+    assert (engine.device, engine.dtype, engine.threads) == (DEVICE, "float32", ())
 
 
 @pytest.mark.gpu
