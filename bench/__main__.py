@@ -21,6 +21,7 @@ ROOMS = {
     },
     "engine": {
         "engine": "step time over the roofline of the device's memory, beside transformers: random weights",
+        "start": "seconds until a verifier is ready, by phase, with an empty and with a filled cache folder",
     },
     "gpu": {
         "gpu": "all that only a GPU can show, in ten minutes: tests, exactness, graphs, drafts, speed",

@@ -16,7 +16,7 @@ from specdec.cli.doctor import doctor
 from specdec.cli.export import export
 from specdec.cli.failure import ending
 from specdec.cli.generate import generate
-from specdec.cli.services import draft, orchestrator, up, verifier
+from specdec.cli.services import draft, orchestrator, up, verifier, warm_up
 from specdec.cli.stats import stats
 from specdec.cli.tokenize import tokenize
 
@@ -48,7 +48,7 @@ def specdec(
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.callback()(specdec)
-for service in (draft, verifier, orchestrator, up):
+for service in (draft, verifier, orchestrator, up, warm_up):
     app.command(context_settings=PASS_ON)(ending(service))
 for command in (doctor, export, stats, generate, tokenize):
     app.command()(ending(command))

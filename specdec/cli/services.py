@@ -1,5 +1,6 @@
 """Commands that run services: `specdec draft`, `specdec verifier`, `specdec orchestrator` one of them in this process,
-`specdec up` all three. Their options are read where they are used, so that other commands need none of it."""
+`specdec up` all three, `specdec warm-up` none: it does what a verifier keeps for later starts. Their options are read
+where they are used, so that other commands need none of it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from specdec.roles import load
 
 
 def _serve(package: str, context: typer.Context) -> None:
-    run_command(load(f"{package}.__main__").main, context.command_path, context.args)
+    _run(f"{package}.__main__", context)
+
+
+def _run(module: str, context: typer.Context) -> None:
+    run_command(load(module).main, context.command_path, context.args)
 
 
 def draft(context: typer.Context) -> None:
@@ -26,6 +31,11 @@ def verifier(context: typer.Context) -> None:
 def orchestrator(context: typer.Context) -> None:
     """Serve completions to applications (orchestrator)."""
     _serve("orchestrator", context)
+
+
+def warm_up(context: typer.Context) -> None:
+    """Fill the cache folder for a target model and end (for image builds)."""
+    _run("verifier_service.warm_up", context)
 
 
 def up(context: typer.Context) -> None:

@@ -55,6 +55,12 @@ def why_unusable(folder: Path) -> str:
     return ""
 
 
+def usable() -> Path | None:
+    """Return the cache folder; None if it is turned off or cannot be used."""
+    folder = place()
+    return folder if folder is not None and _usable(folder) else None
+
+
 @functools.cache
 def _usable(folder: Path) -> bool:
     """Return whether the folder can be used, and say once why it cannot."""
@@ -90,8 +96,8 @@ def versions() -> tuple[str, ...]:
 
 def read(kind: str, *key: object) -> bytes | None:
     """Return the entry with this key; None if there is none, or it is not as it was written."""
-    folder = place()
-    if folder is None or not _usable(folder):
+    folder = usable()
+    if folder is None:
         return None
     path = folder / _name(kind, key)
     try:
@@ -109,8 +115,8 @@ def read(kind: str, *key: object) -> bytes | None:
 def write(data: bytes, kind: str, *key: object) -> None:
     """Keep an entry under this key. Processes that write the same one at once each write it whole; the last one
     stays."""
-    folder = place()
-    if folder is None or not _usable(folder):
+    folder = usable()
+    if folder is None:
         return
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:  # of mode 0600

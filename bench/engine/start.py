@@ -1,0 +1,132 @@
+"""Seconds from a verifier's start until it is ready, by phase: the first start on a machine, with an empty cache
+folder, and the next ones. Beside them, what imports and reading the weights take in a process of their own.
+
+    python -m bench start
+    python -m bench start --quick                   the demo target alone
+    python -m bench start --models /models/a,/models/b
+
+The second model is of 230 million parameters, with random weights. The load of the machine is printed with each start:
+figures count on a quiet one only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.arguments import names, parser_of
+from specdec.local import DEMO
+
+TARGET = DEMO / "target"
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18}
+"""Configuration of the random model, where it is not the demo target's: 230 million parameters."""
+
+ALONE = """
+import sys, time
+from pathlib import Path
+begin = time.monotonic()
+import specdec.engine.engines.cpu_engine
+imported = time.monotonic()
+from safetensors.torch import load_file
+for file in Path(sys.argv[1]).glob("*.safetensors"):
+    for tensor in load_file(file).values():
+        tensor.float().sum()
+print(imported - begin, time.monotonic() - imported)
+"""
+
+
+@dataclass
+class Start:
+    """One start of a verifier."""
+
+    kind: str
+    seconds: float  # until it was ready
+    phases: dict[str, float]
+    load: float  # of the machine, before
+
+
+def start(model: Path, folder: Path, kind: str) -> Start:
+    """Start a verifier with this cache folder, and end it once it is ready."""
+    load, begin = os.getloadavg()[0], time.monotonic()
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "verifier_service", "--model", str(model), "--port", "0", "--stop-with-stdin"],
+            env=os.environ | {"SPECDEC_CACHE_DIR": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        seconds = time.monotonic() - begin
+        process.terminate()
+        process.wait()
+        log.seek(0)
+        lines = log.read().splitlines()
+    if not ready:
+        raise SystemExit(f"{model}: the verifier did not start:\n" + "\n".join(lines[-5:]))
+    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    (phases,) = [each["seconds"] for each in logged if each["event"] == "started"]
+    return Start(kind, seconds, phases, load)
+
+
+def alone(model: Path) -> tuple[float, float]:
+    """Return the seconds that imports, and reading all weights, take by themselves."""
+    done = subprocess.run([sys.executable, "-c", ALONE, str(model)], capture_output=True, text=True, check=True)
+    imports, weights = map(float, done.stdout.split())
+    return imports, weights
+
+
+def wide(folder: Path) -> Path:
+    """Make the random model, with the demo target's tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(TARGET)
+    heads = WIDE["hidden_size"] // (config.hidden_size // config.num_attention_heads)
+    config.update(WIDE | {"num_attention_heads": heads, "num_key_value_heads": heads, "layer_types": None})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for file in TARGET.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def table(model: str, starts: Sequence[Start], imports: float, weights: float) -> str:
+    """Return the starts of a model as a Markdown table."""
+    phases = list(dict.fromkeys(name for each in starts for name in each.phases))
+    rows = [f"{model}: imports {imports:.1f} s and reading the weights {weights:.1f} s by themselves", ""]
+    rows.append("| start | ready after | " + " | ".join(phases) + " | load |")
+    rows.append("|---" * (len(phases) + 3) + "|")
+    for each in starts:
+        cells = [f"{each.phases.get(name, 0.0):.1f}" for name in phases]
+        rows.append(f"| {each.kind} | {each.seconds:.1f} | " + " | ".join(cells) + f" | {each.load:.1f} |")
+    return "\n".join(rows)
+
+
+def main(given: list[str]) -> None:
+    parser = parser_of("start", __doc__)
+    parser.add_argument("--models", type=names, help="directories of models, instead of the two")
+    parser.add_argument("--warm", type=int, default=3, help="starts with a filled cache folder (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="the demo target alone, once cold and once warm")
+    options = parser.parse_args(given)
+    with tempfile.TemporaryDirectory() as folder:
+        models = [Path(each) for each in options.models or [str(TARGET)]]
+        if options.models is None and not options.quick:
+            models.append(wide(Path(folder) / "random-230M"))
+        for model in models:
+            cache = Path(folder) / f"cache-{model.name}"
+            kinds = ["cold", *["warm"] * (1 if options.quick else options.warm)]
+            starts = [start(model, cache, kind) for kind in kinds]
+            print(table(model.name, starts, *alone(model)), end="\n\n", flush=True)

@@ -1,0 +1,67 @@
+"""`specdec warm-up`: fill the cache folder for a model and end, so that a verifier started later finds it warm."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+from specdec.extras import needed_by
+
+with needed_by("warm-up", "verifier"):
+    import typer
+
+    from specdec.command_line import LogLevel
+    from specdec.engine import cache_folder, start_phases
+    from specdec.engine.cpu_count import MOST_THREADS, threads_for
+    from specdec.engine.engines.loading import load_engine
+    from specdec.engine.memory import share_memory_among_threads
+    from specdec.engine.placement import Placement, WantedDtype
+    from specdec.engine.preflight.check import Wanted, check
+    from specdec.serving.process import logs
+    from specdec.serving.process.server import StartError, run_program
+    from verifier_service.verification.verify_trees import warm_up
+
+KV_TOKENS = 2048
+"""Room of the KV cache: what is kept does not depend on it."""
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Directory of the target model, as for `specdec verifier`.")],
+    dtype: Annotated[
+        WantedDtype, typer.Option(help="Data type that the verifier will compute in, as its --dtype.")
+    ] = "auto",
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_THREADS, help="The verifier's --threads. By default all cores of this process."),
+    ] = None,
+    threads_while_drafting: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_THREADS, help="The verifier's --threads-while-drafting."),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Compile and check all that a verifier on the CPU keeps in the cache folder, and end: for image builds."""
+    share_memory_among_threads()
+
+    def fill() -> None:
+        (directory,) = check(Wanted(model, Placement("torch", dtype, "cpu", KV_TOKENS)))
+        folder = cache_folder.usable()
+        if folder is None:
+            raise StartError(
+                f"the cache folder {cache_folder.place() or '(none: SPECDEC_CACHE_DIR is empty)'} cannot be used, so "
+                "that nothing would be kept: name one that only this user can write to in SPECDEC_CACHE_DIR"
+            )
+        most = threads or threads_for("cpu")
+        fewer = most if threads_while_drafting is None else min(most, threads_while_drafting)
+        load_engine("torch", directory, capacity=KV_TOKENS, threads=(most, fewer), dtype=dtype, exact=True)
+        with start_phases.phase("compiled_loops"):
+            warm_up(directory.vocabulary)
+        start_phases.log_end()
+        typer.echo(f"warm {folder}")
+
+    async def program() -> None:
+        logs.configure("warm-up", log_level)
+        await asyncio.to_thread(fill)
+
+    run_program(program(), "warm-up")
