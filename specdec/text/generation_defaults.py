@@ -75,10 +75,10 @@ class GenerationDefaults:
 
     @property
     def told(self) -> dict[str, float]:
-        """What differs from the neutral values, by name."""
+        """What differs from the neutral values, by name, in as few digits as tell it apart."""
         neutral = asdict(Sampling())
         sampling = {name: getattr(self.sampling, name) for name in FIELDS}
-        told = {name: value for name, value in sampling.items() if value != neutral[name]}
+        told = {name: float(str(np.float32(v))) for name, v in sampling.items() if v != neutral[name]}
         return told if self.max_new_tokens is None else {**told, "max_new_tokens": self.max_new_tokens}
 
 

@@ -55,7 +55,8 @@ def sample_of(model: Model, **fields: Any) -> Sample:
 
 def test_a_file_is_read(directory: Path, tmp_path: Path) -> None:
     found = GenerationDefaults.of(with_config(directory, tmp_path / "m", do_sample=True, max_new_tokens=7, **OURS))
-    assert found.told == {name: on_the_wire(value) for name, value in OURS.items()} | {"max_new_tokens": 7}
+    assert found.told == OURS | {"max_new_tokens": 7}
+    assert found.sampling.temperature == on_the_wire(0.6)
 
 
 def test_no_file_and_an_empty_one_leave_all_off(directory: Path, tmp_path: Path) -> None:
