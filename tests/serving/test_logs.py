@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import select
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,3 +181,15 @@ def test_a_caller_that_has_left_is_no_fault(configured: Path) -> None:
     except grpc.aio.InternalError:
         library.exception("raised in core")
     assert lines(configured) == []
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_one_file_takes_both_stdout_and_stderr(tmp_path: Path, mode: str) -> None:
+    """As with `specdec verifier ... > verifier.log 2>&1`."""
+    script = (
+        "import sys; from specdec.serving.process.log_stream import guard_stderr; guard_stderr();"
+        "print('first', file=sys.stderr); print('ready', flush=True); print('last', file=sys.stderr)"
+    )
+    with (tmp_path / "log").open(mode) as log:
+        subprocess.run([sys.executable, "-c", script], stdout=log, stderr=log, check=True)
+    assert (tmp_path / "log").read_text().split() == ["first", "ready", "last"]

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import select
+import stat
 import sys
 import threading
 from typing import TextIO
@@ -76,15 +77,19 @@ def guard_stderr() -> LossyStream:
 
 def _descriptor(stream: TextIO | None) -> int:
     """Return a descriptor of our own for what a stream writes to, so that it does not block us, and blocks others as
-    before."""
+    before.
+
+    A file never blocks, and is not opened again: stdout may lead to it too, and would write at a place of its own.
+    """
     fd = 2
     if stream is not None:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
             stream.flush()
             fd = stream.fileno()
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
-    except OSError:  # a socket, or the file of another user
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+    except OSError:  # a socket, or the terminal of another user
         pass
     try:
         return os.dup(fd)

@@ -45,7 +45,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
-PATIENCE_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),)
+PATIENCE_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.http2.min_ping_interval_without_data_ms", 10_000),)
 """Options of servers for clients that ask every 20 s whether the server is still there: by default gRPC ends their
 connections."""
 
