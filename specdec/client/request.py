@@ -5,10 +5,11 @@ Values are not judged here: the server knows the model and its limits. Only what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar, Unpack
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
 from specdec.client.options import GenerateOptions, takes_options
@@ -49,6 +50,8 @@ _SAMPLING = {
 _CONTRAST = {"alpha", "amateur_temperature"}
 _SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
+_TURN = 'a mapping with "role" and "content" and nothing else'
+
 
 @takes_options
 def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
@@ -61,6 +64,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         raise ValueError("time is given, but no messages: only chat templates see it")
     if "speculation" in given and "drafters" in given:
         raise ValueError("give either speculation or drafters: both say who may propose candidates")
+    if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
+        raise ValueError(f"n = {n}: must be at least 1")  # 0 in a message is an n that was left open
     request = pb.GenerateRequest()
     for name, value in given.items():
         if name in _PLAIN:
@@ -78,12 +83,12 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             _put(request.tokens, "ids", name, value)
         elif name == "messages":
             request.chat.SetInParent()
-            _put(request.chat, "messages", name, value)
+            request.chat.messages.extend(_turns(value))
         elif name == "time":
             if not isinstance(value, datetime) or value.tzinfo is None:
                 raise ValueError(f"time = {value!r}: not a datetime with a time zone")
             request.chat.time.FromDatetime(value)
-        elif name == "stop":
+        elif name == "stop":  # one string is a stop string, not its letters
             _put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
             request.speculation.MergeFrom(_named(_SPECULATIONS, name, value))
@@ -105,13 +110,34 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     return request
 
 
+def _turns(messages: object) -> Iterator[pb.ChatMessage]:
+    """Yield the turns of a conversation; TypeError or ValueError names the first that is none."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise TypeError(f"messages = {messages!r}: must be a list, each item {_TURN}")
+    for index, message in enumerate(messages):
+        option = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise TypeError(f"{option} = {message!r}: must be {_TURN}")
+        if message.keys() != {"role", "content"}:
+            raise ValueError(f"{option} = {message!r}: must be {_TURN}")
+        turn = pb.ChatMessage()
+        for field, value in message.items():
+            _put(turn, field, f"{option}.{field}", value)
+            if value is None:  # which a message takes for a field that is left out
+                raise TypeError(f"{option}.{field} = None: must be text (str)")
+        yield turn
+
+
 def _put(message: ProtobufMessage, field: str, option: str, value: object) -> None:
     """Set a field of any kind, and say which option it was if the value does not fit."""
     try:
         message.MergeFrom(type(message)(**{field: value}))
     except (ValueError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{option} = {value!r}: {error}") from error
+        wants_text = message.DESCRIPTOR.fields_by_name[field].type == FieldDescriptor.TYPE_STRING
+        # Protobuf names the wanted type of all fields but these.
+        problem = "must be text (str)" if wants_text and kind is TypeError else str(error)
+        raise kind(f"{option} = {value!r}: {problem}") from error
 
 
 def _named(values: Mapping[str, Value], option: str, name: object) -> Value:

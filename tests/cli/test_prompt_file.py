@@ -62,7 +62,7 @@ def results(path: Path) -> list[dict[str, Any]]:
         (b'{"text": "a", "n": 2}', "`n` cannot be set"),
         (b'{"text": "a", "max_tokens": -1}', "max_tokens = -1: "),
         (b'{"tokens": [-1]}', "tokens = [-1]: "),
-        (b'{"messages": [{"who": "user"}]}', "messages = "),
+        (b'{"messages": [{"who": "user"}]}', "messages[0] = "),
         (b'{"text": "a", "rule": "exact"}', "rule = 'exact': not one of "),
     ],
 )

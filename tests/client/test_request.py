@@ -149,7 +149,14 @@ def test_one_stop_string_is_not_its_letters() -> None:
         ("stop", ["\ud800"], ValueError),
         ("logit_bias", {-1: 1.0}, ValueError),
         ("tokens", [2**32], ValueError),
-        ("messages", [{"name": "x"}], ValueError),
+        ("stop", 5, TypeError),
+        ("stop", ["a", 5], TypeError),
+        ("tenant", 5, TypeError),
+        ("n", 0, ValueError),
+        ("n", -1, ValueError),
+        ("messages", "hi", TypeError),
+        ("messages", {"role": "user", "content": "hi"}, TypeError),
+        ("messages", 5, TypeError),
         ("speculation", "on", ValueError),
         ("speculation", "lookahead", ValueError),
         ("rule", "exact", ValueError),
@@ -159,6 +166,33 @@ def test_what_does_not_fit_is_named(option: str, value: Any, error: type[Excepti
     with pytest.raises(error, match=f"^{option} = ") as caught:
         build_request(**{option: value})
     assert repr(value) in str(caught.value)
+
+
+def test_no_samples_are_refused_with_the_limit() -> None:
+    with pytest.raises(ValueError, match=r"^n = 0: must be at least 1$"):
+        build_request("hi", n=0)
+
+
+TURN = 'must be a mapping with "role" and "content" and nothing else'
+FINE = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "said"),
+    [
+        ("hi", TypeError, f"messages = 'hi': {TURN.replace('be', 'be a list, each item', 1)}"),
+        ([FINE, "hi"], TypeError, f"messages[1] = 'hi': {TURN}"),
+        ([FINE, {"role": "user"}], ValueError, f"messages[1] = {{'role': 'user'}}: {TURN}"),
+        ([{**FINE, "name": "x"}], ValueError, f"messages[0] = { ({**FINE, 'name': 'x'})!r}: {TURN}"),
+        ([{**FINE, "content": 5}], TypeError, "messages[0].content = 5: must be text (str)"),
+        ([{**FINE, "content": None}], TypeError, "messages[0].content = None: must be text (str)"),
+        ([{**FINE, "role": [1]}], TypeError, "messages[0].role = [1]: must be text (str)"),
+    ],
+)
+def test_what_is_no_conversation_is_told_in_our_words(messages: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as caught:
+        build_request(messages=messages)
+    assert str(caught.value) == said
 
 
 def test_who_may_propose_goes_by_one_name() -> None:
