@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 SIZES = (128, 256, 512)
 REPEATS = 3
+ENOUGH = 1.0
+"""Seconds of measurement after which the last of the repeats is left out."""
+
 CHEAPER = 0.93
 """Fraction of the time for a row in larger tiles that smaller ones must stay below: a smaller gain may be chance."""
 
@@ -22,9 +25,13 @@ def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf)
     if len(sizes) == 1:
         return most
     least = dict.fromkeys(sizes, math.inf)
-    for _ in range(REPEATS):  # in turns, so that a slow spell of the machine affects all sizes alike
+    total = 0.0
+    for repeat in range(REPEATS):  # in turns, so that a slow spell of the machine affects all sizes alike
+        if repeat == REPEATS - 1 and total > ENOUGH:
+            break
         for rows in sizes:
-            least[rows] = min(least[rows], seconds(rows))
+            took = seconds(rows)
+            total, least[rows] = total + took, min(least[rows], took)
             if least[rows] > long:
                 sizes = [n for n in sizes if n <= rows]
                 break

@@ -29,3 +29,15 @@ def test_a_slow_spell_falls_on_all_alike() -> None:
     """Of three rounds two are slow."""
     taken = iter([0.09, 0.09, 0.09, 0.01, 0.018, 0.035, 0.09, 0.09, 0.09])
     assert cheapest(lambda rows: next(taken), 512) == 512
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(0.01, 3), (0.3, 2)])
+def test_long_measurements_are_repeated_less(seconds: float, repeats: int) -> None:
+    asked: list[int] = []
+
+    def measured(rows: int) -> float:
+        asked.append(rows)
+        return seconds
+
+    cheapest(measured, 512)
+    assert asked == [128, 256, 512] * repeats

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.verifier_service.fakes import TextEngine
 from verifier_service.costs.step_latency import (
+    LEAST_ROUNDS,
     MEASURED_ROWS,
     REPEATS,
     WARM_UP_KEYS,
@@ -102,11 +103,17 @@ def test_what_is_off_the_scale_teaches_nothing() -> None:
 @pytest.mark.parametrize("blocks", [2, 3, 100])
 def test_it_is_measured_within_the_memory(blocks: int) -> None:
     engine = TextEngine(blocks, tree_slots=0)
-    latency = StepLatency.measure(engine, blocks * 64)
+    latency = StepLatency.measure(engine, blocks * 64, enough=math.inf)
     sizes = [n for n in MEASURED_ROWS if n + WARM_UP_KEYS < blocks * 64]
     assert engine.steps == [*sizes] * REPEATS
     assert len(sizes) >= 2  # or there would be no slope
     assert 0 < latency.of(1) <= latency.of(64) < math.inf
+
+
+def test_where_steps_are_long_fewer_are_measured() -> None:
+    engine = TextEngine(100, tree_slots=0)
+    StepLatency.measure(engine, 100 * 64, enough=0.0)
+    assert engine.steps == [*MEASURED_ROWS] * LEAST_ROUNDS
 
 
 def test_prompts_are_measured_where_there_is_memory_for_them() -> None:

@@ -22,6 +22,13 @@ MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
 """Rounds over all MEASURED_ROWS, so that a slow spell of the machine affects all alike: their ratios matter."""
 
+LEAST_ROUNDS = 2
+"""Rounds that are always run: in the first one kernels are made."""
+
+ENOUGH = 1.0
+"""Seconds after which no further round begins: a large model's start would wait for minutes, and steps go on teaching
+the latency."""
+
 WARM_UP_KEYS = 32
 """Number of committed tokens that each row attends to at warm-up."""
 
@@ -45,10 +52,15 @@ class StepLatency:
         self._tabulate()
 
     @classmethod
-    def measure(cls, engine: Engine, slots: int, tuning: LatencyTuning = DEFAULTS.latency) -> StepLatency:
-        """Measure the latency by running the engine over its first `slots` slots, which no session may use yet."""
+    def measure(
+        cls, engine: Engine, slots: int, tuning: LatencyTuning = DEFAULTS.latency, enough: float = ENOUGH
+    ) -> StepLatency:
+        """Measure the latency by running the engine over its first `slots` slots, which no session may use yet. Once
+        steps have taken `enough` seconds, no further round begins."""
         rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
-        rounds = [[_timed(engine, n) for n in rows] for _ in range(REPEATS)]
+        rounds: list[list[float]] = []
+        while len(rounds) < REPEATS and (len(rounds) < LEAST_ROUNDS or sum(map(sum, rounds)) < enough):
+            rounds.append([_timed(engine, n) for n in rows])
         return cls(rows, np.min(rounds, axis=0).tolist(), tuning)
 
     def of(self, rows: int) -> float:
