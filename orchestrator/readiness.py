@@ -122,7 +122,8 @@ class Readiness:
                 raise
             why = "its channel was closed"  # the address is gone, and gRPC cancels what is under way
         except grpc.aio.AioRpcError as error:
-            why = error.code().name
+            no_verifier = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+            why = f"is no verifier of {VERIFIER.rpartition('.')[0]}" if no_verifier else error.code().name
         except (grpc.aio.UsageError, LostError, UnfitError) as error:
             why = str(error)
         else:

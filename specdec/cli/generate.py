@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -139,7 +140,11 @@ def generate(
         bool, typer.Option("--fail-fast", help="With --prompt-file: stop at the first prompt that fails.")
     ] = False,
 ) -> None:
-    """Continue prompts. On a terminal, each token has the colour of its source."""
+    """Continue prompts.
+
+    On a terminal, each token has the colour of its source: green for a draft model, yellow for n-gram lookup, magenta
+    for a lookahead window, red and cyan for the target's own word after candidates, none for plain decoding.
+    """
     if (prompt is None) == (prompt_file is None):
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
     if prompt_file is None and (concurrency is not None or out is not None or fail_fast):
@@ -237,13 +242,17 @@ def _complete(client: Client, address: str, prompt: str | None, options: dict[st
         err.print(
             f"[dim]{count} tokens in {seconds:.2f} s ({count / seconds:.0f}/s), "
             f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
-            f"{without_draft(s)}{finish.reason}, seed {report.seed}[/dim]"
+            f"{without_draft(s, options)}{finish.reason}, seed {report.seed}[/dim]"
         )
 
 
-def without_draft(speculation: Speculation) -> str:
-    """Return how many tokens should have had candidates of a draft, and had none; empty if it is as asked."""
+def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:
+    """Return how many tokens should have had candidates of a draft, and had none; empty if it is as asked. Without any
+    draft service that is news only to who asked for a draft."""
     if not speculation.undrafted_reason or not speculation.undrafted_tokens:
+        return ""
+    asked = options["speculation"] in ("always", "draft") or options["rule"] != "coupled"
+    if speculation.undrafted_reason == "no_draft" and not asked:
         return ""
     return f"{speculation.undrafted_tokens} tokens without a draft ({speculation.undrafted_reason}); "
 

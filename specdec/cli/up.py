@@ -23,7 +23,8 @@ from specdec.exit_status import ExitStatus
 
 def up(
     target: Annotated[
-        Path | None, typer.Option(help="Directory of the target model. By default the demo's target.")
+        Path | None,
+        typer.Option("--target", "--model", help="Directory of the target model. By default the demo's target."),
     ] = None,
     draft: Annotated[
         str | None,
@@ -35,7 +36,8 @@ def up(
     local_draft: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a local draft: a small model that the verifier itself runs, in place of a draft service."
+            help="Directory of a local draft: a small model that the verifier itself runs. It takes the place of a "
+            "draft service, unless --draft names one as well."
         ),
     ] = None,
     dtype: Annotated[
@@ -139,6 +141,7 @@ def up(
             while not stop:
                 time.sleep(0.2)
                 upkeep.look()
+            _say("stopping: running requests have two seconds")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None

@@ -87,7 +87,7 @@ def waited_for(targets: list[str]) -> str:
     for channel in channels:
         channel.close()
     if len(absent) == len(targets):
-        return f"waiting for an orchestrator: nothing answers at {', '.join(absent)}"
+        return f"waiting for an orchestrator: nothing answers at {', '.join(absent)} (is it still starting?)"
     if len(absent) + len(without) == len(targets):
         return f"waiting for a verifier: the orchestrator at {', '.join(without)} reaches none"
     serving = [target for target in targets if target not in absent and target not in without]

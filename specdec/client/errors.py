@@ -159,8 +159,8 @@ def _in_other_words(code: grpc.StatusCode, details: str) -> str:
     """Say what gRPC itself says of a call, so that a person knows what to change."""
     if code is grpc.StatusCode.UNIMPLEMENTED:  # the server has no such service
         return (
-            f"{details}: no orchestrator answers here, or one that speaks another version of the protocol than this "
-            f"client, {PACKAGE}"
+            "no orchestrator answers here, but another service, or one that speaks another version of the protocol "
+            f"than this client, {PACKAGE}"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "the timeout has passed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +11,9 @@ from contextlib import contextmanager
 import structlog
 
 log = structlog.get_logger()
+
+ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
+"""Variable of the environment by which whoever starts a service as its child hears of phases as well."""
 
 _seconds: dict[str, float] = {}
 """Seconds of each phase of this process, in the order in which they began."""
@@ -18,6 +23,9 @@ _seconds: dict[str, float] = {}
 def phase(name: str) -> Iterator[None]:
     """Log that a phase begins, and note its seconds when it ends. Phases of one name add up."""
     log.info("starting", phase=name)
+    if os.environ.get(ON_STDOUT):
+        sys.stdout.write(f"starting {name}\n")
+        sys.stdout.flush()
     begin = time.monotonic()
     try:
         yield

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from specdec.engine.start_phases import ON_STDOUT
 from specdec.roles import environment
 
 STOP_SECONDS = 10.0
@@ -39,7 +40,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={"TOKENIZERS_PARALLELISM": "false", **environment()},
+            env={"TOKENIZERS_PARALLELISM": "false", **environment(), ON_STDOUT: "1"},
             start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
         )
         child = cls(name, command, process)
@@ -60,13 +61,16 @@ class Child:
             self.process.stdin.close()
         return Child.start(self.name, *self.command, "--port", address.rpartition(":")[2])
 
-    def ready_at(self) -> str | None:
+    def ready_at(self, phase_begins: Callable[[str], None] = lambda name: None) -> str | None:
         """Return the address at which the service says that it is ready; None if it has not said so since it was last
-        asked."""
+        asked. `phase_begins` hears of the phases of its start."""
         with contextlib.suppress(queue.Empty):
             while (line := self.lines.get_nowait()) is not None:
-                if line.startswith("ready "):
-                    return line.split()[1]
+                what, _, name = line.strip().partition(" ")
+                if what == "ready":
+                    return name
+                if what == "starting":
+                    phase_begins(name)
         return None
 
     def ending(self) -> str | None:

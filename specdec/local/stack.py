@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from specdec.engine.cpu_count import cores_given
@@ -75,10 +76,13 @@ class Stack:
             common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
             children[role] = Child.start(role, "-m", *programs[role], *common, "--model", str(model), *options)
 
+        def starts(role: str, phase: str) -> None:
+            say(f"{role} starts: {phase.replace('_', ' ')}")
+
         def await_ready(*roles: str) -> None:
             while waiting := [role for role in roles if role not in addresses]:
                 for role in waiting:
-                    if address := children[role].ready_at():
+                    if address := children[role].ready_at(partial(starts, role)):
                         addresses[role] = address
                         say(f"{role} is ready at {address} after {time.monotonic() - begin:.1f} s")
                     elif children[role].ending() is not None:

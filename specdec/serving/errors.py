@@ -213,7 +213,10 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(f"{peer}: the deadline has passed")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return NotBuiltError(f"{peer}: speaks another version of the protocol than {PACKAGE}")
+            return NotBuiltError(
+                f"{peer}: another service answers there, or one that speaks another version of the protocol than "
+                f"{PACKAGE}"
+            )
         case grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolError(f"{peer}: reports a protocol error")
         case grpc.StatusCode.INTERNAL if _ours(error):

@@ -34,7 +34,7 @@ async def test_an_orchestrator_that_is_not_there_is_waited_for_by_its_address() 
     lines: list[str] = []
     with Waiting(server.address, lines.append):
         await until(lambda: bool(lines))
-    assert lines == [f"waiting for an orchestrator: nothing answers at {server.address}"]
+    assert lines == [f"waiting for an orchestrator: nothing answers at {server.address} (is it still starting?)"]
 
 
 async def test_what_is_waited_for_is_said_once_and_when_it_changes() -> None:

@@ -25,8 +25,8 @@ def test_every_error_has_a_status() -> None:
 
 
 OTHER_WORDS = {
-    grpc.StatusCode.UNIMPLEMENTED: "{}: no orchestrator answers here, or one that speaks another version of the "
-    "protocol than this client, specdec.v2",
+    grpc.StatusCode.UNIMPLEMENTED: "no orchestrator answers here, but another service, or one that speaks another "
+    "version of the protocol than this client, specdec.v2",
     grpc.StatusCode.DEADLINE_EXCEEDED: "the timeout has passed",
 }
 """What gRPC itself says of a status, without details, is said in other words."""
