@@ -34,6 +34,7 @@ class Verification:
         self._policy = policy
         self._choice = VerifierChoice(context)
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
+        self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
         self._begun = False  # a verifier has found the text valid, and committed tokens
         self._preemptions: list[int] = []  # in each session at a verifier so far
         self.identity = model_pb2.ModelIdentity()  # of the last one
@@ -123,6 +124,7 @@ class Verification:
             why = f"{before}, then {self.identity.numerics_fingerprint}"
             self._context.events.record("numerics_changed", pod, why)
         self._preemptions.append(0)
+        self._not_opened.pop(pod, None)
         self._stream = stream
         await stream.set_policy(self._policy)  # it may have changed since the session was opened
         return opened
@@ -136,12 +138,14 @@ class Verification:
         pod.breaker.succeeded()
 
     def _note_lost(self, stream: VerifierStream, lost: LostError) -> None:
-        self._choice.lost(stream.pod, lost)
-        stream.pod.breaker.failed(conclusive=lost.conclusive)
+        pod, why = stream.pod, str(lost)
+        self._choice.lost(pod, lost)
+        pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
-            self._context.events.record("verifier_lost", stream.pod, str(lost))
-        else:
-            log.info("verifier_not_opened", pod=str(stream.pod), why=str(lost))
+            self._context.events.record("verifier_lost", pod, why)
+        elif self._not_opened.get(pod) != why:  # it is tried again and again while there is no other
+            self._not_opened[pod] = why
+            log.info("verifier_not_opened", pod=str(pod), why=why)
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
         """Note that a verifier's model has failed on this text, or that it finds invalid what another one has begun:
