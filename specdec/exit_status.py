@@ -24,3 +24,5 @@ class ExitStatus(IntEnum):
     """Interrupted by SIGINT (Ctrl-C)."""
     BROKEN_PIPE = 141
     """Whoever read the output has gone, as `head` does."""
+    TERMINATED = 143
+    """Told to end by SIGTERM, in the middle of an export."""

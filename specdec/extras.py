@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,13 @@ IN_EVERY_SERVICE = {"cli", "service"}
 
 def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def check_installed(*modules: str) -> None:
+    """Raise ModuleNotFoundError for the first module that is not installed; nothing is imported."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def hint(error: ModuleNotFoundError, role: str | None = None) -> str | None:

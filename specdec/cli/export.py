@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from specdec.cli.failure import fail
 from specdec.exit_status import ExitStatus
+from specdec.extras import check_installed
 
 
 def export(
@@ -19,6 +22,7 @@ def export(
     ] = "float32",
 ) -> None:
     """Export a model to ONNX. A draft service then runs it without torch."""
+    check_installed("numpy", "structlog", "torch", "transformers", "onnx", "onnxscript")  # they take seconds to import
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.onnx.replaceable import check_replaceable
@@ -28,6 +32,8 @@ def export(
     try:
         check_replaceable(out)
         directory = check_model(Wanted(model, Placement("eager")))
+        print(f"specdec: exports {model} to {out} in {dtype}; this takes a minute or more", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, _end)
         from specdec.serving.process import logs
 
         logs.configure("export", "warning")  # before libraries that write to stderr are imported
@@ -37,3 +43,9 @@ def export(
     except (ModelDirectoryError, UnsupportedModelError) as error:
         fail(str(error), ExitStatus.USAGE)
     print(out)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """End the process by an exception, so that what is half written is removed; a second signal ends it at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(ExitStatus.TERMINATED)

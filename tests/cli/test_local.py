@@ -243,6 +243,7 @@ def test_export_writes_what_the_draft_serves(tmp_path: Path) -> None:
     done = specdec("export", str(model), str(target))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{target}\n"
+    assert done.stderr == f"specdec: exports {model} to {target} in float32; this takes a minute or more\n"
     files = {f.name for f in target.iterdir()}
     assert files >= {"model.onnx", "specdec.json", "config.json", "tokenizer.json"}
     with pytest.raises(ModelDirectoryError, match="not replaced"):  # an export may be renewed, nothing else
@@ -251,6 +252,21 @@ def test_export_writes_what_the_draft_serves(tmp_path: Path) -> None:
     wrong = specdec("export", "/nonexistent", str(tmp_path / "other"))
     assert wrong.returncode == ExitStatus.USAGE
     assert wrong.stderr == "specdec: /nonexistent: no such directory\n"
+
+
+def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    model, beside = make("llama", tmp_path / "shallow", num_hidden_layers=1), tmp_path / "exports"
+    command = [sys.executable, "-m", "specdec.cli", "export", str(model), str(beside / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(beside.glob("out.partial-*")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == ExitStatus.TERMINATED, said
+    assert said.startswith("specdec: exports ")
+    assert len(said.splitlines()) == 1
+    assert list(beside.iterdir()) == []
 
 
 @pytest.mark.parametrize(
