@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from specdec.exit_status import ExitStatus
@@ -38,8 +38,29 @@ EXTRAS = {
 }
 """Module to the smallest extra that brings it."""
 
-IN_EVERY_SERVICE = {"cli", "service"}
-"""Extras that those of the services hold."""
+HELD = {"cli": frozenset({"cli"}), "service": frozenset({"cli", "service"})}
+HELD |= {role: HELD["service"] | {role} for role in ("draft", "verifier", "orchestrator")}
+HELD["export"] = HELD["verifier"] | {"export"}
+HELD["all"] = HELD["draft"] | HELD["orchestrator"] | HELD["export"]
+HELD["dev"] = HELD["all"] | {"bench", "cuda", "parallel"}
+"""Extras to those that they hold, themselves included."""
+
+NEEDED = {
+    "draft": "draft",
+    "verifier": "verifier",
+    "warm-up": "verifier",
+    "orchestrator": "orchestrator",
+    "up": "all",
+    "export": "export",
+    "bench": "dev",
+}
+"""Commands of `specdec` to the extra that suffices for them; for all others it is `cli`."""
+
+
+def needed_extra(arguments: Sequence[str]) -> str:
+    """Return the extra that suffices for a command line of `specdec`."""
+    command = next((each for each in arguments if not each.startswith("-")), "")
+    return NEEDED.get(command, "cli")
 
 
 def install_command(extra: str) -> str:
@@ -53,28 +74,28 @@ def check_installed(*modules: str) -> None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def hint(error: ModuleNotFoundError, role: str | None = None) -> str | None:
+def hint(error: ModuleNotFoundError, needed: str | None = None) -> str | None:
     """Return the line that names a missing module and the command which installs it; None if no extra brings it.
 
-    `role` is the extra of the service that runs: it is named in place of one that all services have.
+    `needed` is the extra of what runs: it is named where it brings the module, since it brings what else is missing.
     """
     name = error.name or ""
     extra = EXTRAS.get(name) or EXTRAS.get(".".join(name.split(".")[:2])) or EXTRAS.get(name.partition(".")[0])
     if extra is None:
         return None
-    if role is not None and extra in IN_EVERY_SERVICE:
-        extra = role
+    if needed is not None and extra in HELD[needed]:
+        extra = needed
     return f"{name.partition('.')[0]} is not installed: {install_command(extra)}"
 
 
 @contextmanager
-def needed_by(program: str, role: str | None = None) -> Iterator[None]:
+def needed_by(program: str, needed: str | None = None) -> Iterator[None]:
     """Run what imports. If a module is missing that an extra brings, end the process with the hint on stderr;
-    an interruption ends it without a word."""
+    an interruption ends it without a word. `needed` is the extra of the program."""
     try:
         yield
     except ModuleNotFoundError as error:
-        line = hint(error, role)
+        line = hint(error, needed)
         if line is None:
             raise
         sys.exit(f"{program}: {line}")

@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
-from specdec.extras import DISTRIBUTION, EXTRAS, IN_EVERY_SERVICE
+from specdec import cli
+from specdec.extras import DISTRIBUTION, EXTRAS, HELD, NEEDED
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -31,6 +33,8 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 DEMO = str(ROOT / "demo" / "target")
 SERVING = ("--model", DEMO, "--port", "0")
+
+OF_EXPORT = ("rich", "numpy", "structlog", "torch", "transformers", "onnx", "onnxscript")
 
 PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba"}
 PACKAGES |= {name: name.replace("_", "io-") for name in EXTRAS if name.startswith("grpc_")}
@@ -63,10 +67,16 @@ def test_every_requirement_of_an_extra_has_its_module() -> None:
             assert requirements(extra) <= named, extra
 
 
-def test_every_service_has_what_all_have() -> None:
-    for role in ("draft", "verifier", "orchestrator"):
-        for extra in IN_EVERY_SERVICE:
-            assert requirements(extra) <= requirements(role)
+@pytest.mark.parametrize("extra", HELD)
+def test_an_extra_brings_what_those_that_it_holds_bring(extra: str) -> None:
+    for held in HELD[extra]:
+        assert requirements(held) <= requirements(extra)
+    brought = {module for module in EXTRAS if PACKAGES.get(module, module) in requirements(extra)}
+    assert {module for module, least in EXTRAS.items() if least in HELD[extra]} >= brought
+
+
+def test_commands_that_need_an_extra_are_commands() -> None:
+    assert set(vars(typer.main.get_command(cli.app))["commands"]) > set(NEEDED)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +86,14 @@ def test_every_service_has_what_all_have() -> None:
         ("rich", ("specdec.cli", "stats", "h:1"), "cli"),
         ("structlog", ("specdec.cli", "verifier", *SERVING), "verifier"),
         ("tokenizers", ("specdec.cli", "orchestrator", *SERVING, "--verifier", "h:1"), "orchestrator"),
-        ("onnx", ("specdec.cli", "export", DEMO, "/nonexistent/out"), "export"),
+        *((module, ("specdec.cli", "export", DEMO, "/nonexistent/out"), "export") for module in OF_EXPORT),
+        ("rich", ("specdec.cli", "verifier", *SERVING), "verifier"),
+        ("typer", ("specdec.cli", "up", "--target", DEMO), "all"),
+        ("structlog", ("specdec.cli", "up", "--target", DEMO), "all"),
+        ("numba", ("specdec.cli", "warm-up", "--model", DEMO), "verifier"),
+        ("torch", ("specdec.cli", "warm-up", "--model", DEMO), "verifier"),
+        ("numpy", ("specdec.cli", "bench", "speed"), "dev"),
+        ("rich", ("specdec.cli",), "cli"),
         ("typer", ("draft_service", *SERVING), "draft"),
         ("grpc_health", ("draft_service", *SERVING), "draft"),
         ("onnxruntime", ("draft_service", *SERVING), "draft"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from specdec import __version__
-from specdec.extras import needed_by
+from specdec.extras import needed_by, needed_extra
 
-with needed_by("specdec"):  # the client alone may be installed
+with needed_by("specdec", needed_extra(sys.argv[1:])):  # the client alone may be installed
     import rich  # noqa: F401 (as the commands want it)
     import typer
 
@@ -25,7 +26,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def main() -> None:
-    with needed_by("specdec"):
+    with needed_by("specdec", needed_extra(sys.argv[1:])):
         app(prog_name="specdec")
 
 

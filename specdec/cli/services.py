@@ -7,6 +7,7 @@ from __future__ import annotations
 import typer
 
 from specdec.command_line import run_command
+from specdec.extras import check_installed
 from specdec.roles import load
 
 
@@ -40,6 +41,7 @@ def warm_up(context: typer.Context) -> None:
 
 def up(context: typer.Context) -> None:
     """Start all three services on this machine, and again those that die."""
+    check_installed("numpy", "structlog", "grpc_reflection", "grpc_status")  # or one service would name its own extra
     from specdec.cli.passed_on import passing_on
     from specdec.cli.up import up
 

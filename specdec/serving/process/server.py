@@ -21,7 +21,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec.extras import needed_by
+from specdec.extras import NEEDED, needed_by
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
@@ -223,7 +223,7 @@ def run_program(program: Coroutine[None, None, None], service_name: str) -> None
 
     guard_stderr()
     try:
-        with needed_by(service_name, service_name):  # engines are imported when they are loaded
+        with needed_by(service_name, NEEDED[service_name]):  # engines are imported when they are loaded
             asyncio.run(program)
     except (StartError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         print(f"{service_name}: {error}", file=sys.stderr)
