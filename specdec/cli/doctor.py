@@ -14,7 +14,10 @@ from specdec.engine.placement import WantedDtype
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="Directory of a target model: say whether a verifier can serve it here.")
+        Path | None,
+        typer.Option(
+            "--model", "--target", help="Directory of a target model: say whether a verifier can serve it here."
+        ),
     ] = None,
     draft: Annotated[
         Path | None,

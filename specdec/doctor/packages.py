@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from specdec.extras import DISTRIBUTION, install_command
 
@@ -33,8 +34,13 @@ class Package(NamedTuple):
 
     @property
     def range(self) -> str:
-        """Its range, from the least version to the one that is too late."""
-        return ",".join(sorted(set(map(str, self.wanted)), reverse=True))
+        """Its range, from the least version to the one that is too late: of several bounds those that decide."""
+        lower = [each for each in self.wanted if each.operator in (">", ">=")]
+        upper = [each for each in self.wanted if each.operator in ("<", "<=")]
+        others = sorted(str(each) for each in self.wanted if each not in (*lower, *upper))
+        greatest = max(lower, key=lambda each: (Version(each.version), each.operator == ">"), default=None)
+        least = min(upper, key=lambda each: (Version(each.version), each.operator == "<="), default=None)
+        return ",".join((*(str(each) for each in (greatest, least) if each is not None), *others))
 
 
 class Extra(NamedTuple):

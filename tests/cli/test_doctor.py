@@ -70,6 +70,11 @@ def test_json_tells_the_same() -> None:
     assert told["problem"] == ""
 
 
+def test_the_target_goes_by_the_name_that_up_gives_it_too(tmp_path: Path) -> None:
+    done = doctor("--target", tmp_path)
+    assert (done.returncode, done.stderr) == (1, f"specdec: {tmp_path}: no config.json\n")
+
+
 @pytest.mark.parametrize("json_output", [False, True])
 def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, json_output: bool) -> None:
     done = doctor("--model", tmp_path, *["--json"] * json_output)

@@ -34,9 +34,24 @@ REQUIRED = [
 def test_each_package_is_told_once_with_all_its_ranges() -> None:
     found = {each.name: each for each in packages(REQUIRED)}
     assert list(found) == ["grpcio", "typer", "torch", "no-such-package"]
-    assert found["torch"].range == ">=2.13.5,>=2.13,<2.14"
+    assert found["torch"].range == ">=2.13.5,<2.14"
     assert found["no-such-package"].installed is None
     assert found["grpcio"].installed is not None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (">=5.23,>=5.20,<5.24", ">=5.23,<5.24"),
+        (">=5.9,>=5.10,<6,<=5.20", ">=5.10,<=5.20"),
+        (">=1,>1,<2,<=2", ">1,<2"),
+        ("<2,!=1.5", "<2,!=1.5"),
+        ("==1.*", "==1.*"),
+        ("", ""),
+    ],
+)
+def test_of_several_bounds_those_are_told_that_decide(wanted: str, told: str) -> None:
+    assert Package("torch", None, SpecifierSet(wanted)).range == told
 
 
 @pytest.mark.parametrize(
