@@ -7,10 +7,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-import structlog.testing
 import torch  # noqa: F401 (paths of an engine that is not loaded are not told)
 
 from specdec.engine import fast_paths
+from tests.captured_logs import captured_logs
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -61,7 +61,7 @@ def test_each_is_a_line_of_the_log() -> None:
     """What only loading a model could tell included."""
     fast_paths.found_off("test", "because", "time")
     try:
-        with structlog.testing.capture_logs() as lines:
+        with captured_logs() as lines:
             fast_paths.log_off()
     finally:
         fast_paths._settled.pop("test")

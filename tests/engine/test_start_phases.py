@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from structlog.testing import capture_logs
 
 from specdec.engine import start_phases
 from specdec.engine.start_phases import phase
+from tests.captured_logs import captured_logs
 
 
 def test_a_phase_is_logged_as_it_begins() -> None:
-    with capture_logs() as logs, phase("weights"):
+    with captured_logs() as logs, phase("weights"):
         assert [(each["event"], each["phase"]) for each in logs] == [("starting", "weights")]
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
-import structlog
-from structlog.testing import capture_logs
 
 from orchestrator.breaker import FAILURES, FIRST_OPEN_SECONDS, MAX_OPEN_SECONDS, TRIAL_SECONDS, Breaker
+from tests.captured_logs import captured_logs
 
 
 class Clock:
@@ -100,12 +99,8 @@ def test_a_trial_that_comes_to_nothing_is_followed_by_another(breaker: Breaker, 
 
 @pytest.fixture
 def told() -> Iterator[list[MutableMapping[str, Any]]]:
-    """What is logged, whatever other tests have logging leave out."""
-    before = structlog.get_config()
-    structlog.reset_defaults()
-    with capture_logs() as entries:
-        yield entries
-    structlog.configure(**before)
+    with captured_logs() as lines:
+        yield lines
 
 
 def test_it_is_told_once_that_a_pod_is_left_alone_and_once_that_it_is_back(

@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
-from structlog.testing import capture_logs
 
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.readiness import VERIFIER, Readiness
 from specdec.serving.process.server import NOT_SERVING, SERVING
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.captured_logs import captured_logs
 from tests.orchestrator.samples import MODEL
 from tests.stack import until
 
@@ -93,7 +93,7 @@ async def test_not_ready_before_the_first_verifier_however_long_that_takes() -> 
     clock, verifier = Clock(), Verifier()
     async with serving(verifier) as address:
         pass  # it has gone
-    with capture_logs() as logs:
+    with captured_logs() as logs:
         async with readiness(Pods([address]), clock) as found:
             assert not found.ready
             clock.now += 1000
@@ -123,7 +123,7 @@ async def test_a_short_outage_is_a_pause_and_a_long_one_is_told() -> None:
 async def test_a_verifier_of_another_model_is_none() -> None:
     verifier = Verifier()
     verifier.identity = model_pb2.ModelIdentity(protocol_version=2, tokenizer_fingerprint="x", context_tokens=64)
-    with capture_logs() as logs:
+    with captured_logs() as logs:
         async with serving(verifier) as address, readiness(Pods([address])) as found:
             assert not found.ready
             verifier.identity = IDENTITY

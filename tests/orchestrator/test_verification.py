@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from structlog.testing import capture_logs
 
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.verification import Verification
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
+from tests.captured_logs import captured_logs
 from tests.orchestrator.samples import context
 from tests.stack import until
 
@@ -51,7 +51,7 @@ async def test_a_verifier_that_cannot_be_opened_is_told_once_and_when_the_reason
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
         verification = Verification(context(Peers(pods)), verifier_pb2.VerifyPolicy())
-        with capture_logs() as logs:
+        with captured_logs() as logs:
             reading = asyncio.create_task(anext(verification.messages()))
             await until(lambda: verifier.asked >= 6)
             reading.cancel()

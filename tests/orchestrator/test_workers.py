@@ -271,8 +271,7 @@ async def test_a_start_that_fails_says_why() -> None:
     missing = ("--verifier", "127.0.0.1:1", "--workers", "2", "--model", "/nonexistent")
     status, out, errors = await ended(await spawn(*missing))
     assert (status, out) == (1, "")
-    assert "no such directory" in errors
-    assert errors.endswith("orchestrator: a worker did not start (its own message is above)\n")
+    assert errors.endswith("orchestrator: /nonexistent: no such directory\n")
     assert "Traceback" not in errors
 
 

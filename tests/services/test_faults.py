@@ -71,7 +71,9 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
         assert speculation.accepted > 0
         assert speculation.undrafted_reason == "draft_lost"
         after = await services.generate(PROMPT, **fields)
-        assert after.finish.speculation.undrafted_reason == "no_draft"
+        # Empty where speculation is off by now, since it did not pay: nobody then asks for a draft.
+        assert after.finish.speculation.undrafted_reason in ("no_draft", "")
+        assert after.finish.speculation.sources["remote_draft"] == 0
         assert len(after.tokens) == 200
 
 
