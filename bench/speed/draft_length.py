@@ -170,11 +170,11 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="a text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="up to 4 tokens drafted, 2 prompts continued by 32")
+    parser.add_argument("--quick", action="store_true", help="up to 2 tokens drafted, 2 prompts continued by 32")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
-        args.most, args.prompts, args.tokens = min(args.most, 4), 2, 32
+        args.most, args.prompts, args.tokens = min(args.most, 2), 2, 32
     for name in ("most", "prompts", "tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, must be at least 1")
