@@ -28,7 +28,7 @@ def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> Non
 
 
 def check_verifier(identity: model_pb2.ModelIdentity, model: Model) -> None:
-    """Likewise for a verifier, whose target must not read longer texts than the model that is served."""
+    """Check a verifier as `check_fit` does; its target must not read longer texts than the model that is served."""
     check_fit(identity, model, "verifier")
     if identity.context_tokens > model.context:
         raise UnfitError(

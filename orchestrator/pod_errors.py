@@ -1,4 +1,4 @@
-"""What may be wrong with a pod, as far as the choice of another one depends on it."""
+"""The errors of a pod that decide whether another one is asked: it is lost, or it serves something else."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     @property
     def _served(self) -> generation_pb2.ServedModel:
-        """What requests may name."""
+        """The model that is served, as ListModels tells it."""
         model = self._model
         return generation_pb2.ServedModel(
             name=model.name,

@@ -1,4 +1,4 @@
-"""What `specdec up` runs, as each service tells it itself: for a person a line each, for a script an object."""
+"""The services that `specdec up` runs, as each describes itself: for a person a line each, for a script an object."""
 
 from __future__ import annotations
 

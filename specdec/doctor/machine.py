@@ -16,14 +16,14 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class Machine(NamedTuple):
-    """What there is to compute with. Memory is in bytes, None where it cannot be known."""
+    """The cores, memory and devices of this machine. Memory is in bytes, None where it cannot be known."""
 
     system: str
     cores_given: int
-    """By affinity and cgroups."""
+    """Cores that affinity and cgroups leave to this process."""
     cores: int
     memory_free: int | None
-    """What this process can still take, within the limits of its cgroups."""
+    """Memory that this process can still take, within the limits of its cgroups."""
     memory: int | None
     bfloat16: bool
     """Whether the processor has bfloat16 arithmetic."""
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do about a GPU that torch cannot use; nothing if all is well."""
+        """A remedy for a GPU that torch cannot use; empty if all is well."""
         if isinstance(self.cuda, int) and self.cuda and self.torch == "CPUs":
             return "torch is built for CPUs and cannot use it: install a CUDA build of torch"
         return ""

@@ -22,7 +22,7 @@ from specdec.extras import hint
 
 @dataclass(frozen=True)
 class Asked:
-    """What should run here: a target as `specdec verifier` takes it, and a draft for `specdec draft`."""
+    """The models that should run here: a target as `specdec verifier` takes it, and a draft for `specdec draft`."""
 
     model: Path | None = None
     draft: Path | None = None

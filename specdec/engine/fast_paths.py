@@ -85,7 +85,7 @@ def found_off(name: str, why: str, cost: str) -> None:
 
 
 def _prepacked() -> str:
-    """Weights in oneDNN's own layout."""
+    """Return why weights are not kept in oneDNN's own layout; nothing if they are."""
     torch = sys.modules["torch"]
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return ""
@@ -93,7 +93,7 @@ def _prepacked() -> str:
 
 
 def _products() -> str:
-    """Packed oneDNN products, called from compiled code."""
+    """Return why compiled code does not call oneDNN's packed products; nothing if it does."""
     if sys.modules["specdec.engine.cpu.packed_gemm"].AVAILABLE:
         return ""
     version = sys.modules["torch"].__version__
@@ -103,7 +103,7 @@ def _products() -> str:
 
 
 def _team() -> str:
-    """Compiled loops on torch's OpenMP team."""
+    """Return why compiled loops are not shared among torch's OpenMP team; nothing if they are."""
     if sys.modules["specdec.engine.cpu.openmp"].AVAILABLE or cores_given() == 1:
         return ""
     return f"torch has no GNU OpenMP interface on {platform.system()} {platform.machine()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,8 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
 from specdec.roles import environment
+from tests.cli.commands import command_of
 from verifier_service.__main__ import main as verifier
-
-
-def command_of(main: Callable[..., None]) -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    return typer.main.get_command(app)
-
 
 SERVICES = {"draft": command_of(draft), "verifier": command_of(verifier), "orchestrator": command_of(orchestrator)}
 COMMANDS: dict[str, Any] = {**vars(typer.main.get_command(cli.app))["commands"], **SERVICES}

@@ -13,15 +13,10 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec.cli.passed_on import SET_BY_UP, Values, arguments, passing_on
 from specdec.cli.up import up
+from tests.cli.commands import command_of
 from verifier_service.__main__ import main as verifier
 
-SERVICES = {"verifier": verifier, "draft": draft, "orchestrator": orchestrator}
-
-
-def command_of(main: Any) -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    return typer.main.get_command(app)
+SERVICES: dict[str, Any] = {"verifier": verifier, "draft": draft, "orchestrator": orchestrator}
 
 
 def run(*words: str) -> tuple[str, dict[str, Values]]:

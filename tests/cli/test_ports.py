@@ -6,7 +6,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from specdec.cli.passed_on import passing_on
 from specdec.cli.up import up
 from specdec.local import DEMO
 from specdec.roles import environment
+from tests.cli.commands import command_of
 from verifier_service.__main__ import main as verifier
 
 ROOT = Path(__file__).parents[2]
@@ -27,12 +28,6 @@ ROOT = Path(__file__).parents[2]
 
 def default(command: Any, option: str) -> Any:
     return next(each.default for each in command.params if option in each.opts)
-
-
-def command_of(main: Callable[..., None]) -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
-    return typer.main.get_command(app)
 
 
 def test_defaults_agree() -> None:

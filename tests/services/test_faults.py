@@ -70,9 +70,10 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
         speculation = responses[-1].finish.speculation
         assert speculation.accepted > 0
         assert speculation.undrafted_reason == "draft_lost"
-        after = await services.generate(PROMPT, **fields)
-        # Empty where speculation is off by now, since it did not pay: nobody then asks for a draft.
-        assert after.finish.speculation.undrafted_reason in ("no_draft", "")
+        # Forced, it asks for a draft whether that pays or not.
+        forced = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True)
+        after = await services.generate(PROMPT, **fields, speculation=forced)
+        assert after.finish.speculation.undrafted_reason == "no_draft"
         assert after.finish.speculation.sources["remote_draft"] == 0
         assert len(after.tokens) == 200
 
