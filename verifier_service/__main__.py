@@ -16,7 +16,7 @@ with needed_by("verifier", "verifier"):
     from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
     from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
-    from specdec.engine.engine import Engine
+    from specdec.engine.engine import Engine, touch_memory
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import share_memory_among_threads
     from specdec.engine.model_directory import ModelDirectory
@@ -186,6 +186,7 @@ def main(
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
         start_phases.log_end()
+        touch_memory([loaded] if local_draft is None else [loaded, local_draft.engine])
         fast_paths.log_off()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         identity = identity_of(directory, loaded, loop.context)

@@ -38,7 +38,7 @@ def _pod(address: str, process: int) -> dict[str, Any]:
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield a description in lines: a service each, then how to ask them."""
     for role, pod in found["pods"].items():
-        parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory"]
+        parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
             threads = " or ".join(map(str, pod["threads"]))
             of_cpu = [f"{threads} thread{'s' * (threads != '1')}"] if threads else []

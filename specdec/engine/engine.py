@@ -7,7 +7,8 @@ on what was loaded, so this is found out at run time, in one function for each: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -81,6 +82,25 @@ class CpuThreads(Protocol):
 def cpu_threads(engine: Engine) -> CpuThreads | None:
     """Return the engine as what changes the number of its threads; None if it cannot, as on a GPU."""
     return engine if isinstance(engine, CpuThreads) else None
+
+
+@runtime_checkable
+class LazyMemory(Protocol):
+    """KV memory that the system hands out where it is first written, which takes a part of a step's time."""
+
+    def touch_memory(self) -> None:
+        """Have it hand out all of it. For a thread of its own: passes can be made meanwhile."""
+
+
+def touch_memory(engines: Iterable[Engine]) -> None:
+    """Have the system hand out the KV memory of these engines, one after the other, in a thread beside their passes."""
+    lazy = [each for each in engines if isinstance(each, LazyMemory)]
+
+    def touch() -> None:
+        for each in lazy:
+            each.touch_memory()
+
+    threading.Thread(target=touch, name="touch-memory", daemon=True).start()
 
 
 @runtime_checkable

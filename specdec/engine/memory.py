@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ LEAST_SLOTS = 512
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """Version of cgroups to the files that hold a group's limit and use, in bytes."""
+
+MADV_POPULATE_WRITE = 23  # mman.h, from Linux 5.14 on
+TOUCHED_AT_ONCE = 4 << 20
+"""Bytes of one call, some milliseconds: while it lasts, no other thread can get memory from the system."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MOST_KEPT = 1 << 30
@@ -93,6 +98,18 @@ def free_by_driver(driver: Any, index: int) -> int:
         if status:
             raise UnsupportedModelError(f"device cuda:{index}: the CUDA driver's {name} failed with status {status}")
     return free.value
+
+
+def touch(address: int, size: int) -> None:
+    """Have the system hand out memory of `size` bytes now which it would hand out page by page at the first writes;
+    what is written there stays. Without Linux 5.14 nothing is done."""
+    libc = ctypes.CDLL(None)
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
+    with contextlib.suppress(AttributeError):
+        for start in range(first, end - mmap.PAGESIZE + 1, TOUCHED_AT_ONCE):
+            length = min(TOUCHED_AT_ONCE, (end - start) // mmap.PAGESIZE * mmap.PAGESIZE)
+            if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
+                return
 
 
 def keep_freed_memory() -> None:

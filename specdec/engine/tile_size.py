@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 SIZES = (128, 256, 512)
 REPEATS = 3
-ENOUGH = 1.0
+ENOUGH = 0.3
 """Seconds of measurement after which the last of the repeats is left out."""
 
 CHEAPER = 0.93
@@ -22,11 +22,11 @@ def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf)
     """Return the number of rows, up to `most`, at which a row takes the least time; seconds(rows) measures a tile.
     Once a tile takes more than `long` seconds, larger ones are not tried any more."""
     sizes = [*(n for n in SIZES if n < most), most]
-    if len(sizes) == 1:
-        return most
     least = dict.fromkeys(sizes, math.inf)
     total = 0.0
     for repeat in range(REPEATS):  # in turns, so that a slow spell of the machine affects all sizes alike
+        if len(sizes) == 1:
+            return sizes[0]
         if repeat == REPEATS - 1 and total > ENOUGH:
             break
         for rows in sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,10 @@ from specdec.engine.memory import SHARE, TEXTS, free_bytes, slots_for
 
 def machine() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def kernel() -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", platform.release())[:2])
 
 
 def test_there_is_memory_and_no_more_than_the_machine_has() -> None:
@@ -52,6 +57,32 @@ def test_freed_memory_is_kept() -> None:
         return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
 
     assert faults(kept=True) < 0.1 * faults(kept=False)
+
+
+FAULTS_OF_FIRST_WRITES = """
+import resource
+import numpy as np
+from specdec.engine.memory import touch
+numbers = np.zeros(50_000_001, np.uint8)
+numbers[12_345_678] = 7
+if {touched}:
+    touch(numbers.ctypes.data, numbers.nbytes)
+assert numbers[12_345_678] == 7
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+numbers[::4096] = 1
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or kernel() < (5, 14), reason="Linux 5.14 is the first that can")
+def test_touched_memory_is_there_at_the_first_write() -> None:
+    """With what was written in it; without the touch, each page is fetched then."""
+
+    def faults(touched: bool) -> int:
+        code = FAULTS_OF_FIRST_WRITES.format(touched=touched)
+        return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+
+    assert faults(touched=True) < 0.1 * faults(touched=False)
 
 
 HEAPS_OF_A_SECOND_THREAD = """

@@ -31,6 +31,17 @@ def test_a_slow_spell_falls_on_all_alike() -> None:
     assert cheapest(lambda rows: next(taken), 512) == 512
 
 
+def test_where_one_size_is_left_it_is_measured_once() -> None:
+    asked: list[int] = []
+
+    def measured(rows: int) -> float:
+        asked.append(rows)
+        return 1.01 * LONG
+
+    assert cheapest(measured, 512, LONG) == 128
+    assert asked == [128]
+
+
 @pytest.mark.parametrize(("seconds", "repeats"), [(0.01, 3), (0.3, 2)])
 def test_long_measurements_are_repeated_less(seconds: float, repeats: int) -> None:
     asked: list[int] = []

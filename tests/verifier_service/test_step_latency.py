@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from tests.verifier_service.fakes import TextEngine
 from verifier_service.costs.step_latency import (
+    ENOUGH,
     LEAST_ROUNDS,
     MEASURED_ROWS,
     REPEATS,
     WARM_UP_KEYS,
     StepLatency,
     best_prefill_rows,
+    least_seconds,
 )
 
 ROWS = (1, 2, 4, 8, 16)
@@ -114,6 +117,38 @@ def test_where_steps_are_long_fewer_are_measured() -> None:
     engine = TextEngine(100, tree_slots=0)
     StepLatency.measure(engine, 100 * 64, enough=0.0)
     assert engine.steps == [*MEASURED_ROWS] * LEAST_ROUNDS
+
+
+def of_a_model(row: float, least: float) -> tuple[list[int], Callable[[int], float]]:
+    """Return the row counts of all steps made, and a function that makes one: `row` seconds each, `least` at least."""
+    made: list[int] = []
+
+    def seconds(rows: int) -> float:
+        made.append(rows)
+        return max(least, row * rows)
+
+    return made, seconds
+
+
+@pytest.mark.parametrize(
+    ("row", "least", "longest", "rounds"),
+    [
+        (1e-5, 1e-3, 256, REPEATS),
+        (0.006, 0.06, 64, LEAST_ROUNDS),  # 64 rows take 0.38 s
+        (0.03, 0.24, 16, LEAST_ROUNDS),  # long, but nobody knows yet what a row costs
+        (0.2, 1.6, 16, 1),  # only the first is too long to be made twice
+    ],
+)
+def test_what_takes_long_is_extended_along_a_line(row: float, least: float, longest: int, rounds: int) -> None:
+    made, seconds = of_a_model(row, least)
+    found = least_seconds(MEASURED_ROWS, seconds, ENOUGH)
+    assert made == [rows for rows in MEASURED_ROWS if rows <= longest] * rounds
+    assert found == pytest.approx([max(least, row * rows) for rows in MEASURED_ROWS])
+
+
+def test_a_measurement_that_falls_is_extended_flat() -> None:
+    taken = {1: 0.5, 2: 0.5, 4: 0.5, 8: 0.9, 16: 0.6}
+    assert least_seconds(MEASURED_ROWS, taken.__getitem__, ENOUGH)[5:] == [0.6] * 4
 
 
 def test_prompts_are_measured_where_there_is_memory_for_them() -> None:

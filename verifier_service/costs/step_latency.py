@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
@@ -25,15 +26,20 @@ REPEATS = 5
 LEAST_ROUNDS = 2
 """Rounds that are always run: in the first one kernels are made."""
 
-ENOUGH = 1.0
-"""Seconds after which no further round begins: a large model's start would wait for minutes, and steps go on teaching
-the latency."""
+ENOUGH = 0.5
+"""Seconds of steps after which no further round begins: steps go on teaching the latency."""
+
+STEEP_ROWS = 16
+"""Rows from which a further one costs what it does in any larger step, as far as is known."""
 
 WARM_UP_KEYS = 32
 """Number of committed tokens that each row attends to at warm-up."""
 
 LONG = 0.2
-"""Seconds of a step of prompts beyond which no larger step is tried: it would never be worth it."""
+"""Seconds of a step beyond which no larger step is tried."""
+
+ONCE = 1.0
+"""Seconds of a step beyond which it is not repeated: kernels are made in much less."""
 
 GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 """The sampling query of every row at warm-up."""
@@ -58,10 +64,7 @@ class StepLatency:
         """Measure the latency by running the engine over its first `slots` slots, which no session may use yet. Once
         steps have taken `enough` seconds, no further round begins."""
         rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
-        rounds: list[list[float]] = []
-        while len(rounds) < REPEATS and (len(rounds) < LEAST_ROUNDS or sum(map(sum, rounds)) < enough):
-            rounds.append([_timed(engine, n) for n in rows])
-        return cls(rows, np.min(rounds, axis=0).tolist(), tuning)
+        return cls(rows, least_seconds(rows, lambda count: _timed(engine, count), enough), tuning)
 
     def of(self, rows: int) -> float:
         """Return T_v(rows); beyond the last measured point, the last segment is extended."""
@@ -109,6 +112,31 @@ class StepLatency:
         last = int(self._rows[-1])
         self._table: list[float] = np.interp(np.arange(last + 1), self._rows, monotone).tolist()
         self._slope = float((monotone[-1] - monotone[-2]) / (self._rows[-1] - self._rows[-2]))
+
+
+def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: float) -> list[float]:
+    """Return the least seconds of a step over each of these row counts, of several rounds; seconds(count) makes a step.
+
+    A large model's start would wait for minutes: beyond the first LONG step, from STEEP_ROWS on, nothing is measured
+    but extended along a line.
+    """
+    least: dict[int, float] = {}
+    total = 0.0
+    for count in rows:
+        least[count] = seconds(count)
+        total += least[count]
+        if least[count] > LONG and count >= STEEP_ROWS:
+            break
+    again = [count for count, took in least.items() if took <= ONCE]
+    for done in range(1, REPEATS):
+        if done >= LEAST_ROUNDS and total >= enough:
+            break
+        for count in again:
+            took = seconds(count)
+            total, least[count] = total + took, min(least[count], took)
+    (one, before), (last, longest) = list(least.items())[-2:]
+    slope = max(0.0, longest - before) / (last - one)
+    return [least.get(count, longest + slope * (count - last)) for count in rows]
 
 
 def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +14,14 @@ from specdec.engine.cpu.attention import RaggedAttention, RaggedMemory
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
 from specdec.engine.hf.pretrained import LayerAttention
 from specdec.engine.kv.slots import Slots
+from specdec.engine.memory import touch
 from specdec.engine.row_counts import InvariantRowCounts
 
 
 class RaggedBackend:
-    """Keys and values of all layers, [kv_heads, slots, width] each, read by the threads that torch has."""
+    """Keys and values of all layers, [kv_heads, slots, width] each, read by the threads that torch has.
+
+    The system hands out their memory where it is first written; `touch_memory` has it do so everywhere."""
 
     name = f"vectors-numba-{NUMBA}"
 
@@ -36,6 +40,11 @@ class RaggedBackend:
         self._memory.threads = torch.get_num_threads()
         return RaggedAttention(self._memory, batch)
 
+    def touch_memory(self) -> None:
+        for pools in (self._memory.keys, self._memory.values):
+            for pool in [pools] if isinstance(pools, Tensor) else pools:
+                touch(pool.data_ptr(), pool.nbytes)
+
     def copy(self, source: Slots, target: Slots) -> None:
         source_rows, target_rows = torch.from_numpy(source), torch.from_numpy(target)
         for pool in (*self._memory.keys, *self._memory.values):
@@ -45,5 +54,10 @@ class RaggedBackend:
 def _pool(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Sequence[Tensor] | Tensor:
     """Return memory of these shapes: one tensor if all are the same, else a list."""
     if len(set(shapes)) == 1:
-        return torch.zeros(len(shapes), *shapes[0], dtype=dtype)
-    return [torch.zeros(*shape, dtype=dtype) for shape in shapes]
+        return _zeros((len(shapes), *shapes[0]), dtype)
+    return [_zeros(shape, dtype) for shape in shapes]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that no memory is taken for until they are written: unlike NumPy, torch writes them at once."""
+    return torch.from_numpy(np.zeros((*shape, dtype.itemsize), dtype=np.uint8)).view(dtype).squeeze(-1)

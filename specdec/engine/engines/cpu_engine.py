@@ -56,6 +56,10 @@ class CpuEngine(TorchEngine):
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)
 
+    def touch_memory(self) -> None:
+        if isinstance(self._backend, RaggedBackend):
+            self._backend.touch_memory()
+
     def tile(self, classes: ShapeRowCounts | None) -> None:
         """Run products at their invariant row counts only; with None at any number of rows, or prepacked ones at the
         usual counts. Prepacked products use no tiles larger than those measured to be the quickest."""

@@ -51,13 +51,13 @@ class TorchEngine:
     ) -> None:
         with phase("weights"):
             self.model = load(directory, DTYPES[dtype], device, ranks)
-        self.hidden_size: int = self.model.get_output_embeddings().in_features
-        if ranks is None:
-            self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
-        reference = ReferenceCheck.of(self.model, directory.vocabulary)
-        if ranks is not None:
-            shards.settle(self.model, ranks)
-        self._lay_out(DTYPES[dtype])
+            self.hidden_size: int = self.model.get_output_embeddings().in_features
+            if ranks is None:
+                self.model.set_output_embeddings(Float32Head(self.model.get_output_embeddings()))
+            reference = ReferenceCheck.of(self.model, directory.vocabulary)
+            if ranks is not None:
+                shards.settle(self.model, ranks)
+            self._lay_out(DTYPES[dtype])
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, dtype
         self._device = torch.device(device)
