@@ -113,4 +113,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, service="orchestrator")

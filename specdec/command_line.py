@@ -60,11 +60,22 @@ StopWithStdin = Annotated[
 ]
 
 
-def run_command(command: Callable[..., None], name: str | None = None, arguments: Sequence[str] | None = None) -> None:
+def run_command(
+    command: Callable[..., None],
+    name: str | None = None,
+    arguments: Sequence[str] | None = None,
+    *,
+    service: str | None = None,
+) -> None:
     """Run a function as a command, with its docstring and options as the help, and end the process.
 
-    By default the arguments are this process's, and usage lines call the command by the program that was started.
+    By default the arguments are this process's, and usage lines call the command by the program that was started. The
+    options of a `service` may stand in the environment and in a file as well (`settings.py`).
     """
+    if service is not None:
+        from specdec.settings import configurable  # brings YAML, which the client's commands need not have
+
+        command = configurable(service, command)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(command)
     app(arguments, prog_name=name)

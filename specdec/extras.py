@@ -35,6 +35,7 @@ EXTRAS = {
     "transformers": "verifier",
     "triton": "cuda",
     "typer": "cli",
+    "yaml": "service",
 }
 """Module to the smallest extra that brings it."""
 

@@ -36,7 +36,7 @@ SERVING = ("--model", DEMO, "--port", "0")
 
 OF_EXPORT = ("rich", "numpy", "structlog", "torch", "transformers", "onnx", "onnxscript")
 
-PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba"}
+PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba", "yaml": "pyyaml"}
 PACKAGES |= {name: name.replace("_", "io-") for name in EXTRAS if name.startswith("grpc_")}
 PACKAGES |= {"grpc_health": "grpcio-health-checking"}
 """Module to the distribution that brings it, where it has another name."""
@@ -99,6 +99,7 @@ def test_commands_that_need_an_extra_are_commands() -> None:
         ("onnxruntime", ("draft_service", *SERVING), "draft"),
         ("torch", ("verifier_service", *SERVING), "verifier"),
         ("numba", ("verifier_service", *SERVING), "verifier"),
+        ("yaml", ("verifier_service", *SERVING), "verifier"),
         ("transformers", ("verifier_service", *SERVING), "verifier"),
         ("jinja2", ("orchestrator", *SERVING, "--verifier", "h:1"), "orchestrator"),
     ],

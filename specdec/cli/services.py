@@ -11,37 +11,35 @@ from specdec.extras import check_installed
 from specdec.roles import load
 
 
-def _serve(package: str, context: typer.Context) -> None:
-    _run(f"{package}.__main__", context)
-
-
-def _run(module: str, context: typer.Context) -> None:
-    run_command(load(module).main, context.command_path, context.args)
+def _serve(package: str, context: typer.Context, service: str) -> None:
+    run_command(load(f"{package}.__main__").main, context.command_path, context.args, service=service)
 
 
 def draft(context: typer.Context) -> None:
     """Serve a draft model (draft service)."""
-    _serve("draft_service", context)
+    _serve("draft_service", context, "draft")
 
 
 def verifier(context: typer.Context) -> None:
     """Serve a target model (verifier)."""
-    _serve("verifier_service", context)
+    _serve("verifier_service", context, "verifier")
 
 
 def orchestrator(context: typer.Context) -> None:
     """Serve completions to applications (orchestrator)."""
-    _serve("orchestrator", context)
+    _serve("orchestrator", context, "orchestrator")
 
 
 def warm_up(context: typer.Context) -> None:
     """Fill the cache folder for a target model and end (for image builds)."""
-    _run("verifier_service.warm_up", context)
+    run_command(load("verifier_service.warm_up").main, context.command_path, context.args)
 
 
 def up(context: typer.Context) -> None:
     """Start all three services on this machine, and again those that die."""
-    check_installed("numpy", "structlog", "grpc_reflection", "grpc_status")  # or one service would name its own extra
+    check_installed(
+        "numpy", "structlog", "yaml", "grpc_reflection", "grpc_status"
+    )  # or one service would name its own extra
     from specdec.cli.passed_on import passing_on
     from specdec.cli.up import up
 

@@ -38,6 +38,9 @@ class Address:
     """A target of gRPC's for each."""
     name: tuple[str, int] | None = None
 
+    def __str__(self) -> str:
+        return self.target
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse an address; ValueError says what is wrong with it, and what is accepted."""

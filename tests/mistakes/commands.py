@@ -87,6 +87,9 @@ MISTAKES = (
     Mistake(
         "specdec verifier --model target --draft-model foreign", CANNOT, "the tokenizers of target and foreign differ"
     ),
+    Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
+    Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is no option of this service; kv-tokens is"),
+    Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),
     Mistake("specdec draft --model draft-1", CANNOT, "draft-1: no such directory"),
     Mistake(
         "specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine computes in float32"

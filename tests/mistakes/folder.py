@@ -42,5 +42,7 @@ def furnish(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text('{"text": "def main("}\n')
     (folder / "no-json.jsonl").write_text('{"text": "def main("}\ndef main(\n')
     (folder / "typo.jsonl").write_text('{"text": "def main(", "temprature": 1}\n')
+    (folder / "typo.yaml").write_text("model: target\nkv-token: 4096\n")
+    (folder / "few.yaml").write_text("model: target\nkv-tokens: 9\n")
     (folder / "notes").mkdir()
     (folder / "notes" / "readme.txt").write_text("Mine.\n")

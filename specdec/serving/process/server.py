@@ -28,6 +28,7 @@ from specdec.serving.process import logs
 from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.log_stream import guard_stderr
 from specdec.serving.validation import MAX_MESSAGE_BYTES
+from specdec.settings import settings as started_with
 from specdec.v2 import mux_pb2_grpc
 
 log = structlog.get_logger()
@@ -120,6 +121,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         log.info("stopped_while_loading")
         os._exit(0)  # the loading thread cannot be ended
     service = loading.result()
+    log_settings()  # a start that fails tells its reason alone
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     server = grpc.aio.server(interceptors=[CallInterceptor(service.max_request_bytes)], options=options)
     mux = registered(service, server)
@@ -148,6 +150,22 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     await server.stop(settings.drain_seconds)
     await service.close()
     log.info("stopped")
+
+
+def log_settings() -> None:
+    """Log the settings that the service was started with, if a command did, and where they come from."""
+    if (found := started_with()) is None:
+        return
+    log.info("settings", values={name: _plain(each) for name, each in found.values.items()}, sources=found.sources)
+    if found.unknown:
+        log.warning("unknown_settings", variables=found.unknown)
+
+
+def _plain(value: object) -> object:
+    """Return a setting as JSON has it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | None) else str(value)
 
 
 def announce(address: str) -> None:

@@ -1,0 +1,165 @@
+"""The settings of a service: its options, given on the command line, else in the environment, else in a YAML file.
+
+`--kv-tokens 4096` of the verifier is `SPECDEC_VERIFIER_KV_TOKENS=4096` in the environment, and `kv-tokens: 4096` in the
+file that `--config` or `SPECDEC_VERIFIER_CONFIG` names. Each is checked as on the command line. No option holds a
+secret: what is secret lies in a file that an option names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import typer
+import yaml
+
+SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
+"""The variables that Kubernetes sets in all containers beside a Service, behind the Service's name. There is one more,
+..._PORT, whose values begin with SCHEME."""
+
+SCHEME = re.compile(r"(tcp|udp|sctp)://")
+
+
+class Settings(NamedTuple):
+    """The settings that a service runs with."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]  # of each that is no default: "command line", "environment" or the file
+    unknown: list[str]  # variables of the environment that are named like settings, and are none
+
+
+_settings: ContextVar[Settings | None] = ContextVar("settings", default=None)
+
+
+def settings() -> Settings | None:
+    """Return the settings of the service that runs here; None if no command has started it."""
+    return _settings.get()
+
+
+def configurable(service: str, command: Callable[..., None]) -> Callable[..., None]:
+    """Return a service's command that also takes `--config`, and its options from that file and from the
+    environment."""
+    prefix = f"SPECDEC_{service.upper()}_"
+
+    def read(context: typer.Context, path: Path | None) -> Path | None:
+        """Have the environment and the file give the defaults of the options that follow."""
+        options = {
+            each.name: each
+            for each in context.command.params
+            if not getattr(each, "hidden", False) and each.name not in ("config", "help")
+        }
+        found: dict[str, tuple[Any, str]] = {}
+        if path is not None:
+            found |= {name: (value, str(path)) for name, value in _file(path, options).items()}
+        variables, unknown = _environment(prefix, options)
+        found |= {name: (value, "environment") for name, value in variables.items()}
+        for name, (value, source) in found.items():
+            spelled = f"{prefix}{name.upper()}" if source == "environment" else f"{_spelled(name)} in {source}"
+            try:
+                options[name].process_value(context, value)
+            except typer.BadParameter as error:
+                message = f"{error.message}, is {value!r}" if str(value) not in error.message else error.message
+                raise typer.BadParameter(message, param_hint=f"'{spelled}'") from None
+        context.default_map = {name: value for name, (value, _) in found.items()}
+        context.meta[__name__] = {name: source for name, (_, source) in found.items()}, unknown
+        return path
+
+    def run(context: typer.Context, *, config: Path | None, **given: Any) -> None:
+        elsewhere, unknown = context.meta[__name__]
+        named = [name for name in given if context.get_parameter_source(name).name == "COMMANDLINE"]  # type: ignore[union-attr]
+        sources = elsewhere | dict.fromkeys(named, "command line")
+        values = {name: value for name, value in given.items() if name in context.params}
+        _settings.set(Settings(values, sources, unknown))
+        command(**given)
+
+    option = typer.Option(
+        callback=read,
+        is_eager=True,  # before the options whose defaults it gives
+        exists=True,
+        dir_okay=False,
+        envvar=f"{prefix}CONFIG",
+        show_envvar=False,
+        help="YAML file of options by name, such as log-level: debug. The command line wins over the environment, "
+        f"where --log-level is {prefix}LOG_LEVEL, and that over the file.",
+    )
+    hints = get_type_hints(command, include_extras=True)
+    last = inspect.Parameter.KEYWORD_ONLY
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
+        [
+            inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+            *(
+                each.replace(annotation=hints[name], kind=last)
+                for name, each in inspect.signature(command).parameters.items()
+            ),
+            inspect.Parameter("config", last, default=None, annotation=Annotated[Path | None, option]),
+        ]
+    )
+    run.__annotations__ = {}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of options in the environment, and the variables with this prefix that are no options."""
+    values: dict[str, Any] = {}
+    unknown = []
+    for variable, text in os.environ.items():
+        if not variable.startswith(prefix) or not text or variable == f"{prefix}CONFIG":
+            continue
+        name = variable.removeprefix(prefix).lower()
+        if SERVICE_LINK.fullmatch(name.upper()) or (name == "port" and SCHEME.match(text)):
+            continue
+        if name in options:
+            values[name] = text.split() if options[name].multiple else text
+        else:
+            unknown.append(variable)
+    return values, sorted(unknown)
+
+
+def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of options in a YAML file; typer.BadParameter if it has anything else."""
+    hint = f"'--config' {path}"
+    try:
+        content = yaml.load(path.read_text(), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(" ".join(str(error).split()), param_hint=hint) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise typer.BadParameter("should be options by name, such as log-level: debug", param_hint=hint)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            near = difflib.get_close_matches(name, options, 1)
+            meant = f"; {_spelled(near[0])} is" if near else ""
+            raise typer.BadParameter(f"{key} is no option of this service{meant}", param_hint=hint)
+        several = value if isinstance(value, list) else [value]
+        if any(isinstance(each, dict | list) or each is None for each in several) or (
+            isinstance(value, list) and not options[name].multiple
+        ):
+            raise typer.BadParameter(f"{key} should be one value, is {value}", param_hint=hint)
+        texts = [each if isinstance(each, bool) else str(each) for each in several]
+        values[name] = texts if options[name].multiple else texts[0]
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that refuses a key given twice, of which YAML's would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _spelled(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,152 @@
+"""A service's options: the command line wins over the environment, that over the file, and each is checked alike."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from specdec.local import DEMO
+from specdec.roles import environment
+from specdec.settings import Settings, configurable, settings
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="A directory.")],
+    kv_tokens: Annotated[int | None, typer.Option(min=512, help="Tokens.")] = None,
+    exact: Annotated[bool, typer.Option(help="Exact.")] = True,
+    draft: Annotated[list[str] | None, typer.Option(help="Addresses.")] = None,
+    port: Annotated[int, typer.Option(help="Port.")] = 50051,
+    share_port: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve."""
+    found = settings()
+    assert found is not None
+    print(json.dumps(found._replace(values={name: str(value) for name, value in found.values.items()})))
+
+
+def run(arguments: str = "", file: Path | None = None, **variables: str) -> Any:
+    """Run the command, and return its Settings, or what it is refused with."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(configurable("verifier", main))
+    words = arguments.split() + ([] if file is None else ["--config", str(file)])
+    done = CliRunner().invoke(app, words, env={f"SPECDEC_VERIFIER_{name}": value for name, value in variables.items()})
+    if done.exit_code:
+        assert done.exit_code == 2, done.output
+        return done.stderr.splitlines()[-1]
+    return Settings(*json.loads(done.stdout))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "verifier.yaml"
+
+
+def test_what_is_nearer_wins(file: Path) -> None:
+    file.write_text("model: /filed\nkv-tokens: 600\nexact: false\ndraft: [a:1, b:2]\n")
+    found = run("--model /typed", file, KV_TOKENS="700", PORT="1")
+    assert found.values == {
+        "model": "/typed",
+        "kv_tokens": "700",
+        "exact": "False",
+        "draft": "['a:1', 'b:2']",
+        "port": "1",
+        "share_port": "False",
+    }
+    assert found.sources == {
+        "model": "command line",
+        "kv_tokens": "environment",
+        "port": "environment",
+        "exact": str(file),
+        "draft": str(file),
+    }
+    assert found.unknown == []
+
+
+def test_the_environment_alone_suffices(file: Path) -> None:
+    file.write_text("kv_tokens: 600")
+    found = run(MODEL="/m", EXACT="no", DRAFT="a:1 b:2", CONFIG=str(file))
+    assert (found.values["exact"], found.values["draft"]) == ("False", "['a:1', 'b:2']")
+    assert found.sources["kv_tokens"] == str(file)
+
+
+def test_an_empty_variable_is_none_and_an_empty_file_says_nothing(file: Path) -> None:
+    file.write_text("# nothing yet\n")
+    assert run("--model /m", file, KV_TOKENS="").sources == {"model": "command line"}
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
+    links = {
+        "PORT": "tcp://10.0.0.1:50051",
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "50051",
+        "SERVICE_PORT_GRPC": "50051",
+        "PORT_50051_TCP": "tcp://10.0.0.1:50051",
+        "PORT_50051_TCP_ADDR": "10.0.0.1",
+    }
+    found = run("--model /m", None, **links)
+    assert (found.values["port"], found.unknown) == ("50051", [])
+
+
+def test_a_variable_of_a_wrong_name_is_told() -> None:
+    assert run("--model /m", KVTOKENS="600", SHARE_PORT="true").unknown == [
+        "SPECDEC_VERIFIER_KVTOKENS",
+        "SPECDEC_VERIFIER_SHARE_PORT",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("kv-tokens: 3", "'kv-tokens in FILE': Input should be greater than or equal to 512, is '3'"),
+        ("kvtokens: 600", "'--config' FILE: kvtokens is no option of this service; kv-tokens is"),
+        ("share-port: true", "'--config' FILE: share-port is no option of this service"),
+        ("config: other.yaml", "'--config' FILE: config is no option of this service"),
+        ("kv-tokens: 600\nkv-tokens: 700", "kv-tokens is given twice"),
+        ("kv-tokens: [600]", "'--config' FILE: kv-tokens should be one value, is [600]"),
+        ("draft: [[a]]", "draft should be one value"),
+        ("model:", "model should be one value, is None"),
+        ("- model", "should be options by name, such as log-level: debug"),
+        ("model: [", "'--config' FILE: "),
+        ("model: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_a_wrong_file_is_refused(file: Path, content: str, says: str) -> None:
+    file.write_text(content)
+    assert says.replace("FILE", str(file)) in run("--model /m", file)
+
+
+def test_wrong_values_and_files_are_named(file: Path) -> None:
+    assert "'SPECDEC_VERIFIER_KV_TOKENS': Input should be" in run("--model /m", KV_TOKENS="3")
+    assert "'--config'" in run("--model /m", file)
+    assert "'--model'" in run()
+    file.write_bytes(b"model: \xff")
+    assert "utf-8" in run("--model /m", file)
+
+
+def test_a_service_tells_its_settings_at_start(tmp_path: Path) -> None:
+    file = tmp_path / "orchestrator.yaml"
+    file.write_text("port: 0\nsilence-seconds: 2\nverifier: 127.0.0.1:9\n")
+    variables = {"SPECDEC_ORCHESTRATOR_MODEL": str(DEMO / "target"), "SPECDEC_ORCHESTRATOR_SILENCE": "2"}
+    command = [sys.executable, "-m", "orchestrator", "--config", str(file), "--stop-with-stdin"]
+    with subprocess.Popen(command, env=environment() | variables, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready ")
+        _, logged = process.communicate(timeout=60)
+    events = {each["event"]: each for each in map(json.loads, logged.splitlines())}
+    assert events["settings"]["values"]["verifier"] == ["127.0.0.1:9"]
+    assert events["settings"]["values"]["silence_seconds"] == 2.0
+    assert events["settings"]["sources"] == {
+        "model": "environment",
+        "port": str(file),
+        "silence_seconds": str(file),
+        "verifier": str(file),
+        "stop_with_stdin": "command line",
+    }
+    assert events["unknown_settings"]["variables"] == ["SPECDEC_ORCHESTRATOR_SILENCE"]
