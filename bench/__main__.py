@@ -27,6 +27,7 @@ ROOMS = {
         "gpu": "all that only a GPU can show, in ten minutes: tests, exactness, graphs, drafts, speed",
     },
     "serving": {
+        "first-token": "seconds from a command until the first token, beside vLLM's and llama.cpp's servers",
         "chunking": "what a long prompt costs the other streams",
         "overload": "who is served and who is refused under ten times the load",
         "overhead": "where the time of a verifier's step goes, by profile",

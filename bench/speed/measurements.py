@@ -7,9 +7,6 @@ from typing import Any
 
 from bench.report import Report
 
-DISTURBED = 0.2
-"""Cores taken by other processes, from which on a measurement counts as disturbed."""
-
 
 @dataclass(frozen=True)
 class Measurement:

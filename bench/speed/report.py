@@ -13,7 +13,8 @@ import numpy as np
 from bench.model_name import model_name
 from bench.report import Report, markdown_table
 from bench.speed.leaderboard import leads
-from bench.speed.measurements import DISTURBED, Column, columns, configurations, found, ratios, streams_label
+from bench.speed.measurements import Column, columns, configurations, found, ratios, streams_label
+from bench.systems.processor_time import DISTURBED
 from bench.systems.specdec import NAME, PLAIN
 from testing.padded_model import LABEL
 

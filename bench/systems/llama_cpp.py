@@ -8,14 +8,11 @@ The options are those of its releases since spring 2026, in which `--spec-type` 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,20 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.systems.http_server import HOST, connection, free_port, get, healthy
 from bench.systems.protocol import Record
-from bench.systems.system import (
-    ANSWER_SECONDS,
-    LOAD_SECONDS,
-    STOP_SECONDS,
-    Answer,
-    Configuration,
-    Launch,
-    Load,
-    NotServingError,
-    Setup,
-)
+from bench.systems.system import ANSWER_SECONDS, Answer, Configuration, Launch, Load, NotServingError, Setup
 
-HOST = "127.0.0.1"
 DRAFTED, LOOKED_UP = 5, 10
 """Most tokens proposed per step by a draft and by n-gram lookup: as many as for other systems."""
 AGREEING = 2
@@ -48,9 +35,6 @@ SPECULATION = {
     "ngram": ["--spec-type", "ngram-map-k", *NGRAMS],
     "draft": ["--spec-type", "draft-simple", "--spec-draft-n-max", str(DRAFTED)],
 }
-_POLL_SECONDS = 0.05
-_PR_SET_PDEATHSIG = 1
-_process = ctypes.CDLL(None)
 
 
 def server_options(speculation: str, streams: int, context: int) -> list[str]:
@@ -103,40 +87,24 @@ class LlamaServer:
     @contextlib.contextmanager
     def start(cls, binary: Path, target: Path, draft: Path | None, given: list[str]) -> Iterator[LlamaServer]:
         """Start the server, wait until its models are loaded, and end it on leaving; or raise NotServingError."""
-        with socket.create_server((HOST, 0)) as reserved:
-            port = int(reserved.getsockname()[1])
+        port = free_port()
         models = ["--model", str(target), *(() if draft is None else ("--model-draft", str(draft)))]
-        with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "log"), "wb") as said:
-            process = subprocess.Popen(
-                [str(binary), "--host", HOST, "--port", str(port), *models, *given],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
-            try:
-                build = _await_health(process, port, log)
-                flags = {"target": target.name, "draft": draft and draft.name, "options": given}
-                yield cls({"versions": {"llama.cpp": build}, "flags": flags}, process, port)
-            finally:
-                process.terminate()
-                try:
-                    process.wait(STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        command = [str(binary), "--host", HOST, "--port", str(port), *models, *given]
+        with healthy("llama-server", command, port) as process:
+            build = str(json.loads(get(port, "/props")[1]).get("build_info", "unknown"))
+            flags = {"target": target.name, "draft": draft and draft.name, "options": given}
+            yield cls({"versions": {"llama.cpp": build}, "flags": flags}, process, port)
 
     def run(self, load: Load, mode: str = "") -> Answer:
         with contextlib.ExitStack() as exits:
             connections = [
-                exits.enter_context(contextlib.closing(_connection(self.port, ANSWER_SECONDS))) for _ in load.prompts
+                exits.enter_context(contextlib.closing(connection(self.port, ANSWER_SECONDS))) for _ in load.prompts
             ]
             # The pool is left first: a connection that is closed before its request would open itself again.
             pool = exits.enter_context(ThreadPoolExecutor(len(load.prompts)))
             try:
-                for connection in connections:
-                    connection.connect()  # before the clock starts
+                for each in connections:
+                    each.connect()  # before the clock starts
                 record = Record(len(load.prompts))
                 accepted = sum(pool.map(lambda n: _query(connections[n], load, n, record), range(len(load.prompts))))
                 seconds = time.perf_counter() - record.begin
@@ -149,43 +117,7 @@ class LlamaServer:
         return {"": self.process.pid}
 
 
-def _end_with_parent() -> None:
-    """Make the child end with the benchmark, however that ends. (Programs under test notice the end of their stdin.)"""
-    _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _connection(port: int, seconds: float) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(HOST, port, timeout=seconds)
-
-
-def _get(port: int, path: str) -> tuple[int, bytes]:
-    with contextlib.closing(_connection(port, LOAD_SECONDS)) as connection:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-
-
-def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> str:
-    """Wait until the server is healthy; return its build."""
-    deadline = time.perf_counter() + LOAD_SECONDS
-    while time.perf_counter() < deadline:
-        if process.poll() is not None:
-            raise NotServingError(f"llama-server ended: {_last_words(log)}")
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            if _get(port, "/health")[0] == http.client.OK:
-                return str(json.loads(_get(port, "/props")[1]).get("build_info", "unknown"))
-        time.sleep(_POLL_SECONDS)
-    raise NotServingError(f"llama-server was not ready within {LOAD_SECONDS:.0f} s: {_last_words(log)}")
-
-
-def _last_words(log: Path) -> str:
-    """Return the first log line that mentions an error, else the last one."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines[-1:] or ["without a word"])[0][:300]
-
-
-def _query(connection: http.client.HTTPConnection, load: Load, number: int, record: Record) -> int:
+def _query(opened: http.client.HTTPConnection, load: Load, number: int, record: Record) -> int:
     """Have one prompt continued, and record arrivals; return how many of the tokens were accepted candidates."""
     asked = {
         "prompt": load.prompts[number],
@@ -197,9 +129,9 @@ def _query(connection: http.client.HTTPConnection, load: Load, number: int, reco
         "cache_prompt": False,
         "stream": True,
     }
-    connection.request("POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"})
-    socket_, known = connection.sock, 0
-    with connection.getresponse() as answer:  # leaving it closes the socket, even if it broke off
+    opened.request("POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"})
+    socket_, known = opened.sock, 0
+    with opened.getresponse() as answer:  # leaving it closes the socket, even if it broke off
         if answer.status != http.client.OK:
             raise NotServingError(f"HTTP {answer.status}: {answer.read(300).decode(errors='replace')}")
         for line in answer:

@@ -11,6 +11,9 @@ from pathlib import Path
 _TICKS = os.sysconf("SC_CLK_TCK")  # per second
 _SAMPLE_SECONDS = 0.5
 
+DISTURBED = 0.2
+"""Cores taken by other processes, from which on a measurement counts as disturbed."""
+
 
 class Watch:
     """A watch on processor time, from its creation on.
@@ -50,15 +53,17 @@ def peak_bytes(session: int) -> int:
     return 1024 * kilobytes
 
 
-def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> None:
-    """Wait until processes outside these sessions take less than `cores`, or for `patience` seconds."""
+def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> float:
+    """Wait until processes outside these sessions take less than `cores`, or for `patience` seconds; return what they
+    took at last."""
     deadline = time.perf_counter() + patience
     sessions = list(sessions)
-    while time.perf_counter() < deadline:
+    while True:
         watch = Watch({}, sessions)
         time.sleep(_SAMPLE_SECONDS)
-        if watch.cores()[2] < cores:
-            return
+        taken = watch.cores()[2]
+        if taken < cores or time.perf_counter() >= deadline:
+            return taken
 
 
 def _processor_seconds(sessions: set[int]) -> float:

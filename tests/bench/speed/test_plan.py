@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 from bench.speed.config import SpeedConfig, parsed
@@ -33,7 +34,7 @@ def test_without_a_draft_nothing_is_drafted() -> None:
 
 
 def test_a_draft_brings_configurations_of_every_system() -> None:
-    found = names(parsed(["--vllm-python", "python"]))
+    found = names(parsed(["--vllm-python", sys.executable]))
     ours = ["specdec drafted", "specdec drafted + lookahead", "specdec local draft"]
     assert found[:5] == [PLAIN, "specdec lookahead", *ours]
     assert {"transformers assisted", "transformers assisted, 5", "vLLM drafted"} < set(found)

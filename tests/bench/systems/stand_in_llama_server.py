@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[3]
 SPECULATION = ("ngram-map-k", "draft-simple")
 LOADING_ANSWERS = 3
 """So many times a slow one answers that it is still loading."""
@@ -41,6 +43,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.write_down(asked)
         if max(asked["prompt"]) > 100_000:
             self._answer(400, {"error": {"code": 400, "message": "Prompt contains invalid tokens"}})
+            return
+        if self.path == "/v1/completions":
+            tokens = asked["max_tokens"] + (self.server.kind == "chatty")
+            self._answer(200, {"choices": [{"text": "abc"[:tokens]}], "usage": {"completion_tokens": tokens}})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -95,13 +101,22 @@ class Server(ThreadingHTTPServer):
         yield {"content": "", "tokens": [], "stop": True, "tokens_predicted": count, "timings": timings}
 
 
+def program(folder: Path) -> Path:
+    """Return the stand-in as a program of one path, in this folder."""
+    file = folder / "llama-server"
+    command = shlex.join([sys.executable, "-m", "tests.bench.systems.stand_in_llama_server"])
+    file.write_text(f'#!/bin/sh\ncd {shlex.quote(str(ROOT))}\nexec {command} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--model-draft", type=Path)
-    parser.add_argument("--parallel", type=int)
+    parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--ctx-size", type=int)
     parser.add_argument("--spec-type")
     args, _ = parser.parse_known_args()

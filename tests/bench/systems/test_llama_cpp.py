@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -18,18 +17,14 @@ from bench.systems.llama_cpp import LlamaServer, launches, server_options
 from bench.systems.program import ROOT
 from bench.systems.system import Load, NotServingError
 from testing.processes import alive
+from tests.bench.systems.stand_in_llama_server import program
 
 LOAD = Load([[5, 6, 7, 8], [9, 8, 7]], 12, 0.8)
 
 
 @pytest.fixture
 def binary(tmp_path: Path) -> Path:
-    """The stand-in as a program of one path."""
-    program = tmp_path / "llama-server"
-    command = shlex.join([sys.executable, "-m", "tests.bench.systems.stand_in_llama_server"])
-    program.write_text(f'#!/bin/sh\ncd {shlex.quote(str(ROOT))}\nexec {command} "$@"\n')
-    program.chmod(0o755)
-    return program
+    return program(tmp_path)
 
 
 def gguf(folder: Path, word: str) -> Path:

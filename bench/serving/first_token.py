@@ -1,0 +1,183 @@
+"""Seconds from a command until the first token of a short prompt: `specdec up` beside `vllm serve` and llama.cpp's
+`llama-server`, each as its users start it.
+
+    python -m bench first-token
+    python -m bench first-token --vllm-python build/vllm/bin/python --llama-server build/llama/build/bin/llama-server \\
+        --llama-gguf build/llama/target.gguf --out build/first-token
+
+The time begins when the command is started, and ends when one token has come over the server's own API (gRPC, or
+OpenAI's completions over HTTP). Commands have their own defaults, dtype and compilation included; what stands in their
+name is all that was chosen. What a command keeps for its later starts (compiled loops, compiled graphs) has a folder
+of its own: the first start finds it empty, the next one finds what the first left. The files themselves are in the
+machine's memory all the time. In a round all commands take turns, each in its first and its next start, in the reverse
+order every other round. Each start waits for a quiet machine first, or for --patience seconds. Writes first-token.json,
+.md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import parser_of
+from bench.conditions import INSTRUCTIONS, machine, versions
+from bench.model_name import model_name
+from bench.report import CUT_OFF, Report, folder, markdown_table, publish
+from bench.serving.commands import Command, llama_server, specdec_up, vllm_serve
+from bench.systems import pair, peer_options
+from bench.systems.processor_time import DISTURBED, await_quiet
+from bench.systems.system import NotServingError
+from demo.prompts import held_out
+from specdec.client import SpecdecError
+
+PROMPT_TOKENS = 16
+FIRST, NEXT, EVERY = "first", "next", "every"
+"""Kinds of starts: with nothing kept, with what the first one kept, and of a command that keeps nothing."""
+COLUMNS = {"ready, s": "ready", "first token, s": "token"}
+"""Columns of the table for each kind, by what they show."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a command."""
+
+    command: str
+    kind: str
+    round: int
+    ready: float  # seconds until it said so
+    token: float  # seconds until the first token had come
+    foreign_cores: float  # that others took, before
+
+
+def timed(command: Command, cache: Path, prompt: list[int]) -> tuple[float, float]:
+    """Start a command, ask it and end it; return the seconds until it was ready, and until it had given a token."""
+    begin = time.perf_counter()
+    with command.start(cache) as ask:
+        ready = time.perf_counter() - begin
+        ask(prompt)
+        return ready, time.perf_counter() - begin
+
+
+def measure(commands: Sequence[Command], rounds: int, patience: float) -> dict[str, Any]:
+    """Return all starts, and why commands failed, which are left out from then on. After Ctrl-C it has what was
+    measured until then."""
+    starts, failed, cut_off = list[Start](), dict[str, str](), False
+    (prompt,) = held_out(1, PROMPT_TOKENS)
+    try:
+        for number in range(1, rounds + 1):
+            for command in commands if number % 2 else reversed(commands):
+                if command.name in failed:
+                    continue
+                try:
+                    starts += _turn(command, number, prompt, patience)
+                except (NotServingError, SpecdecError, OSError) as error:
+                    failed[command.name] = str(error)
+    except KeyboardInterrupt:
+        cut_off = True
+    return {"starts": [asdict(each) for each in starts], "failed": failed} | ({CUT_OFF: True} if cut_off else {})
+
+
+def _turn(command: Command, number: int, prompt: list[int], patience: float) -> Iterator[Start]:
+    """Yield a round's starts of one command, each on a machine that is quiet, or has been waited for so long."""
+    with tempfile.TemporaryDirectory() as cache:
+        for kind in (FIRST, NEXT) if command.keeps else (EVERY,):
+            taken = await_quiet((), DISTURBED, patience)
+            ready, token = timed(command, Path(cache), prompt)
+            print(f"round {number}, {command.name}, {kind} start: {token:.1f} s", file=sys.stderr, flush=True)
+            yield Start(command.name, kind, number, round(ready, 2), round(token, 2), round(taken, 2))
+
+
+def table(report: Report) -> str:
+    """Return the report as Markdown."""
+    where, starts = report["machine"], report["starts"]
+    taken = [each["foreign_cores"] for each in starts]
+    known = ", ".join(where["instructions"]) or f"none of {', '.join(INSTRUCTIONS)}"
+    lines = [
+        f"Target: {report['model']}. Draft: {report['draft'] or 'none'}.",
+        f"A prompt of {PROMPT_TOKENS} tokens. {where['cores']} cores of {where['processor']} with {known}. "
+        f"Rounds: {report['rounds']}; medians, in brackets the least and the most. "
+        f"Others took {max(taken, default=0.0):.1f} cores at most before a start.",
+        "",
+    ]
+    names = dict.fromkeys(each["command"] for each in starts)
+    kinds = {f"{kind} start: {what}": (kind, name) for kind in (FIRST, NEXT) for what, name in COLUMNS.items()}
+    rows = ((f"`{name}`", [_cell(starts, name, *each) for each in kinds.values()]) for name in names)
+    lines += markdown_table("", kinds, rows)
+    lines += [f"\nNot measured: {name}: {reason}" for name, reason in report["failed"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(starts: list[dict[str, Any]], name: str, kind: str, what: str) -> str:
+    found = _of(starts, name, kind, what)
+    return f"{statistics.median(found):.1f} ({min(found):.1f}, {max(found):.1f})" if found else "-"
+
+
+def _of(starts: list[dict[str, Any]], name: str, kind: str, what: str) -> list[float]:
+    """Return the seconds of all starts of this kind; each start of a command that keeps nothing is of both kinds."""
+    return [each[what] for each in starts if each["command"] == name and each["kind"] in (kind, EVERY)]
+
+
+def plot(report: Report, file: Path) -> None:
+    """Plot the median seconds until the first token, first and next start side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    starts = report["starts"]
+    names = list(dict.fromkeys(each["command"] for each in starts))
+    figure, axes = pyplot.subplots(figsize=(7, 1.5 + 0.5 * len(names)), layout="constrained")
+    for place, kind in enumerate((FIRST, NEXT)):
+        for row, name in enumerate(names):
+            if found := _of(starts, name, kind, "token"):
+                label = f"{kind} start" if row == 0 else None
+                axes.barh(row + 0.4 * place, statistics.median(found), 0.4, color=f"C{place}", label=label)
+    axes.set_yticks([row + 0.2 for row in range(len(names))], names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds from the command until the first token")
+    axes.legend(fontsize=8)
+    axes.set_title(report["model"], fontsize=9)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def parsed(given: Sequence[str]) -> tuple[list[Command], argparse.Namespace]:
+    """Return the commands to measure, in order, and all options."""
+    parser = parser_of("first-token", __doc__)
+    pair.add(parser)
+    peer_options.add(parser)
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
+    parser.add_argument("--out", type=folder, help="folder for the report")
+    args = parser.parse_args(given)
+    if args.rounds < 1:
+        parser.error(f"--rounds is {args.rounds}, must be at least 1")
+    if not args.patience >= 0:
+        parser.error(f"--patience is {args.patience:g}, must not be negative")
+    args.target, args.draft = pair.chosen(parser, args)
+    commands = specdec_up(args.target.resolve(), args.draft and args.draft.resolve())
+    if (python := peer_options.vllm_python(parser, args)) is not None:
+        commands += vllm_serve(python, args.target.resolve())
+    if (llama := peer_options.llama_files(parser, args)) is not None:
+        commands += llama_server(llama)
+    return commands, args
+
+
+def main(given: Sequence[str]) -> None:
+    commands, args = parsed(given)
+    report = {
+        "model": model_name(args.target),
+        "draft": args.draft and model_name(args.draft),
+        "rounds": args.rounds,
+        "machine": machine(),
+        "versions": versions(),
+        **measure(commands, args.rounds, args.patience),
+    }
+    publish(report, args.out, "first-token", table, plot)

@@ -1,0 +1,28 @@
+"""Command-line options that name the target and the draft of a benchmark: the demo pair, unless others are given."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.local import DEMO
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options; `chosen` reads them."""
+    parser.add_argument("--target", type=Path, default=DEMO / "target", help="model directory; default: the demo's")
+    parser.add_argument("--draft", help='model directory, or "none"; default: the demo\'s')
+
+
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, Path | None]:
+    """Return the directories of target and draft, both checked; the demo's draft fits no other target."""
+    usual = DEMO / "draft" if args.target == DEMO / "target" else None
+    draft = None if args.draft == "none" else Path(args.draft) if args.draft else usual
+    for name, path in (("target", args.target), ("draft", draft)):
+        try:
+            if path is not None:
+                ModelDirectory(path)
+        except ModelDirectoryError as error:
+            parser.error(f"--{name}: {error}")
+    return args.target, draft
