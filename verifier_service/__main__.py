@@ -196,7 +196,6 @@ def main(
         run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
         return
     from specdec.engine.distributed.ranks import PLACE, Ranks
-    from specdec.engine.engines.parallel_engine import follow
 
     for name in PLACE:
         if not (value := os.environ.get(name, "")).isdecimal():
@@ -206,6 +205,8 @@ def main(
         if ranks.rank == 0:
             run(settings, lambda: in_a_thread_of_its_own(partial(start, ranks)), "verifier")
         else:
+            from specdec.engine.engines.parallel_engine import follow  # it brings transformers
+
             follow(ranks, lambda: load(ranks.together(lambda: ModelDirectory(model)), ranks))
 
 

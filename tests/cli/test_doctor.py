@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from specdec import cli
 from specdec.doctor.report import Asked, Report
 from specdec.doctor.table import lines
 from specdec.extras import EXTRAS
@@ -44,6 +46,11 @@ def doctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return ran(["-m", "specdec.cli", "doctor", *map(str, arguments)])
 
 
+def doctor_here(*arguments: str | Path) -> Result:
+    """Run the command in this process, which has torch already."""
+    return CliRunner().invoke(cli.app, ["doctor", *map(str, arguments)])
+
+
 def client_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return ran(["-c", WITHOUT.format(modules=CLIENT_ALONE, arguments=[str(each) for each in arguments])])
 
@@ -60,8 +67,8 @@ def test_a_pair_that_can_be_served() -> None:
 
 
 def test_json_tells_the_same() -> None:
-    done = doctor("--model", TARGET, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = doctor_here("--model", TARGET, "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert told["packages"]["torch"]["fits"]
     assert told["machine"]["cores_given"] >= 1
@@ -71,14 +78,14 @@ def test_json_tells_the_same() -> None:
 
 
 def test_the_target_goes_by_the_name_that_up_gives_it_too(tmp_path: Path) -> None:
-    done = doctor("--target", tmp_path)
-    assert (done.returncode, done.stderr) == (1, f"specdec: {tmp_path}: no config.json\n")
+    done = doctor_here("--target", tmp_path)
+    assert (done.exit_code, done.stderr) == (1, f"specdec: {tmp_path}: no config.json\n")
 
 
 @pytest.mark.parametrize("json_output", [False, True])
 def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, json_output: bool) -> None:
-    done = doctor("--model", tmp_path, *["--json"] * json_output)
-    assert done.returncode == 1
+    done = doctor_here("--model", tmp_path, *["--json"] * json_output)
+    assert done.exit_code == 1
     assert done.stderr == f"specdec: {tmp_path}: no config.json\n"
     if json_output:
         assert json.loads(done.stdout)["problem"] == f"{tmp_path}: no config.json"

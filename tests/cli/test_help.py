@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ PROGRAMS += [("orchestrator", "", "python -m orchestrator")]
 """(module, its first argument, how usage lines call it)"""
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folder")
+
+
+@functools.cache  # what one test has shown another one reads as well
 def run(module: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *filter(None, arguments)]
     narrow = {**environment(), "COLUMNS": "80"}
@@ -39,18 +46,18 @@ def test_a_command_and_its_options_have_their_help(name: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "service", "name"), PROGRAMS)
-def test_a_usage_line_names_what_was_typed(module: str, service: str, name: str, tmp_path: Path) -> None:
-    shown = run(module, service, "--help", folder=tmp_path)
+def test_a_usage_line_names_what_was_typed(module: str, service: str, name: str, folder: Path) -> None:
+    shown = run(module, service, "--help", folder=folder)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith(f"Usage: {name} [OPTIONS]\n")
-    refused = run(module, service, "--modle", "m", folder=tmp_path)
+    refused = run(module, service, "--modle", "m", folder=folder)
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"Usage: {name} [OPTIONS]\nTry '{name} --help' for help.\n")
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_no_name_of_an_option_is_cut_off_in_a_narrow_terminal(service: str, tmp_path: Path) -> None:
-    shown = run("specdec.cli", service, "--help", folder=tmp_path).stdout
+def test_no_name_of_an_option_is_cut_off_in_a_narrow_terminal(service: str, folder: Path) -> None:
+    shown = run("specdec.cli", service, "--help", folder=folder).stdout
     names = [name for each in SERVICES[service].params if not each.hidden for name in each.opts + each.secondary_opts]
     assert "--threads-while-drafting" in names or service != "verifier"
     assert not [name for name in names if name not in shown]

@@ -11,12 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from specdec.decoding import gumbel_pruning
 from specdec.decoding.choice import choose
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
-from specdec.engine.cpu.code_cache import kept
 
 
 class TreeWalker(Protocol):
@@ -51,5 +49,8 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
 def warm_up(vocabulary: int) -> None:
     """Draw a token, so that no request has to wait for the code that is compiled on first use, or comes from the cache
     folder."""
+    from specdec.decoding import gumbel_pruning  # Numba takes a second to import, and a refused start needs none of it
+    from specdec.engine.cpu.code_cache import kept
+
     kept("collect", gumbel_pruning.__file__, gumbel_pruning.collect)
     choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])

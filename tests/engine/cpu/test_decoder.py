@@ -64,7 +64,7 @@ def test_others_do_not(tmp_path: Path, name: str) -> None:
         {"tie_word_embeddings": True},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "rope_theta": 10000.0}},
-        {"num_key_value_heads": 1, "head_dim": 8},
+        {"num_key_value_heads": 1, "head_dim": 24},
     ],
     ids=str,
 )
