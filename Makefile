@@ -27,7 +27,7 @@ demo: setup  ## Three services, one completion: drafted, then plain.
 # time. Python keeps what it compiles of our modules even where the environment forbids that: hundreds of processes start.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup  ## Everything that must hold, in minutes.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore tests/faults --ignore tests/hostile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
 
 verify: setup  ## The long equality suites, and a hundred thousand hostile messages.

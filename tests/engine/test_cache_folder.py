@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from specdec.engine import cache_folder
@@ -80,74 +80,79 @@ def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPa
     assert [cache_folder.read("kind", number) is None for number in range(3)] == [True, False, False]
 
 
-LAYERS = """
+START = """
+import hashlib
+import json
 import sys
 from pathlib import Path
 import numpy as np
+from specdec.engine.cpu.attention import EVERYTHING, kernel
 from specdec.engine.cpu.layers import compiled
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.model_directory import ModelDirectory
-engine = CpuEngine(ModelDirectory(Path(sys.argv[1])), capacity=1024, threads=(1,), exact=False)
-packer = engine.packer()
-slots = np.arange(1, 151)
-rows = packer.add_rows([7 * i % 300 for i in range(150)], 0, slots)
-packer.add_path(slots, rows)
-for row in rows:
-    packer.want(row)
-bits = engine.forward(packer.pack()).tobytes()
-import hashlib
-print(sum(compiled(16)._cache_hits.values()), hashlib.sha256(bits).hexdigest())
+
+def attention(width, cuts):
+    random = np.random.default_rng(0)
+    query = random.standard_normal((4, 2, width), np.float32)
+    keys, values = (random.standard_normal((2, 8, width), np.float32) for _ in range(2))
+    out = np.zeros_like(query)
+    kernel(width, width)(query, keys, values, np.arange(8), np.zeros(4, int), np.arange(4, 8), np.arange(5), EVERYTHING,
+                         np.float32(0.5), np.float32(0), out, np.asarray(cuts))
+    assert out.any()
+    return sum(kernel(width, width).outside._cache_hits.values()), out.tobytes().hex()
+
+def layers():
+    engine = CpuEngine(ModelDirectory(Path(sys.argv[1])), capacity=1024, threads=(1,), exact=False)
+    packer = engine.packer()
+    slots = np.arange(1, 151)
+    rows = packer.add_rows([7 * i % 300 for i in range(150)], 0, slots)
+    packer.add_path(slots, rows)
+    for row in rows:
+        packer.want(row)
+    bits = engine.forward(packer.pack()).tobytes()
+    return sum(compiled(16)._cache_hits.values()), hashlib.sha256(bits).hexdigest()
+
+found = {"attention": attention(16, [0, 8]), "layers": layers(), "attention of a team": attention(16, [0, 3, 8])}
+for width in map(int, sys.argv[2:]):
+    found[f"attention {width} wide"] = attention(width, [0, 8])
+print(json.dumps(found))
 """
+"""A program that prints how many functions came from the cache folder, and the bits of what they computed."""
 
 
-def test_code_has_the_same_bits_compiled_here_and_kept(folder: Path, tmp_path: Path) -> None:
-    """Loops add in the order that they were compiled to: no version of an inner loop may stand for another one."""
-    model = make("llama", tmp_path)
-    starts = [
-        subprocess.run(
-            [sys.executable, "-c", LAYERS, str(model)], capture_output=True, text=True, check=True
-        ).stdout.split()[-2:]
-        for _ in range(2)
-    ]
-    assert starts[0][1] == starts[1][1]
-    if packed_gemm.AVAILABLE:
-        assert [hits for hits, _ in starts] == ["0", "1"]
-
-
-ATTENTION = """
-import sys
-import numpy as np
-from specdec.engine.cpu.attention import EVERYTHING, kernel
-width, threads = int(sys.argv[1]), int(sys.argv[2])
-random = np.random.default_rng(0)
-query = random.standard_normal((4, 2, width), np.float32)
-keys, values = (random.standard_normal((2, 8, width), np.float32) for _ in range(2))
-out = np.zeros_like(query)
-attend = kernel(width, width)
-cuts = np.asarray([0, 3, 8] if threads == 2 else [0, 8])
-attend(query, keys, values, np.arange(8), np.zeros(4, int), np.arange(4, 8), np.arange(5), EVERYTHING,
-       np.float32(0.5), np.float32(0), out, cuts)
-(hits,) = [sum(attend.outside._cache_hits.values())]
-print(hits, out.tobytes().hex())
-"""
-
-
-def _attention(width: int, threads: int) -> tuple[str, str]:
-    """Return how many functions came from the cache folder in a process of its own, and the bits of what they
-    computed."""
+def start(model: Path, folder: Path, *widths: int) -> dict[str, tuple[int, str]]:
     done = subprocess.run(
-        [sys.executable, "-c", ATTENTION, str(width), str(threads)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", START, str(model), *map(str, widths)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"SPECDEC_CACHE_DIR": str(folder)},
     )
-    hits, bits = done.stdout.split()
-    return hits, bits
+    return {name: (hits, bits) for name, (hits, bits) in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def test_kept_code_computes_the_same_bits_in_another_process(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[int, str]], ...]:
+    """What a start finds in an empty cache folder, and what the next one does, which also computes heads of width 8."""
+    root = tmp_path_factory.mktemp("starts")
+    model = make("llama", root / "model")
+    return start(model, root / "cache"), start(model, root / "cache", 8)
+
+
+def test_code_has_the_same_bits_compiled_here_and_kept(starts: tuple[dict[str, tuple[int, str]], ...]) -> None:
+    """Loops add in the order that they were compiled to: no version of an inner loop may stand for another one."""
+    first, second = (each["layers"] for each in starts)
+    assert first[1] == second[1]
+    if packed_gemm.AVAILABLE:
+        assert (first[0], second[0]) == (0, 1)
+
+
+def test_kept_code_computes_the_same_bits_in_another_process(starts: tuple[dict[str, tuple[int, str]], ...]) -> None:
     """Its addresses differ there: the code must name what it calls, in one thread and in a team."""
-    hits, bits = _attention(16, threads=1)
-    assert hits == "0"
-    assert np.frombuffer(bytes.fromhex(bits), np.float32).any()
-    assert _attention(16, threads=1) == ("1", bits)
+    first, second = starts
+    hits, bits = first["attention"]
+    assert hits == 0
+    assert second["attention"] == (1, bits)
     if openmp.AVAILABLE:
-        assert _attention(16, threads=2) == ("1", bits)
-    assert _attention(8, threads=1)[0] == "0"
+        assert second["attention of a team"] == (1, bits)
+    assert second["attention 8 wide"][0] == 0

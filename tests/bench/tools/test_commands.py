@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from bench.__main__ import MODULES
+from bench.__main__ import MODULES, main
 
 ROOT = Path(__file__).parent.parent.parent.parent
 COMMAND = re.compile(r"(?:python -m bench|specdec bench) ([a-z][a-z-]*)((?:[^\n\"`|]|\\\\\n)*)")
@@ -25,9 +25,9 @@ SOURCES = [
 @cache
 def options(name: str) -> set[str]:
     """The options that a benchmark says it has."""
-    said = subprocess.run([sys.executable, "-m", "bench", name, "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert said.returncode == 0, said.stderr
-    return set(re.findall(r"--[a-z][a-z0-9-]*", said.stdout))
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    return set(re.findall(r"--[a-z][a-z0-9-]*", said.getvalue()))
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
