@@ -16,7 +16,19 @@ with needed_by("draft", "draft"):
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.servicer import DraftServicer, Limits
     from specdec import ports
-    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
+    from specdec.command_line import (
+        DrainSeconds,
+        HealthPort,
+        Host,
+        LogLevel,
+        Port,
+        StopWithStdin,
+        TlsCert,
+        TlsClientCa,
+        TlsKey,
+        run_command,
+        server_tls,
+    )
     from specdec.engine import fast_paths
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
@@ -73,13 +85,25 @@ def main(
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
     ] = 256,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    health_port: HealthPort = None,
     drain_seconds: DrainSeconds = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
 ) -> None:
     """Serve a draft model: propose candidates ahead of the target."""
     share_memory_among_threads()
-    settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
+    settings = ServerSettings(
+        host,
+        port,
+        drain_seconds,
+        log_level,
+        stop_with_stdin,
+        tls=server_tls(tls_cert, tls_key, tls_client_ca),
+        health_port=health_port,
+    )
 
     def start() -> DraftServicer:
         (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens)))

@@ -15,17 +15,35 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.discovery import Discovery
     from orchestrator.model import Model
     from orchestrator.peers import Peers
-    from orchestrator.pods import Pods
+    from orchestrator.pods import Pods, SecureConnections, connect
     from orchestrator.servicer import GenerationServicer
     from orchestrator.workers import supervise
     from specdec import ports
     from specdec.client.address import Address
-    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, address, duration, run_command
+    from specdec.client.tls_files import TlsFiles
+    from specdec.command_line import (
+        DrainSeconds,
+        HealthPort,
+        Host,
+        LogLevel,
+        Port,
+        StopWithStdin,
+        TlsCert,
+        TlsClientCa,
+        TlsKey,
+        address,
+        duration,
+        run_command,
+        server_tls,
+    )
     from specdec.engine.model_directory import ModelDirectory
     from specdec.serving.process.server import ServerSettings, run, run_program
     from specdec.text.check import check_text
 
 log = structlog.get_logger()
+
+PEER_TLS = ("--peer-tls-cert", "--peer-tls-key", "--peer-tls-ca")
+"""The options of TLS files for calls to pods, as TlsFiles wants them."""
 
 
 def main(
@@ -70,6 +88,27 @@ def main(
         duration("Seconds without a message after which a verifier or draft counts as lost.", min=0.5, max=3600.0),
     ] = 1.5,
     failover_seconds: Annotated[float, duration("Seconds without progress after which a request fails.")] = 30.0,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    peer_tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the authorities that certificates of verifiers and drafts must be of. With it calls to "
+            "them use TLS."
+        ),
+    ] = None,
+    peer_tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file of the certificate to show to verifiers and drafts that ask for one.")
+    ] = None,
+    peer_tls_key: Annotated[Path | None, typer.Option(help="PEM file of that certificate's key, unencrypted.")] = None,
+    peer_tls_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name that certificates of verifiers and drafts must be for. By default the host of their address."
+        ),
+    ] = None,
+    health_port: HealthPort = None,
     drain_seconds: DrainSeconds = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -77,7 +116,23 @@ def main(
 ) -> None:
     """Serve completions to applications: run every request with verifiers and, if there are any, draft services."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
-    settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin, share_port)
+    settings = ServerSettings(
+        host,
+        port,
+        drain_seconds,
+        log_level,
+        stop_with_stdin,
+        share_port,
+        server_tls(tls_cert, tls_key, tls_client_ca),
+        health_port,
+    )
+    peers_tls = None
+    if peer_tls_ca is not None:
+        peers_tls = TlsFiles(peer_tls_cert, peer_tls_key, peer_tls_ca, PEER_TLS)
+    elif without := [option for option, given in zip(PEER_TLS, (peer_tls_cert, peer_tls_key), strict=False) if given]:
+        raise typer.BadParameter(
+            "is given, and --peer-tls-ca is not: there is no TLS to use it in", param_hint=without[0]
+        )
     if workers > 1:
 
         async def start() -> None:
@@ -91,10 +146,13 @@ def main(
         directory = ModelDirectory(model)
         served = Model.of(directory)
         log.info("generation_defaults", used=served.defaults.told, not_taken=served.defaults.not_taken)
-        verifiers, drafts = Pods(), Pods() if draft else None
-        discoveries = [Discovery(verifier, verifiers)]
+        names: dict[str, str] = {}
+        connections = connect if peers_tls is None else SecureConnections(peers_tls, peer_tls_name, names)
+        verifiers = Pods(connect=connections)
+        drafts = Pods(connect=connections) if draft else None
+        discoveries = [Discovery(verifier, verifiers, names=names)]
         if draft and drafts is not None:
-            discoveries.append(Discovery(draft, drafts))
+            discoveries.append(Discovery(draft, drafts, names=names))
         for discovery in discoveries:
             await discovery.start()
         peers = Peers(

@@ -38,7 +38,10 @@ class Discovery:
         *,
         resolve: Resolve | None = None,
         again_seconds: float = AGAIN_SECONDS,
+        names: dict[str, str] | None = None,
     ) -> None:
+        """`names` is kept up to date with the name by which each target was found, for those that have one."""
+        self._names = {} if names is None else names
         self._addresses = addresses
         self._pods = pods
         self._resolve = resolve or asyncio.get_running_loop().getaddrinfo
@@ -79,7 +82,9 @@ class Discovery:
             return address.servers
         name, port = address.name
         found = await self._resolve(name, port, type=socket.SOCK_STREAM)
-        return sorted({_target(family, record[0], port) for family, _, _, _, record in found})
+        targets = sorted({_target(family, record[0], port) for family, _, _, _, record in found})
+        self._names |= dict.fromkeys(targets, name)
+        return targets
 
 
 def _target(family: int, address: str, port: int) -> str:

@@ -13,7 +13,19 @@ with needed_by("verifier", "verifier"):
     import typer
 
     from specdec import ports
-    from specdec.command_line import DrainSeconds, Host, LogLevel, Port, StopWithStdin, run_command
+    from specdec.command_line import (
+        DrainSeconds,
+        HealthPort,
+        Host,
+        LogLevel,
+        Port,
+        StopWithStdin,
+        TlsCert,
+        TlsClientCa,
+        TlsKey,
+        run_command,
+        server_tls,
+    )
     from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engine import Engine, touch_memory
@@ -141,13 +153,25 @@ def main(
             "service would take cores from the target. By default there is none."
         ),
     ] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    health_port: HealthPort = None,
     drain_seconds: DrainSeconds = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
 ) -> None:
     """Serve a target model: verify candidates and decide every token."""
     share_memory_among_threads()
-    settings = ServerSettings(host, port, drain_seconds, log_level, stop_with_stdin)
+    settings = ServerSettings(
+        host,
+        port,
+        drain_seconds,
+        log_level,
+        stop_with_stdin,
+        tls=server_tls(tls_cert, tls_key, tls_client_ca),
+        health_port=health_port,
+    )
 
     def options(ranks: Ranks | None) -> dict[str, Any]:
         most = threads or threads_for(device, sharers=1 if ranks is None else ranks.local_degree)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import grpc
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -19,6 +20,7 @@ from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile
 from specdec.cli.report import Report
 from specdec.cli.results_file import ResultsFile
+from specdec.cli.tls import Tls, TlsCa, TlsCert, TlsKey, credentials
 from specdec.cli.waiting import Waiting
 from specdec.client import Chunk, Client, Speculation
 from specdec.command_line import addresses, duration
@@ -125,6 +127,10 @@ def generate(
     timeout: Annotated[
         float | None, duration("Seconds that a prompt may take, retries included. By default no limit.", min=0.001)
     ] = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
     concurrency: Annotated[
         int | None,
@@ -165,11 +171,13 @@ def generate(
         "rule": rule,
         "alpha": alpha,
     }
+    secure = credentials(tls, tls_ca, tls_cert, tls_key)
     try:
         if prompt_file is not None:
             _complete_file(
                 PromptFile(prompt_file, options),
                 address,
+                secure,
                 timeout,
                 concurrency or 32,
                 json_output,
@@ -178,9 +186,9 @@ def generate(
                 fail_fast,
             )
             return
-        with Client(address, timeout=timeout) as client:
+        with Client(address, timeout=timeout, credentials=secure) as client:
             text = sys.stdin.read() if prompt == "-" else prompt
-            _complete(client, address, text, options, json_output)
+            _complete(client, Waiting(address, credentials=secure), text, options, json_output)
     except (ValueError, TypeError) as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
 
@@ -188,6 +196,7 @@ def generate(
 def _complete_file(
     file: PromptFile,
     address: str,
+    secure: grpc.ChannelCredentials | None,
     timeout: float | None,
     concurrency: int,
     json_output: bool,
@@ -205,6 +214,7 @@ def _complete_file(
                 address,
                 file,
                 count,
+                credentials=secure,
                 timeout=timeout,
                 concurrency=concurrency,
                 json_output=json_output,
@@ -219,10 +229,10 @@ def _complete_file(
         raise SystemExit(status)
 
 
-def _complete(client: Client, address: str, prompt: str | None, options: dict[str, Any], json_output: bool) -> None:
+def _complete(client: Client, waiting: Waiting, prompt: str | None, options: dict[str, Any], json_output: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     report = Report()
-    with client.generate(prompt, **options) as stream, Waiting(address) as waiting:
+    with client.generate(prompt, **options) as stream, waiting:
         for chunk in stream:
             waiting.heard()
             report.take(chunk)

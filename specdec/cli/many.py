@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -102,6 +103,7 @@ async def generate_many(
     file: PromptFile,
     count: int,
     *,
+    credentials: grpc.ChannelCredentials | None,
     timeout: float | None,
     concurrency: int,
     json_output: bool,
@@ -122,8 +124,8 @@ async def generate_many(
     failed: list[ExitStatus] = []
     drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never among results
     bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
-    waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"))
-    async with AsyncClient(address) as client:
+    waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"), credentials=credentials)
+    async with AsyncClient(address, credentials=credentials) as client:
 
         async def one(prompt: Prompt) -> Answer:
             answer = await ask(client, prompt, timeout, waiting.heard)

@@ -15,6 +15,7 @@ from specdec import ports
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import printable, table
+from specdec.cli.tls import Tls, TlsCa, TlsCert, TlsKey, channel, credentials
 from specdec.client.address import Address
 from specdec.command_line import address, duration
 from specdec.exit_status import ExitStatus
@@ -34,13 +35,17 @@ def stats(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object a look, each on a line.")] = False,
     timeout: Annotated[float, duration("Seconds to wait for an answer.", min=0.001)] = 5.0,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Show who a service is, how full and how busy; of an orchestrator also which pods it sees."""
     before: PodStats | None = None
-    with grpc.insecure_channel(at.target) as channel:
+    with channel(at.target, credentials(tls, tls_ca, tls_cert, tls_key)) as opened:
         while True:
             try:
-                seen = ask(channel, timeout)
+                seen = ask(opened, timeout)
             except (grpc.RpcError, NoSuchServiceError) as error:
                 line, status = _told(error, at.target, timeout)
                 if before is None:

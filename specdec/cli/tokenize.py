@@ -10,6 +10,7 @@ import typer
 
 from specdec import ports
 from specdec.cli.failure import fail
+from specdec.cli.tls import Tls, TlsCa, TlsCert, TlsKey, credentials
 from specdec.cli.waiting import Waiting
 from specdec.client import Client
 from specdec.command_line import addresses, duration
@@ -30,13 +31,18 @@ def tokenize(
     count: Annotated[bool, typer.Option("--count", help="Print the number of tokens alone.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Annotated[float, duration("Seconds that the call may take, retries included.", min=0.001)] = 30.0,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Print the tokens of a prompt, a line each: id and text. Nothing is generated."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat and not special:
         fail("--no-special goes with plain text: a chat template says itself what it adds", ExitStatus.USAGE)
+    secure = credentials(tls, tls_ca, tls_cert, tls_key)
     try:
-        with Client(address, timeout=timeout) as client, Waiting(address):
+        with Client(address, timeout=timeout, credentials=secure) as client, Waiting(address, credentials=secure):
             if chat:
                 found = client.tokenize(messages=[{"role": "user", "content": text}], pieces=not count)
             else:

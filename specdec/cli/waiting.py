@@ -12,6 +12,7 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.cli.tls import channel
 from specdec.client.address import parse_addresses
 from specdec.v2 import verifier_pb2
 
@@ -33,8 +34,15 @@ class Waiting:
     """The wait for tokens of orchestrators. Used as a context manager around the call; `heard` is called with
     everything that comes. What is waited for is said once, and again when it changes."""
 
-    def __init__(self, address: str, say: Callable[[str], None] = _on_stderr) -> None:
+    def __init__(
+        self,
+        address: str,
+        say: Callable[[str], None] = _on_stderr,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         """`address` is one address or several, joined by commas; `say` takes a line for a person, in another thread."""
+        self._credentials = credentials
         self._targets = [each.target for each in parse_addresses(address)]
         self._say = say
         self._heard_at = time.monotonic()
@@ -66,17 +74,17 @@ class Waiting:
             if pause > 0:
                 continue
             pause = LOOK_SECONDS
-            line = waited_for(self._targets)
+            line = waited_for(self._targets, self._credentials)
             if line != self._said and silent_since == self._heard_at and not self._over.is_set():
                 self._said = line
                 self._say(line)
 
 
-def waited_for(targets: list[str]) -> str:
+def waited_for(targets: list[str], credentials: grpc.ChannelCredentials | None = None) -> str:
     """Return what a request to these servers waits for, by their health checks, in a line for a person."""
-    channels = [grpc.insecure_channel(target) for target in targets]
+    channels = [channel(target, credentials) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
-    calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]
+    calls = [health_pb2_grpc.HealthStub(each).Check.future(asked, timeout=LOOK_SECONDS) for each in channels]
     absent, without = [], []
     for target, call in zip(targets, calls, strict=True):
         code = call.code()  # waits for it
@@ -84,8 +92,8 @@ def waited_for(targets: list[str]) -> str:
             absent.append(target)
         elif code is grpc.StatusCode.OK and call.result().status != health_pb2.HealthCheckResponse.SERVING:
             without.append(target)
-    for channel in channels:
-        channel.close()
+    for each in channels:
+        each.close()
     if len(absent) == len(targets):
         return f"waiting for an orchestrator: nothing answers at {', '.join(absent)} (is it still starting?)"
     if len(absent) + len(without) == len(targets):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from specdec.engine.start_phases import ON_STDOUT
@@ -81,7 +81,7 @@ class Child:
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
 
-def stop(children: Iterable[Child]) -> None:
+def stop(children: Collection[Child]) -> None:
     """End all services at the same time; each drains its running requests. After STOP_SECONDS they are killed."""
     alive = [child for child in children if child.process.poll() is None]
     for child in alive:
@@ -93,3 +93,6 @@ def stop(children: Iterable[Child]) -> None:
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
+    for child in children:
+        if child.process.stdin is not None:
+            child.process.stdin.close()

@@ -90,6 +90,13 @@ MISTAKES = (
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
     Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is no option of this service; kv-tokens is"),
     Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),
+    Mistake("specdec verifier --model target --tls-key key.pem", CANNOT, "--tls-key is given, --tls-cert is missing"),
+    Mistake(
+        "specdec verifier --model target --tls-cert none.pem --tls-key key.pem",
+        CANNOT,
+        "--tls-cert none.pem: No such file or directory",
+    ),
+    Mistake("specdec generate 'def' --tls-cert me.pem", USAGE, "'--tls-cert': is for TLS: give --tls-ca or --tls too"),
     Mistake("specdec draft --model draft-1", CANNOT, "draft-1: no such directory"),
     Mistake(
         "specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine computes in float32"

@@ -24,15 +24,22 @@ class MuxChannel:
 
     Calls with a single request or response are plain gRPC calls. Bidirectional streams share a connection, which is
     opened with the first of them; after it breaks or its service shuts down, the next stream opens another. To a
-    service that does not support connections, streams are plain gRPC calls too."""
+    service that does not support connections, streams are plain gRPC calls too.
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    `renewed` gives another channel to use from now on when there should be one, as after a change of certificates; what
+    runs on the old one goes on there."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, renewed: Callable[[], grpc.aio.Channel | None] = lambda: None
+    ) -> None:
         self._channel = channel
-        self._stub: Any = mux_pb2_grpc.MuxServiceStub(channel)
+        self._renewed = renewed
+        self._retired: list[grpc.aio.Channel] = []
         self._connections: list[MuxConnection] = []  # the last one takes new streams, the others still carry some
         self._unknown = False  # True: the service does not support connections
 
     def unary_unary(self, *args: Any, **more: Any) -> Any:
+        self._renew()
         return self._channel.unary_unary(*args, **more)
 
     def unary_stream(self, *args: Any, **more: Any) -> Any:
@@ -45,6 +52,7 @@ class MuxChannel:
         response_deserializer: Callable[[bytes], Any],
         **more: Any,
     ) -> Callable[..., Any]:
+        self._renew()
         alone: Any = self._channel.stream_stream(method, request_serializer, response_deserializer, **more)
 
         def begin(*, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = ()) -> Any:
@@ -60,7 +68,18 @@ class MuxChannel:
         """Close the channel; its streams end with UNAVAILABLE."""
         for connection in self._connections:
             await connection.close()
-        await self._channel.close()
+        for channel in (*self._retired, self._channel):
+            await channel.close()
+
+    def _renew(self) -> None:
+        """Use another channel, if there is one. The old ones stay until this one is closed: their connections end once
+        they carry no stream."""
+        if (channel := self._renewed()) is None:
+            return
+        self._retired.append(self._channel)
+        self._channel, self._unknown = channel, False
+        for connection in self._connections:
+            connection.leave()
 
     def _whole(self) -> MuxConnection | None:
         """Return a connection that takes new streams; None if the service does not support connections."""
@@ -69,7 +88,8 @@ class MuxChannel:
         if self._unknown:
             return None
         if not self._connections or self._connections[-1].leaving:
-            self._connections.append(MuxConnection(self._stub.Connect()))
+            stub: Any = mux_pb2_grpc.MuxServiceStub(self._channel)
+            self._connections.append(MuxConnection(stub.Connect()))
         return self._connections[-1]
 
 
@@ -83,6 +103,7 @@ class MuxConnection:
         self._call = call
         self._sending = SendQueue()
         self._calls: dict[int, Call] = {}
+        self._retired = False  # ends once it carries nothing
         self._numbers = itertools.count(1)
         self._tasks = tuple(asyncio.create_task(do()) for do in (self._read, self._write, self._end_if_unread))
 
@@ -95,13 +116,26 @@ class MuxConnection:
     ) -> Call:
         if timeout is not None:
             begun.timeout_us = int(1e6 * max(0.0, timeout))
-        call = Call(next(self._numbers), self._sending, timeout, serialize, deserialize, self._calls)
+        number = next(self._numbers)
+        call = Call(number, self._sending, timeout, serialize, deserialize, self._ended)
+        self._calls[number] = call
         call.send_frame(mux_pb2.Frame(begin=begun))
         return call
+
+    def leave(self) -> None:
+        """Take no new streams, and end with the last one."""
+        self.leaving = self._retired = True
+        if not self._calls:
+            self._call.cancel()
 
     async def close(self) -> None:
         self._call.cancel()
         await asyncio.wait(self._tasks)
+
+    def _ended(self, call: Call) -> None:
+        self._calls.pop(call.number, None)
+        if self._retired and not self._calls:
+            self._call.cancel()
 
     async def _write(self) -> None:
         """Write batches of frames once the service has accepted the connection.
@@ -156,18 +190,17 @@ class Call(Stream):
         timeout: float | None,
         serialize: Callable[[Any], bytes],
         deserialize: Callable[[bytes], Any],
-        running: dict[int, Call],
+        ended: Callable[[Call], None],
     ) -> None:
-        """`running` holds the connection's calls by number, this one included until it has ended."""
+        """`ended` is told when the call has ended, at least once."""
         super().__init__(number, sending, timeout)
         self._serialize = serialize
         self._deserialize = deserialize
-        self._running = running
+        self._ended = ended
         self._cancelled = False  # by `cancel`, at this end
         self._timer = None
         if timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout), self._late)
-        running[number] = self
 
     async def write(self, request: Any) -> None:
         """Send a request; InvalidStateError if the stream has ended."""
@@ -199,8 +232,8 @@ class Call(Stream):
     def end(self, end: mux_pb2.End, *, at_once: bool = False) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._running.pop(self.number, None)
         super().end(end, at_once=at_once)
+        self._ended(self)
 
     def _late(self) -> None:
         self._abandon(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")

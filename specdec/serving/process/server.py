@@ -21,12 +21,14 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.extras import NEEDED, needed_by
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
 from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.log_stream import guard_stderr
+from specdec.serving.tls import server_credentials
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.settings import settings as started_with
 from specdec.v2 import mux_pb2_grpc
@@ -100,6 +102,8 @@ class ServerSettings:
     log_level: str = "info"
     stop_with_stdin: bool = False  # end when stdin closes: how a child follows its parent
     share_port: bool = False  # with other processes that share it too, by SO_REUSEPORT
+    tls: TlsFiles | None = None  # None: without encryption
+    health_port: int | None = None  # of a server that answers health checks alone, without encryption
 
 
 async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
@@ -110,8 +114,11 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     logs.configure(service_name, settings.log_level)
     stop = stop_asked_for(settings)
 
-    # 1. If the port is taken, no model should be loaded in vain: look first.
+    # 1. If the port is taken, or a certificate cannot be used, no model should be loaded in vain: look first.
     bound(settings.host, settings.port, shared=settings.share_port).close()
+    if settings.health_port:
+        bound(settings.host, settings.health_port, shared=settings.share_port, option="--health-port").close()
+    credentials = None if settings.tls is None else server_credentials(settings.tls)
 
     # 2. Load, then take calls.
     loading = asyncio.ensure_future(load())
@@ -124,18 +131,21 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     log_settings()  # a start that fails tells its reason alone
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     server = grpc.aio.server(interceptors=[CallInterceptor(service.max_request_bytes)], options=options)
+    servers = [server]
     mux = registered(service, server)
     checks = health.aio.HealthServicer()
     reporting = asyncio.create_task(report_health(service, checks))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((service.name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    try:
-        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
-    except RuntimeError as error:
-        # gRPC does not say why; a moment ago it could be had.
-        raise ListenError.of(settings.host, settings.port, OSError(errno.EADDRINUSE, "")) from error
+    port = listen(server, settings.host, settings.port, credentials)
+    if settings.health_port is not None:
+        servers.append(probed := grpc.aio.server(options=options))
+        health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
+        health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
+        log.info("answering_health_checks", address=f"{settings.host}:{health_port}")
     gc.freeze()  # what is loaded stays: to scan it would cost each garbage collection a tenth of a second
-    await server.start()
+    for each in servers:
+        await each.start()
     announce(f"{settings.host}:{port}")
     log.info("serving", address=f"{settings.host}:{port}")
     await stopping
@@ -148,8 +158,24 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     log.info("draining", seconds=settings.drain_seconds)
     mux.drain()
     await server.stop(settings.drain_seconds)
+    for each in servers[1:]:  # probes see the drain to its end
+        await each.stop(None)
     await service.close()
     log.info("stopped")
+
+
+def listen(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, option: str = "--port"
+) -> int:
+    """Have a server listen, with TLS if there are credentials; return the port. ListenError if it cannot."""
+    address = f"{host}:{port}"
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        # gRPC does not say why; a moment ago it could be had.
+        raise ListenError.of(host, port, OSError(errno.EADDRINUSE, ""), option) from error
 
 
 def log_settings() -> None:
@@ -243,6 +269,6 @@ def run_program(program: Coroutine[None, None, None], service_name: str) -> None
     try:
         with needed_by(service_name, NEEDED[service_name]):  # engines are imported when they are loaded
             asyncio.run(program)
-    except (StartError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
+    except (StartError, ListenError, TlsError, ModelDirectoryError, UnsupportedModelError) as error:
         print(f"{service_name}: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -1,0 +1,92 @@
+"""PEM files for TLS: what is in them, and whether they fit together."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+
+Version = tuple[tuple[int, int, int], ...]
+"""What differs when one of some files is another one or has changed: inode, time and size of each."""
+
+
+class TlsError(Exception):
+    """Files cannot be used for TLS; the message is one line that names the option and the file."""
+
+
+class Contents(NamedTuple):
+    """The contents of the files; None of those that are not given."""
+
+    certificate: bytes | None
+    key: bytes | None
+    authorities: bytes | None
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one end: its certificate (with intermediate ones) and key, and the authorities that it trusts to
+    vouch for the other end. `options` name the three, for messages."""
+
+    certificate: Path | None
+    key: Path | None
+    authorities: Path | None
+    options: tuple[str, str, str] = ("--tls-cert", "--tls-key", "--tls-client-ca")
+
+    def version(self) -> Version:
+        """Return what the files are now; OSError if one cannot be found."""
+        stats = [each.stat() for each in self.all if each is not None]
+        return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in stats)
+
+    def read(self) -> Contents:
+        """Read the files; TlsError if one cannot be read, is no PEM, or the key belongs to another certificate."""
+        cert, key, ca = self.options
+        if (self.certificate is None) != (self.key is None):
+            there, missing = (key, cert) if self.certificate is None else (cert, key)
+            raise TlsError(f"{there} is given, {missing} is missing")
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            if self.certificate is not None and self.key is not None:
+                _named(cert, self.certificate)
+                _named(key, self.key)
+                context.load_cert_chain(self.certificate, self.key, password=_no_password)
+        except (ssl.SSLError, ValueError) as error:
+            raise TlsError(
+                f"{cert} {self.certificate}, {key} {self.key}: not a certificate and its key, unencrypted, in PEM "
+                f"({_reason(error)})"
+            ) from None
+        if self.authorities is not None:
+            _named(ca, self.authorities)
+            try:
+                context.load_verify_locations(self.authorities)
+            except ssl.SSLError as error:
+                raise TlsError(f"{ca} {self.authorities}: holds no certificate in PEM ({_reason(error)})") from None
+        return Contents(*(None if file is None else file.read_bytes() for file in self.all))
+
+    @property
+    def all(self) -> tuple[Path | None, Path | None, Path | None]:
+        return self.certificate, self.key, self.authorities
+
+
+def channel_credentials(contents: Contents) -> grpc.ChannelCredentials:
+    """Return the credentials of a channel: without `authorities` it trusts those that gRPC brings."""
+    return grpc.ssl_channel_credentials(contents.authorities, contents.key, contents.certificate)
+
+
+def _named(option: str, file: Path) -> None:
+    """Raise TlsError if a file cannot be read: ssl's own errors do not name it."""
+    try:
+        file.read_bytes()
+    except OSError as error:
+        raise TlsError(f"{option} {file}: {error.strerror}") from None
+
+
+def _no_password() -> bytes:
+    """Have an encrypted key refused; by default a person at the terminal is asked."""
+    raise ValueError("the key is encrypted")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)

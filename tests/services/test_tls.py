@@ -1,0 +1,174 @@
+"""The three services with mutual TLS, as processes: who has no certificate gets nothing, certificates are renewed under
+load, and tokens are what they are without."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec import AsyncClient, Client
+from specdec.client.errors import Unavailable
+from specdec.client.tls_files import channel_credentials
+from specdec.local.stack import Stack
+from specdec.roles import environment
+from specdec.serving.process.listening import bound
+from tests.certificates import Authority
+from tests.services.conftest import Directories
+
+PROMPT = "def main("
+SERVICES = ("verifier", "draft", "orchestrator")
+FEW = ("--kv-tokens", "4096", "--threads", "1")
+
+
+def free_port() -> int:
+    with bound("127.0.0.1", 0) as socket:
+        return int(socket.getsockname()[1])
+
+
+class Secured:
+    """A stack whose services show certificates, and serve only those who show one."""
+
+    def __init__(self, authority: Authority, stack: Stack, health_ports: dict[str, int]) -> None:
+        self.authority = authority
+        self.stack = stack
+        self.health_ports = health_ports
+
+    def credentials(self, authority: Authority) -> grpc.ChannelCredentials:
+        """Return the credentials of a client with a certificate of this authority."""
+        contents = authority.contents("client")
+        return channel_credentials(contents._replace(authorities=self.authority.file.read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def secured(directories: Directories, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    authority = Authority(tmp_path_factory.mktemp("certificates"))
+    ports = {service: free_port() for service in SERVICES}
+
+    def options(service: str) -> tuple[str, ...]:
+        certificate, key = authority.issue(service)
+        own = ("--tls-cert", str(certificate), "--tls-key", str(key), "--tls-client-ca", str(authority.file))
+        return (*own, "--health-port", str(ports[service]))
+
+    certificate, key = authority.issue("peer")
+    peers = ("--peer-tls-ca", str(authority.file), "--peer-tls-cert", str(certificate), "--peer-tls-key", str(key))
+    with Stack.start(
+        directories.target,
+        str(directories.near),
+        dtype="float32",
+        verifier_options=(*options("verifier"), *FEW),
+        draft_options=(*options("draft"), *FEW),
+        orchestrator_options=(*options("orchestrator"), *peers),
+    ) as stack:
+        yield Secured(authority, stack, ports)
+
+
+def test_tokens_are_those_of_the_plain_model(secured: Secured, directories: Directories) -> None:
+    with Client(secured.stack.address, credentials=secured.credentials(secured.authority)) as client:
+        drafted = client.complete(PROMPT, max_tokens=40, seed=3, temperature=0.8, speculation="always")
+        plain = client.complete(PROMPT, max_tokens=40, seed=3, temperature=0.8, speculation="off")
+        greedy = client.complete(PROMPT, max_tokens=24)
+        prompt = client.tokenize(PROMPT).ids
+    assert "remote_draft" in drafted.completions[0].sources
+    assert drafted.completions[0].tokens == plain.completions[0].tokens
+    tokens = greedy.completions[0].tokens
+    assert tokens == directories.oracle.greedy(prompt, len(tokens))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_who_has_no_certificate_gets_nothing(secured: Secured, service: str, tmp_path: Path) -> None:
+    trusted = secured.authority.file.read_bytes()
+    channels = {
+        "no TLS": grpc.insecure_channel(secured.stack.addresses[service]),
+        "no certificate": grpc.secure_channel(secured.stack.addresses[service], grpc.ssl_channel_credentials(trusted)),
+        "a foreign one": grpc.secure_channel(
+            secured.stack.addresses[service], secured.credentials(Authority(tmp_path / "foreign"))
+        ),
+    }
+    for channel in channels.values():
+        with channel, pytest.raises(grpc.RpcError) as raised:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_probes_need_no_certificate_and_reach_nothing_else(secured: Secured, service: str) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{secured.health_ports[service]}") as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        for path in ("/specdec.v2.GenerationService/Complete", "/specdec.v2.VerifierService/GetStats"):
+            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
+            with pytest.raises(grpc.RpcError) as raised:
+                ask(b"", timeout=20)
+            assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_certificates_are_renewed_under_load(secured: Secured) -> None:
+    """Everybody's, several times, while texts run at old connections and new ones are made: no request fails."""
+    over = asyncio.Event()
+    texts = 0
+
+    async def ask(number: int) -> None:
+        nonlocal texts
+        while not over.is_set():  # a client each: a connection each
+            credentials = secured.credentials(secured.authority)
+            async with AsyncClient(secured.stack.address, credentials=credentials, max_retries=0) as client:
+                result = await client.complete(PROMPT, max_tokens=24, seed=number)
+                assert len(result.completions[0].tokens) == 24
+                texts += 1
+
+    running = [asyncio.create_task(ask(number)) for number in range(3)]
+    for _ in range(4):
+        for service in (*SERVICES, "peer"):
+            secured.authority.issue(service)
+        before = texts
+        while texts < before + 6:
+            await asyncio.sleep(0.01)
+            for each in running:
+                if each.done():
+                    each.result()
+    over.set()
+    await asyncio.gather(*running)
+    assert_renewed(secured)
+
+
+def assert_renewed(secured: Secured) -> None:
+    """Each service now shows the certificate that it was issued last: one for another host is refused by clients."""
+    secured.authority.issue("orchestrator", "another.example")
+    try:
+        credentials = secured.credentials(secured.authority)
+        with Client(secured.stack.address, credentials=credentials, timeout=5) as client, pytest.raises(Unavailable):
+            client.models()
+    finally:
+        secured.authority.issue("orchestrator")
+
+
+def test_commands_take_certificates(secured: Secured) -> None:
+    certificate, key = secured.authority.issue("person")
+    files = {"CA": secured.authority.file, "CERT": certificate, "KEY": key}
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "specdec.cli", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment() | variables)
+
+    options = [word for name, file in files.items() for word in (f"--tls-{name.lower()}", str(file))]
+    asked = run("generate", PROMPT, "--address", secured.stack.address, "--max-tokens", "4", *options)
+    assert asked.returncode == 0, asked.stderr
+    variables = {f"SPECDEC_TLS_{name}": str(file) for name, file in files.items()}
+    for service in SERVICES:
+        shown = run("stats", secured.stack.addresses[service], **variables)
+        assert service in shown.stdout, shown.stderr
+    counted = run("tokenize", PROMPT, "--count", "--address", secured.stack.address, **variables)
+    assert counted.stdout.strip().isdecimal()
+
+    alone = run("stats", secured.stack.address, "--tls-cert", str(certificate))
+    assert alone.returncode == 2
+    assert "'--tls-cert': is for TLS: give --tls-ca or --tls too" in alone.stderr
+    without = run("stats", secured.stack.address, "--tls-ca", str(secured.authority.file))
+    assert without.returncode == 69
