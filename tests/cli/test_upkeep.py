@@ -40,11 +40,11 @@ class Up:
         ]
         return found
 
-    def until_said(self, words: str) -> str:
-        """Return the next line on stderr with these words; all lines before it are read."""
+    def until_said(self, *words: str) -> str:
+        """Return the next line on stderr with any of these words; all lines before it are read."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            if words in line:
+            if any(each in line for each in words):
                 return line
         raise AssertionError(f"it ended without {words!r}")
 
@@ -64,16 +64,15 @@ def up(*options: str) -> Iterator[Up]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make("llama", tmp_path_factory.mktemp("target") / "target")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    root = tmp_path_factory.mktemp("pair")
+    target = make("llama", root / "target")
+    with up("--target", str(target), "--draft", str(near(target, root / "draft", noise=0.04))) as running:
+        yield running
 
 
-def test_a_client_sees_only_a_pause(target: Path, tmp_path: Path) -> None:
-    draft = near(target, tmp_path / "draft", noise=0.04)
-    with (
-        up("--target", str(target), "--draft", str(draft)) as running,
-        Client(running.address, max_retries=RETRIES) as client,
-    ):
+def test_a_client_sees_only_a_pause(running: Up) -> None:
+    with Client(running.address, max_retries=RETRIES) as client:
 
         def text(victim: str | None = None) -> list[int]:
             tokens: list[int] = []
@@ -97,17 +96,15 @@ def test_a_client_sees_only_a_pause(target: Path, tmp_path: Path) -> None:
             assert running.until_said(f"{role} died (killed by SIGKILL): it starts again in 0.25 s")
             assert running.until_said(f"{role} is back at ")
         assert text() == whole
-        running.process.terminate()
-        assert running.process.wait(20) == 0
 
 
-def test_what_dies_in_a_row_ends_all_with_the_reason(target: Path) -> None:
-    with up("--target", str(target)) as running:
-        for _ in range(DEATHS - 1):
-            os.kill(running.pid_of("orchestrator"), signal.SIGKILL)
-            running.until_said("orchestrator is back at ")
+def test_what_dies_in_a_row_ends_all_with_the_reason(running: Up) -> None:
+    """The death that the test above has brought may be the first of the row."""
+    kills, line = 0, ""
+    while "in a row" not in line:
         os.kill(running.pid_of("orchestrator"), signal.SIGKILL)
-        assert running.until_said("in a row") == (
-            f"specdec: orchestrator died {DEATHS} times in a row, the last time: killed by SIGKILL\n"
-        )
-        assert running.process.wait(20) not in (0, None)
+        line = running.until_said("orchestrator is back at ", "in a row")
+        kills += 1
+    assert line == f"specdec: orchestrator died {DEATHS} times in a row, the last time: killed by SIGKILL\n"
+    assert kills in (DEATHS - 1, DEATHS)
+    assert running.process.wait(20) not in (0, None)

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from specdec.roles import environment
+from tests.faults.pods import Pod, free_address
 from tests.services.conftest import Directories
-
-ROOT = Path(__file__).parents[2]
-
-PROGRAM = """
-import sys
-from specdec.engine import fast_paths
-fast_paths.found_off("test", "it is off here", "it costs nothing")
-from specdec.command_line import run_command
-from {package}.__main__ import main
-run_command(main, "service", sys.argv[1:])
-"""
 
 
 @pytest.mark.parametrize("package", ["verifier_service", "draft_service"])
-def test_what_is_off_is_one_line_each(directories: Directories, package: str) -> None:
-    options = ("--model", str(directories.near), "--engine", "torch", "--threads", "1", "--port", "0")
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(package=package), *options, "--stop-with-stdin"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-    )
-    assert process.stdout is not None
+async def test_what_is_off_is_one_line_each(directories: Directories, package: str, tmp_path: Path) -> None:
+    options = (package, "--model", str(directories.near), "--engine", "torch", "--threads", "1")
+    pod = Pod(package, "tests.services.a_path_off", free_address(), options, tmp_path / "log")
+    pod.start()
     try:
-        assert process.stdout.readline().startswith("ready ")
+        await pod.until_ready()
     finally:
-        _, errors = process.communicate(timeout=60)  # closes stdin
-    lines = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+        pod.terminate()
+        await pod.until_ended()
+    lines = [json.loads(line) for line in pod.log.read_text().splitlines() if line.startswith("{")]
     told = [line for line in lines if line["event"] == "fast_path_off"]
     (line,) = [each for each in told if each["path"] == "test"]
     assert (line["why"], line["cost"], line["level"]) == ("it is off here", "it costs nothing", "warning")
