@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -38,9 +39,12 @@ Path = tuple[int, ...]
 def model(seed: int, sharpness: float) -> Callable[[Path], Logits]:
     """Logits after any path."""
 
+    @cache
     def after(path: Path) -> Logits:
         generator = np.random.default_rng([seed, *path])
-        return np.asarray(sharpness * generator.standard_normal(VOCABULARY), dtype=np.float32)
+        logits = np.asarray(sharpness * generator.standard_normal(VOCABULARY), dtype=np.float32)
+        logits.flags.writeable = False
+        return logits
 
     return after
 
