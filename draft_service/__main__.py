@@ -21,6 +21,7 @@ with needed_by("draft", "draft"):
         HealthPort,
         Host,
         LogLevel,
+        MetricsPort,
         Port,
         StopWithStdin,
         TlsCert,
@@ -89,6 +90,7 @@ def main(
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     health_port: HealthPort = None,
+    metrics_port: MetricsPort = None,
     drain_seconds: DrainSeconds = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -103,6 +105,7 @@ def main(
         stop_with_stdin,
         tls=server_tls(tls_cert, tls_key, tls_client_ca),
         health_port=health_port,
+        metrics_port=metrics_port,
     )
 
     def start() -> DraftServicer:

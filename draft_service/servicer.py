@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import grpc
+from prometheus_client.metrics_core import Metric
 
 from draft_service.draft_loop import DraftLoop, RunningSession
+from draft_service.metrics import metrics
 from draft_service.request import ExpansionPolicy, SessionRequest
 from draft_service.send_queue import Extension
 from draft_service.session import Session
@@ -81,6 +83,12 @@ class DraftServicer(
             draft_pb2.DraftServiceGetStatsRequest, draft_pb2.DraftServiceGetStatsResponse
         ],
     ) -> draft_pb2.DraftServiceGetStatsResponse:
+        return self._told()
+
+    def metrics(self) -> list[Metric]:
+        return metrics(self._told())
+
+    def _told(self) -> draft_pb2.DraftServiceGetStatsResponse:
         loop, stats = self._loop, self._loop.stats
         return draft_pb2.DraftServiceGetStatsResponse(
             pod=self._info,

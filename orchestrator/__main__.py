@@ -26,6 +26,7 @@ with needed_by("orchestrator", "orchestrator"):
         HealthPort,
         Host,
         LogLevel,
+        MetricsPort,
         Port,
         StopWithStdin,
         TlsCert,
@@ -109,6 +110,7 @@ def main(
         ),
     ] = None,
     health_port: HealthPort = None,
+    metrics_port: MetricsPort = None,
     drain_seconds: DrainSeconds = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -125,6 +127,7 @@ def main(
         share_port,
         server_tls(tls_cert, tls_key, tls_client_ca),
         health_port,
+        metrics_port,
     )
     peers_tls = None
     if peer_tls_ca is not None:

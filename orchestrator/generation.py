@@ -44,7 +44,7 @@ class Generation:
         client has read this one, or will read it with the next."""
         first = True
         await self._transcript.resume()
-        with self._stats.sample(self._transcript):
+        with self._stats.sample(self._transcript) as came:
             async with self._drafting, aclosing(self._verification.messages()) as messages:
                 async for message in messages:
                     if isinstance(message, verifier_pb2.VerifyOpened):
@@ -55,6 +55,7 @@ class Generation:
                         continue
                     self._drafting.on_commit(message)
                     response = self._transcript.take(message)
+                    came(len(response.tokens))
                     if first:
                         response.model_fingerprint = self._verification.revision
                         response.resolved.CopyFrom(resolved(self._context.sample))

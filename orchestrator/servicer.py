@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import grpc
+from prometheus_client.metrics_core import Metric
 
 from orchestrator.bounded_threads import BoundedThreads
 from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
+from orchestrator.metrics import metrics
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.readiness import VERIFIER, Readiness
@@ -141,6 +143,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             generation_pb2.GenerationServiceGetStatsRequest, generation_pb2.GenerationServiceGetStatsResponse
         ],
     ) -> generation_pb2.GenerationServiceGetStatsResponse:
+        return self._told()
+
+    def metrics(self) -> list[Metric]:
+        return metrics(self._told(), self._stats)
+
+    def _told(self) -> generation_pb2.GenerationServiceGetStatsResponse:
         stats, peers = self._stats, self._peers
         return generation_pb2.GenerationServiceGetStatsResponse(
             pod=pod_info(),

@@ -6,14 +6,16 @@ Texts are counted when they end, whichever way: nothing is counted for each toke
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from orchestrator.pods import Pod
 from orchestrator.transcript import Transcript
 from specdec.serving.errors import as_service_error
+from specdec.serving.histogram import Histogram
 from specdec.v2 import generation_pb2
 
 BREAKER_STATES = {
@@ -40,6 +42,9 @@ class OrchestratorStats:
     offered: int = 0  # candidates
     accepted: int = 0
     failover_events: Counter[str] = field(default_factory=Counter)  # by reason
+    first_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its first token
+    between_tokens: Histogram = field(default_factory=Histogram)  # seconds, of tokens that came together each its part
+    whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -58,12 +63,25 @@ class OrchestratorStats:
             self.running_requests -= 1
 
     @contextmanager
-    def sample(self, transcript: Transcript) -> Iterator[None]:
-        """Count a sample, and when it has ended what its transcript then says."""
+    def sample(self, transcript: Transcript) -> Iterator[Callable[[int], None]]:
+        """Count a sample, and when it has ended what its transcript then says. Yields a function that is told how many
+        tokens have come, as they come."""
         self.running_samples += 1
+        begin, last = time.monotonic(), None
+
+        def came(tokens: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if last is None:
+                self.first_token.observe(now - begin)
+            elif tokens:  # none are left where a stop string was cut off
+                self.between_tokens.observe((now - last) / tokens, tokens)
+            last = now
+
         try:
-            yield
+            yield came
         finally:
+            self.whole.observe(time.monotonic() - begin)
             self.running_samples -= 1
             self.ended_samples += 1
             usage, statistics = transcript.usage, transcript.statistics

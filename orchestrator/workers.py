@@ -44,7 +44,13 @@ async def supervise(settings: ServerSettings, count: int) -> None:
         # 2. Serve. Where an option is given twice, the last one counts.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
         address = f"{settings.host}:{settings.port}"
-        workers = Workers((sys.executable, *sys.orig_argv[1:], *ours), lambda: announce(address))
+
+        def command(worker: int) -> tuple[str, ...]:
+            port = settings.metrics_port
+            own = () if not port else ("--metrics-port", str(port + worker))  # each counts for itself
+            return (sys.executable, *sys.orig_argv[1:], *ours, *own)
+
+        workers = Workers(command, lambda: announce(address))
         running = asyncio.ensure_future(workers.run(count))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,9 +65,10 @@ async def supervise(settings: ServerSettings, count: int) -> None:
 
 
 class Workers:
-    """Processes of one command, each started again when it dies."""
+    """Processes with a command each, started again when they die."""
 
-    def __init__(self, command: Sequence[str], all_ready: Callable[[], None]) -> None:
+    def __init__(self, command: Callable[[int], Sequence[str]], all_ready: Callable[[], None]) -> None:
+        """`command` returns the command of the worker with a number."""
         self._command = command
         self._all_ready = all_ready
         self._awaited: set[int] = set()  # workers that have not been ready yet
@@ -90,7 +97,7 @@ class Workers:
         while not self._ending.is_set():
             # In a session of its own: Ctrl-C is for the supervisor, which ends its workers in order.
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True
+                *self._command(number), stdin=PIPE, stdout=PIPE, start_new_session=True
             )
             self._processes.add(process)
             if self._ending.is_set():  # it was being started when the others were ended

@@ -65,6 +65,10 @@ HealthPort = Annotated[
         help="Port of a second server that answers health checks alone, without TLS: for probes, which know none.",
     ),
 ]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Port on which Prometheus finds metrics, at /metrics, by HTTP without TLS."),
+]
 TlsCert = Annotated[
     Path | None,
     typer.Option(help="PEM file of the server's certificate, intermediate ones after it. With it all calls need TLS."),

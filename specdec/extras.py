@@ -27,6 +27,7 @@ EXTRAS = {
     "onnxruntime": "draft",
     "onnxscript": "export",
     "packaging": "cli",
+    "prometheus_client": "service",
     "rich": "cli",
     "safetensors": "verifier",
     "structlog": "service",

@@ -37,6 +37,7 @@ SERVING = ("--model", DEMO, "--port", "0")
 OF_EXPORT = ("rich", "numpy", "structlog", "torch", "transformers", "onnx", "onnxscript")
 
 PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba", "yaml": "pyyaml"}
+PACKAGES["prometheus_client"] = "prometheus-client"
 PACKAGES |= {name: name.replace("_", "io-") for name in EXTRAS if name.startswith("grpc_")}
 PACKAGES |= {"grpc_health": "grpcio-health-checking"}
 """Module to the distribution that brings it, where it has another name."""

@@ -18,6 +18,7 @@ with needed_by("verifier", "verifier"):
         HealthPort,
         Host,
         LogLevel,
+        MetricsPort,
         Port,
         StopWithStdin,
         TlsCert,
@@ -157,6 +158,7 @@ def main(
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     health_port: HealthPort = None,
+    metrics_port: MetricsPort = None,
     drain_seconds: DrainSeconds = 30.0,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -171,6 +173,7 @@ def main(
         stop_with_stdin,
         tls=server_tls(tls_cert, tls_key, tls_client_ca),
         health_port=health_port,
+        metrics_port=metrics_port,
     )
 
     def options(ranks: Ranks | None) -> dict[str, Any]:

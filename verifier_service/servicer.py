@@ -9,6 +9,7 @@ from typing import cast
 
 import grpc
 import structlog
+from prometheus_client.metrics_core import Metric
 
 from specdec.decoding.speculation import drafters_of
 from specdec.engine.fast_paths import fast_paths_off
@@ -33,6 +34,7 @@ from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession, SessionBackend
+from verifier_service.metrics import metrics
 
 log = structlog.get_logger()
 
@@ -115,6 +117,12 @@ class VerifierServicer(
         request: verifier_pb2.GetStatsRequest,
         context: grpc.aio.ServicerContext[verifier_pb2.GetStatsRequest, verifier_pb2.GetStatsResponse],
     ) -> verifier_pb2.GetStatsResponse:
+        return self._told()
+
+    def metrics(self) -> list[Metric]:
+        return metrics(self._told(), self._backend.stats)
+
+    def _told(self) -> verifier_pb2.GetStatsResponse:
         load, memory = self._backend.stats, self._backend.memory()
         return verifier_pb2.GetStatsResponse(
             running=load.running,

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import grpc
+from prometheus_client.metrics_core import Metric
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
@@ -103,6 +104,9 @@ class Echo:
     max_request_bytes = MAX_MESSAGE_BYTES
     works = True
     needs: Mapping[str, bool] = MappingProxyType({})
+
+    def metrics(self) -> list[Metric]:
+        return []
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(EchoDraft(), server)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 from grpc_health.v1 import health, health_pb2
+from prometheus_client.metrics_core import Metric
 
 from specdec.serving.process.server import NOT_SERVING, SERVING, report_health
 
@@ -21,6 +22,9 @@ class Service:
 
     def __init__(self) -> None:
         self.needs: dict[str, bool] = {}
+
+    def metrics(self) -> list[Metric]:
+        return []
 
     def register(self, server: grpc.aio.Server) -> None: ...
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from specdec.serving.histogram import Histogram
 from verifier_service.backend.result import VerifyResult
+
+LONGEST_TOLD = 16
+"""Accepted candidates of a step from which lengths are counted as one."""
 
 
 @dataclass
@@ -29,6 +33,9 @@ class VerifierStats:
     busy: float = 0.0  # seconds spent in steps
     step_begun: float = 0.0  # when the present step began; 0: there is none
     step_expected: float = 0.0  # seconds that the present step is expected to take
+    step_seconds: Histogram = field(default_factory=Histogram)
+    accepted_lengths: list[int] = field(default_factory=lambda: [0] * (LONGEST_TOLD + 1))
+    """Steps of sessions that had candidates, by how many were accepted."""
     lifetime: float = 1.0  # seconds from admission to the end of a session, moving average
 
     def observe(self, rows: int, seconds: float, results: Iterable[VerifyResult]) -> None:
@@ -36,10 +43,13 @@ class VerifierStats:
         self.steps += 1
         self.rows += rows
         self.busy += seconds
+        self.step_seconds.observe(seconds)
         for result in results:
             self.committed += len(result.tokens)
             self.drafted += result.offered
             self.accepted += result.accepted
+            if result.offered:
+                self.accepted_lengths[min(result.accepted, LONGEST_TOLD)] += 1
 
     def expected_wait(self, waiting: int) -> float:
         """Return the seconds until `waiting` sessions and one more are expected to have got memory."""

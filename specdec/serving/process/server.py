@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -20,10 +20,12 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client.metrics_core import Metric
 
 from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.extras import NEEDED, needed_by
 from specdec.serving.interceptor import CallInterceptor
+from specdec.serving.metrics.endpoint import MetricsEndpoint
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
 from specdec.serving.process.listening import ListenError, bound
@@ -82,6 +84,9 @@ class Service(Servicer, Protocol):
     max_request_bytes: int
     """Bytes of a valid request at most, where a call has a single one."""
 
+    def metrics(self) -> Iterable[Metric]:
+        """Return its metrics for Prometheus. Called in the event loop."""
+
     @property
     def works(self) -> bool:
         """True while it can serve requests; else the process is NOT_SERVING."""
@@ -104,6 +109,7 @@ class ServerSettings:
     share_port: bool = False  # with other processes that share it too, by SO_REUSEPORT
     tls: TlsFiles | None = None  # None: without encryption
     health_port: int | None = None  # of a server that answers health checks alone, without encryption
+    metrics_port: int | None = None  # of a server that answers Prometheus
 
 
 async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
@@ -118,6 +124,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     bound(settings.host, settings.port, shared=settings.share_port).close()
     if settings.health_port:
         bound(settings.host, settings.health_port, shared=settings.share_port, option="--health-port").close()
+    if settings.metrics_port:
+        bound(settings.host, settings.metrics_port, option="--metrics-port").close()
     credentials = None if settings.tls is None else server_credentials(settings.tls)
 
     # 2. Load, then take calls.
@@ -143,6 +151,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
         health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
         log.info("answering_health_checks", address=f"{settings.host}:{health_port}")
+    endpoint = serve_metrics(settings, service)
     gc.freeze()  # what is loaded stays: to scan it would cost each garbage collection a tenth of a second
     for each in servers:
         await each.start()
@@ -160,6 +169,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     await server.stop(settings.drain_seconds)
     for each in servers[1:]:  # probes see the drain to its end
         await each.stop(None)
+    if endpoint is not None:
+        await endpoint.close()
     await service.close()
     log.info("stopped")
 
@@ -176,6 +187,18 @@ def listen(
     except RuntimeError as error:
         # gRPC does not say why; a moment ago it could be had.
         raise ListenError.of(host, port, OSError(errno.EADDRINUSE, ""), option) from error
+
+
+def serve_metrics(settings: ServerSettings, service: Service) -> MetricsEndpoint | None:
+    """Serve a service's metrics, if there is a port for them; ListenError if it cannot be had."""
+    if settings.metrics_port is None:
+        return None
+    try:
+        endpoint = MetricsEndpoint(settings.host, settings.metrics_port, service.metrics)
+    except OSError as error:
+        raise ListenError.of(settings.host, settings.metrics_port, error, "--metrics-port") from error
+    log.info("serving_metrics", address=f"{settings.host}:{endpoint.port}")
+    return endpoint
 
 
 def log_settings() -> None:

@@ -1,0 +1,64 @@
+"""Metric families, as Prometheus reads them.
+
+Names begin with `specdec_` and the service's role, and use base units: seconds, tokens, ratios from 0 to 1. Where vLLM
+has the same metric, the rest of the name is vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from specdec.serving.histogram import Histogram
+from specdec.v2 import model_pb2
+
+
+class Families:
+    """The families of a service's metrics, made one after the other."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self.made: list[Metric] = []
+
+    def counter(self, name: str, help: str, value: float) -> None:
+        """Add a counter; Prometheus ends its name in `_total`."""
+        self.made.append(CounterMetricFamily(self._name(name), help, value))
+
+    def counters(self, name: str, help: str, label: str, values: Mapping[str, float]) -> None:
+        """Add a counter for each value of a label."""
+        family = CounterMetricFamily(self._name(name), help, labels=[label])
+        for value, count in values.items():
+            family.add_metric([value], count)
+        self.made.append(family)
+
+    def gauge(self, name: str, help: str, value: float) -> None:
+        self.made.append(GaugeMetricFamily(self._name(name), help, value))
+
+    def gauges(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> None:
+        """Add a gauge for each set of values of some labels."""
+        family = GaugeMetricFamily(self._name(name), help, labels=labels)
+        for value, count in values.items():
+            family.add_metric(value, count)
+        self.made.append(family)
+
+    def histogram(self, name: str, help: str, found: Histogram) -> None:
+        reached, buckets = 0, []
+        for bound, count in zip((*map(str, found.bounds), "+Inf"), found.counts, strict=True):
+            reached += count
+            buckets.append((bound, reached))
+        self.made.append(HistogramMetricFamily(self._name(name), help, buckets, found.total))
+
+    def process(self, pod: model_pb2.PodInfo, serving: bool) -> None:
+        """Add what every service tells of its process."""
+        self.gauge("serving", "1 while the service takes calls, as its health check says; else 0.", serving)
+        self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
+
+    def _name(self, name: str) -> str:
+        return f"specdec_{self._role}_{name}"

@@ -1,0 +1,82 @@
+"""Metrics of running services say what `GetStats` says, and what was generated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from specdec import Client
+from specdec.local.stack import Stack
+from specdec.roles import environment
+from specdec.serving.process.listening import bound
+from tests.services.conftest import Directories
+from tests.serving.test_metrics import scraped
+
+SERVICES = ("verifier", "draft", "orchestrator")
+
+
+@pytest.fixture(scope="module")
+def ports() -> dict[str, int]:
+    with ExitStack() as held:
+        return {each: int(held.enter_context(bound("127.0.0.1", 0)).getsockname()[1]) for each in SERVICES}
+
+
+@pytest.fixture(scope="module")
+def stack(directories: Directories, ports: dict[str, int]) -> Iterator[Stack]:
+    def options(service: str) -> tuple[str, ...]:
+        return ("--metrics-port", str(ports[service]))
+
+    few = ("--kv-tokens", "4096", "--threads", "1")
+    with Stack.start(
+        directories.target,
+        str(directories.near),
+        dtype="float32",
+        verifier_options=(*options("verifier"), *few),
+        draft_options=(*options("draft"), *few),
+        orchestrator_options=options("orchestrator"),
+    ) as stack:
+        yield stack
+
+
+async def test_what_was_generated_is_counted(stack: Stack, ports: dict[str, int]) -> None:
+    with Client(stack.address) as client:
+        done = [client.complete("def main(", max_tokens=40, speculation="always").completions[0]]
+        while not any("remote_draft" in each.sources for each in done):  # on a busy machine the draft may be late
+            done += client.complete("def main(", max_tokens=40, seed=len(done), speculation="always").completions
+    tokens = sum(len(each.tokens) for each in done)
+    told = {service: await scraped(port) for service, port in ports.items()}
+
+    def value(service: str, name: str, suffix: str = "") -> float:
+        family = told[service][f"specdec_{service}_{name}"]
+        return sum(each.value for each in family.samples if each.name.endswith(suffix))
+
+    assert value("orchestrator", "requests", "_total") == len(done)
+    assert value("orchestrator", "generation_tokens", "_total") == tokens
+    assert value("orchestrator", "time_to_first_token_seconds", "_count") == len(done)
+    assert len(done) + value("orchestrator", "inter_token_latency_seconds", "_count") <= tokens
+    assert value("orchestrator", "e2e_request_latency_seconds", "_count") == len(done)
+    assert value("orchestrator", "pods") == 2
+
+    accepted = value("verifier", "spec_decode_num_accepted_tokens", "_total")
+    assert 0 < accepted <= value("verifier", "spec_decode_num_draft_tokens", "_total")
+    assert value("verifier", "spec_decode_num_accepted_tokens_per_pos", "_total") == accepted
+    assert value("verifier", "generation_tokens", "_total") >= tokens
+    assert value("verifier", "step_time_seconds", "_count") >= value("verifier", "spec_decode_num_drafts", "_total") > 0
+    assert value("verifier", "kv_cache_tokens") > 0
+    assert value("draft", "sent_candidates", "_total") > 0
+    for service in SERVICES:
+        assert value(service, "serving") == 1
+
+
+def test_a_port_that_is_taken_ends_the_start(directories: Directories, ports: dict[str, int], stack: Stack) -> None:
+    taken = str(ports["verifier"])
+    command = [sys.executable, "-m", "orchestrator", "--model", str(Path(directories.target)), "--verifier", "h:1"]
+    command += ["--port", "0", "--metrics-port", taken]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 1
+    assert f"--metrics-port {taken}: another program listens" in done.stderr.splitlines()[-1]
