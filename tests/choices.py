@@ -25,6 +25,11 @@ def choose_token(
     return int(choose(logits[None], [SamplingQuery(sampler, position, penalty_state, path)])[0])
 
 
+def choose_tokens(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
+    """Return the tokens that one row, float32 [V], chooses for each query: all of them in one call."""
+    return choose(np.repeat(logits[None], len(queries), axis=0), queries)
+
+
 def scores(logits: Logits, query: SamplingQuery) -> tuple[Tokens, NDArray[np.float64]]:
     """Return token ids, ascending, and the values whose argmax is the choice of one row (COUPLED): logits, with noise
     unless greedy. Ids that do not survive are left out or have the value -inf."""

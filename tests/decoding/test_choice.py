@@ -30,7 +30,7 @@ from specdec.decoding.choice import BLOCK, choose
 from specdec.decoding.noise import gumbel
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
-from tests.choices import choose_token
+from tests.choices import choose_token, choose_tokens
 from tests.choices import scores as scores_of
 
 FALSE_ALARM = 1e-6
@@ -404,15 +404,14 @@ class TestDistribution:
         count = 10_000
         case = Case(LOGITS, sampling, prompt=[0, 1], output=[3, 3, 4])
         survivors = reference_survivors(reference_adjusted(case), sampling)
-        row, penalty_state = case.row, case.penalty_state
-        found = np.zeros(len(LOGITS), dtype=np.int64)
+        penalty_state = case.penalty_state
         if along == "positions":
             sampler = RequestSampler(replace(sampling, seed=11))
-            for position in range(count):
-                found[choose_token(sampler, row, position, penalty_state)] += 1
+            queries = [SamplingQuery(sampler, position, penalty_state) for position in range(count)]
         else:
-            for seed in range(count):
-                found[choose_token(RequestSampler(replace(sampling, seed=seed)), row, 100, penalty_state)] += 1
+            samplers = [RequestSampler(replace(sampling, seed=seed)) for seed in range(count)]
+            queries = [SamplingQuery(sampler, 100, penalty_state) for sampler in samplers]
+        found = np.bincount(choose_tokens(case.row, queries), minlength=len(LOGITS))
         kept = list(survivors)
         assert found.sum() == found[kept].sum()
         expected = special.softmax(list(survivors.values())) * count
@@ -427,9 +426,8 @@ class TestDistribution:
         p = np.array(LOGITS, dtype=np.float32)
         q = (p + np.random.default_rng(0).normal(0, 1.5, len(p))).astype(np.float32)
         distance = float(np.abs(special.softmax(p) - special.softmax(q)).sum()) / 2
-        agreed = (
-            sum(choose_token(sampler, p, i, None) == choose_token(sampler, q, i, None) for i in range(count)) / count
-        )
+        queries = [SamplingQuery(sampler, position) for position in range(count)]
+        agreed = float(np.mean(choose_tokens(p, queries) == choose_tokens(q, queries)))
         slack = 6 * 0.5 / math.sqrt(count)
         assert 0.1 < distance < 0.5
         assert (1 - distance) / (1 + distance) - slack < agreed < 1 - distance + slack
