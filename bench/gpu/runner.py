@@ -95,7 +95,7 @@ class Runner:
             for command in commands:
                 to.write(f"$ python {' '.join(command)}\n".encode())
                 to.flush()
-                with _started([sys.executable, *command], self._environment(), to) as process:
+                with _started([sys.executable, *command], self._environment(), self._cores(), to) as process:
                     try:
                         status = process.wait(max(0.0, deadline - self._clock()))
                     except subprocess.TimeoutExpired:
@@ -112,10 +112,24 @@ class Runner:
             more |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         return os.environ | more
 
+    def _cores(self) -> set[int]:
+        """Return the cores of a step; of a rehearsal one, since threads that wait for each other on a busy machine take
+        several times as long as one thread."""
+        given = os.sched_getaffinity(0)
+        return {max(given)} if self._device == "cpu" else given
+
 
 @contextlib.contextmanager
-def _started(command: Command, environment: Mapping[str, str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    command: Command, environment: Mapping[str, str], cores: set[int], log: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process in a group of its own; on leaving, interrupt it, so that it writes what it has, then end it."""
+
+    def prepare() -> None:
+        # A shell has its background jobs ignore SIGINT, and their children inherit that.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.sched_setaffinity(0, cores)
+
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -124,8 +138,7 @@ def _started(command: Command, environment: Mapping[str, str], log: Any) -> Iter
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        # A shell has its background jobs ignore SIGINT, and their children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=prepare,
     )
     try:
         yield process

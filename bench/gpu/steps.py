@@ -92,18 +92,18 @@ def _engine(at: Place, shape: str, more: Command) -> Command:
 
 def speed(at: Place) -> list[Command]:
     """With CUDA graphs and without, in turns."""
-    target = str(at.shared / ("padded-20m" if at.small else "padded-1200m"))
-    pad = ["-m", "bench", "pad-model", "--source", "demo/target", "--out", target]
-    size = ["--kinds", "code", "--rounds", "1", "--temperatures", "0"]
-    if at.small:
-        size += ["--streams", "1", "--tokens", "16", "--learning", "0", "--patience", "0"]
+    source, size = ("demo/draft", "4M") if at.small else ("demo/target", "1200M")
+    target = str(at.shared / f"padded-{size.lower()}")
+    measured = ["--target", target, "--device", at.device, "--peers", "none", "--kinds", "code", "--rounds", "1"]
+    if at.small:  # without a draft, since each system's start takes long on a CPU; few CPUs have bfloat16
+        measured += ["--draft", "none", "--dtype", "float32", "--streams", "1", "--tokens", "16"]
+        measured += ["--temperatures", "0", "--learning", "0", "--patience", "0"]
     else:
-        size += ["--streams", "1,8", "--tokens", "96", "--learning", "2", "--patience", "1"]
-    draft = ["--draft", "none" if at.small else "demo/draft"]  # each system's start takes long on a CPU
-    draft += ["--dtype", "bfloat16", "--device", at.device, "--peers", "none"]
+        measured += ["--draft", "demo/draft", "--dtype", "bfloat16", "--streams", "1,8", "--tokens", "96"]
+        measured += ["--temperatures", "0", "--learning", "2", "--patience", "1"]
     return [
-        [*pad, "--parameters", "20M" if at.small else "1200M"],
-        ["-m", "bench", "speed", "--target", target, *draft, *size, "--out", str(at.folder)],
+        ["-m", "bench", "pad-model", "--source", source, "--out", target, "--parameters", size],
+        ["-m", "bench", "speed", *measured, "--out", str(at.folder)],
     ]
 
 

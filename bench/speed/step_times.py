@@ -7,7 +7,6 @@ measured in the same rounds as the systems, since machines change their pace.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from specdec.engine.batch import PackedBatch
+from specdec.engine.cpu_count import cores_given
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
@@ -39,8 +39,8 @@ class StepTimes:
 
     def __init__(self, target: Path, draft: Path | None, dtype: Dtype, text: int, device: str = "cpu") -> None:
         """Each row comes after a text of `text` tokens; the target is on `device`."""
-        self._cores = os.cpu_count() or 1
-        self._threads = sorted({self._cores, max(1, self._cores - 1)}, reverse=True)
+        cores = cores_given()
+        self._threads = sorted({cores, max(1, cores - 1)}, reverse=True)
         if device != "cpu":  # a draft takes no cores from it
             self._threads = self._threads[:1]
         self._text = text

@@ -4,6 +4,7 @@ a report. The steps themselves run in small with `python -m bench gpu --device c
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -140,6 +141,12 @@ class TestRun:
     def test_a_rehearsal_interprets_kernels_and_hides_the_gpu(self, tmp_path: Path) -> None:
         script = "import os; assert os.environ['TRITON_INTERPRET'] == '1' and os.environ['CUDA_VISIBLE_DEVICES'] == ''"
         (step,) = gpu.run([stand_in("hidden", script)], WHOLE, "cpu", tmp_path, 60.0)
+        assert step.status == "passed"
+
+    @pytest.mark.parametrize(("device", "cores"), [("cpu", 1), ("cuda", len(os.sched_getaffinity(0)))])
+    def test_a_rehearsal_takes_one_core(self, device: str, cores: int, tmp_path: Path) -> None:
+        script = f"import os; assert len(os.sched_getaffinity(0)) == {cores}"
+        (step,) = gpu.run([stand_in("counting", script)], WHOLE, device, tmp_path, 60.0)
         assert step.status == "passed"
 
 
