@@ -146,6 +146,18 @@ def test_what_takes_long_is_extended_along_a_line(row: float, least: float, long
     assert found == pytest.approx([max(least, row * rows) for rows in MEASURED_ROWS])
 
 
+@pytest.mark.parametrize("delayed", [1, 16, 128])
+def test_a_step_for_which_kernels_were_made_is_repeated(delayed: int) -> None:
+    made: list[int] = []
+
+    def seconds(rows: int) -> float:
+        made.append(rows)
+        return 3.0 if rows == delayed and made.count(rows) == 1 else 1e-3 * rows
+
+    found = least_seconds(MEASURED_ROWS, seconds, ENOUGH)
+    assert found == pytest.approx([1e-3 * rows for rows in MEASURED_ROWS])
+
+
 def test_a_measurement_that_falls_is_extended_flat() -> None:
     taken = {1: 0.5, 2: 0.5, 4: 0.5, 8: 0.9, 16: 0.6}
     assert least_seconds(MEASURED_ROWS, taken.__getitem__, ENOUGH)[5:] == [0.6] * 4

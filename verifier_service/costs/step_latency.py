@@ -6,6 +6,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import structlog
@@ -39,7 +40,11 @@ LONG = 0.2
 """Seconds of a step beyond which no larger step is tried."""
 
 ONCE = 1.0
-"""Seconds of a step beyond which it is not repeated: kernels are made in much less."""
+"""Seconds of a step beyond which it is not repeated, unless something else delayed it."""
+
+DELAYED = 2.0
+"""A step that takes so many times as long as a step over more rows, or as its rows would at the pace of a step over
+fewer, was delayed: kernels were made, and Triton may compile one for seconds."""
 
 GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 """The sampling query of every row at warm-up."""
@@ -123,11 +128,14 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
     least: dict[int, float] = {}
     total = 0.0
     for count in rows:
-        least[count] = seconds(count)
-        total += least[count]
+        tries = [seconds(count)]
+        if least and tries[0] > DELAYED * count / max(least) * least[max(least)]:
+            tries.append(seconds(count))
+        least[count], total = min(tries), total + sum(tries)
         if least[count] > LONG and count >= STEEP_ROWS:
             break
-    again = [count for count, took in least.items() if took <= ONCE]
+    shortest = list(accumulate(reversed(least.values()), min))[::-1]  # seconds of a step over as many rows or more
+    again = [n for n, more in zip(least, shortest, strict=True) if least[n] <= ONCE or least[n] > DELAYED * more]
     for done in range(1, REPEATS):
         if done >= LEAST_ROUNDS and total >= enough:
             break
