@@ -31,6 +31,8 @@ MODULES = {
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
     "structlog": "structlog",
+    "yaml": "pyyaml",
+    "packaging": "packaging",
     "typer": "typer",
     "rich": "rich",
     "onnx": "onnx",

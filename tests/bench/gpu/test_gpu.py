@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from bench.gpu import gpu
 from bench.gpu.needs import missing, modules
 from bench.gpu.probe import MODULES, facts
 from bench.gpu.results import figures, keep
+from bench.gpu.runner import ROOT
 from bench.gpu.steps import STEPS, Command, Place, Step
 from bench.speed import config
 from testing.processes import alive
@@ -78,6 +81,14 @@ class TestNeeds:
     def test_a_rehearsal_needs_no_gpu(self) -> None:
         none = WHOLE | {"gpu": None, "driver": None, "providers": [], "c_compiler": None, "python_headers": False}
         assert needed(none, "cpu") == []
+
+    def test_each_package_that_a_run_needs_is_looked_for(self) -> None:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        needed = [
+            each for name in ("service", "cli", "orchestrator", "draft", "verifier", "cuda") for each in extras[name]
+        ]
+        names = {found[0] for each in needed if (found := re.match(r"[\w-]+", each))}
+        assert names - {"specdec-serve"} <= set(MODULES.values())
 
     def test_this_machine_can_be_asked(self) -> None:
         """In this process: every module is found or not, and nothing fails."""
