@@ -10,7 +10,18 @@ from bench.gpu.probe import MODULES, Facts
 LEAST = {"torch": (2, 9), "triton": (3, 4), "transformers": (5, 20)}
 """Oldest versions that can do what the engine asks of them."""
 
-SERVICE = ("numpy", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "structlog", "yaml", "typer", "rich")
+SERVICE = (
+    "numpy",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "structlog",
+    "yaml",
+    "prometheus_client",
+    "typer",
+    "rich",
+)
 MODEL = ("torch", "transformers", "safetensors", "tokenizers", "numba", "jinja2")
 TESTS = ("pytest", "pytest_asyncio", "pytest_timeout", "hypothesis")
 EXPORT = ("onnx", "onnxscript", "onnxruntime")

@@ -32,6 +32,7 @@ MODULES = {
     "grpc_status": "grpcio-status",
     "structlog": "structlog",
     "yaml": "pyyaml",
+    "prometheus_client": "prometheus-client",
     "packaging": "packaging",
     "typer": "typer",
     "rich": "rich",

@@ -129,7 +129,7 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
     total = 0.0
     for count in rows:
         tries = [seconds(count)]
-        if least and tries[0] > DELAYED * count / max(least) * least[max(least)]:
+        if least and tries[0] > max(LONG, DELAYED * count / max(least) * least[max(least)]):
             tries.append(seconds(count))
         least[count], total = min(tries), total + sum(tries)
         if least[count] > LONG and count >= STEEP_ROWS:
