@@ -25,7 +25,9 @@ demo: setup  ## Three services, one completion: drafted, then plain.
 
 # Two files at a time, since many wait for processes to start; faults and attacks by themselves, since they are matters of
 # time. Python keeps what it compiles of our modules even where the environment forbids that: hundreds of processes start.
+# A team of threads that waits leaves its cores to the other file.
 test: export PYTHONDONTWRITEBYTECODE =
+test: export OMP_WAIT_POLICY = passive
 test: setup  ## Everything that must hold, in minutes.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
