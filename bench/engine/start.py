@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.arguments import names, parser_of
+from bench.environment import as_installed
 from specdec.local import DEMO
 
 TARGET = DEMO / "target"
@@ -61,7 +62,7 @@ def start(model: Path, folder: Path, kind: str) -> Start:
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
             [sys.executable, "-m", "verifier_service", "--model", str(model), "--port", "0", "--stop-with-stdin"],
-            env=os.environ | {"SPECDEC_CACHE_DIR": str(folder)},
+            env=as_installed(SPECDEC_CACHE_DIR=str(folder)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -83,7 +84,9 @@ def start(model: Path, folder: Path, kind: str) -> Start:
 
 def alone(model: Path) -> tuple[float, float]:
     """Return the seconds that imports, and reading all weights, take by themselves."""
-    done = subprocess.run([sys.executable, "-c", ALONE, str(model)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(model)], capture_output=True, text=True, check=True, env=as_installed()
+    )
     imports, weights = map(float, done.stdout.split())
     return imports, weights
 

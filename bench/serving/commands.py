@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench.environment import as_installed
 from bench.systems.http_server import HOST, connection, end_with_parent, free_port, healthy, last_words
 from bench.systems.llama_cpp import LlamaFiles
 from bench.systems.program import ROOT
@@ -74,7 +74,7 @@ def _up(target: Path, draft: Path | None, cache: Path) -> Iterator[Ask]:
             stderr=said,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"SPECDEC_CACHE_DIR": str(cache)},
+            env=as_installed(SPECDEC_CACHE_DIR=str(cache)),
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
@@ -112,7 +112,9 @@ def _vllm(python: str, target: Path, more: tuple[str, ...], cache: Path) -> Iter
         "VLLM_CACHE_ROOT": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
     }
-    with healthy("vllm serve", [*command, "--host", HOST, "--port", str(port), *more], port, os.environ | environment):
+    with healthy(
+        "vllm serve", [*command, "--host", HOST, "--port", str(port), *more], port, as_installed(**environment)
+    ):
         yield partial(_openai_token, port, str(target))
 
 
