@@ -12,10 +12,11 @@ with needed_by("orchestrator", "orchestrator"):
     import structlog
     import typer
 
+    from orchestrator.connections import SecureConnections, connect
     from orchestrator.discovery import Discovery
     from orchestrator.model import Model
     from orchestrator.peers import Peers
-    from orchestrator.pods import Pods, SecureConnections, connect
+    from orchestrator.pods import Pods
     from orchestrator.servicer import GenerationServicer
     from orchestrator.workers import supervise
     from specdec import ports
@@ -129,13 +130,7 @@ def main(
         health_port,
         metrics_port,
     )
-    peers_tls = None
-    if peer_tls_ca is not None:
-        peers_tls = TlsFiles(peer_tls_cert, peer_tls_key, peer_tls_ca, PEER_TLS)
-    elif without := [option for option, given in zip(PEER_TLS, (peer_tls_cert, peer_tls_key), strict=False) if given]:
-        raise typer.BadParameter(
-            "is given, and --peer-tls-ca is not: there is no TLS to use it in", param_hint=without[0]
-        )
+    peers_tls = _peer_tls(peer_tls_cert, peer_tls_key, peer_tls_ca, peer_tls_name)
     if workers > 1:
 
         async def start() -> None:
@@ -171,6 +166,16 @@ def main(
         return servicer
 
     run(settings, load, "orchestrator")
+
+
+def _peer_tls(cert: Path | None, key: Path | None, ca: Path | None, name: str | None) -> TlsFiles | None:
+    """Return the TLS files of calls to pods; None if these are to have no TLS."""
+    if ca is not None:
+        return TlsFiles(cert, key, ca, PEER_TLS)
+    for option, given in (("--peer-tls-cert", cert), ("--peer-tls-key", key), ("--peer-tls-name", name)):
+        if given is not None:
+            raise typer.BadParameter("is for TLS: give --peer-tls-ca too", param_hint=f"'{option}'")
+    return None
 
 
 if __name__ == "__main__":

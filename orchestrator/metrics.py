@@ -28,13 +28,17 @@ def metrics(told: generation_pb2.GenerationServiceGetStatsResponse, stats: Orche
     found.counter("prompt_tokens_cached", "Tokens of them that a verifier had in memory already.", told.cached_tokens)
     found.counter("generation_tokens", "Tokens generated in them.", told.generated_tokens)
     found.counters("failover_events", "Changes of pods under texts, by reason.", "reason", dict(told.failover_events))
-    found.histogram("time_to_first_token_seconds", "Seconds from a request to its first token.", stats.first_token)
+    found.histogram(
+        "time_to_first_token_seconds", "Seconds from a tokenised prompt to its first token.", stats.first_token
+    )
     found.histogram(
         "inter_token_latency_seconds",
         "Seconds from token to token; tokens that came together share theirs.",
         stats.between_tokens,
     )
-    found.histogram("e2e_request_latency_seconds", "Seconds from a request to the end of a sample.", stats.whole)
+    found.histogram(
+        "e2e_request_latency_seconds", "Seconds from a tokenised prompt to the end of a sample.", stats.whole
+    )
     pods: Counter[tuple[str, ...]] = Counter()
     sessions: dict[tuple[str, ...], float] = {}
     for role, views in (("verifier", told.verifiers), ("draft", told.drafts)):

@@ -40,7 +40,7 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
     found.counter("spec_decode_num_accepted_tokens", "Candidates accepted.", told.accepted_candidates)
     found.counters(
         "spec_decode_num_accepted_tokens_per_pos",
-        "Candidates accepted, by their place after the committed text, from 0 on; the last one stands for all later.",
+        "Candidates accepted, by their place after the committed text, from 0 to 15.",
         "position",
         {str(place): sum(lengths[place + 1 :]) for place in range(len(lengths) - 1)},
     )

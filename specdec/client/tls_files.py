@@ -10,7 +10,7 @@ from typing import NamedTuple
 import grpc
 
 Version = tuple[tuple[int, int, int], ...]
-"""What differs when one of some files is another one or has changed: inode, time and size of each."""
+"""Inode, time of change and size of each of some files: another version where any of them differs."""
 
 
 class TlsError(Exception):

@@ -93,8 +93,11 @@ class LazyMemory(Protocol):
 
 
 def touch_memory(engines: Iterable[Engine]) -> None:
-    """Have the system hand out the KV memory of these engines, one after the other, in a thread beside their passes."""
+    """Have the system hand out the KV memory of those engines that are lazy about it, one after the other, in a thread
+    beside their passes."""
     lazy = [each for each in engines if isinstance(each, LazyMemory)]
+    if not lazy:
+        return
 
     def touch() -> None:
         for each in lazy:

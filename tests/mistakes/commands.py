@@ -105,6 +105,11 @@ MISTAKES = (
     Mistake("specdec orchestrator --model target", USAGE, "Missing option '--verifier'."),
     Mistake("specdec orchestrator --model target --verifier big", USAGE, f"'big': the port is missing; {FORMS}"),
     Mistake("specdec orchestrator --model target --verifier http://big:1", USAGE, "the scheme http: is not supported"),
+    Mistake(
+        "specdec orchestrator --model target --verifier big:1 --peer-tls-name big",
+        USAGE,
+        "'--peer-tls-name': is for TLS: give --peer-tls-ca too",
+    ),
     Mistake("specdec orchestrator --model target-1 --verifier big:1", CANNOT, "target-1: no such directory"),
     Mistake("specdec orchestrator --model no-tokenizer --verifier big:1", CANNOT, "no-tokenizer: no tokenizer.json"),
     Mistake(

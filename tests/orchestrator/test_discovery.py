@@ -46,8 +46,10 @@ async def test_every_record_of_a_name_is_a_pod() -> None:
     names, pods = Names(), Pods()
     names.records = [(socket.AF_INET, "10.0.0.2"), (socket.AF_INET6, "fd00::1"), (socket.AF_INET, "10.0.0.2")]
     addresses = [Address.parse("dns:///verifiers:50051"), Address.parse("10.9.9.9:1")]
-    discovery = Discovery(addresses, pods, resolve=names, again_seconds=0.01)
+    found_by: dict[str, str] = {}
+    discovery = Discovery(addresses, pods, resolve=names, again_seconds=0.01, names=found_by)
     await discovery.start()
+    assert found_by == {"10.0.0.2:50051": "verifiers", "[fd00::1]:50051": "verifiers"}
     assert [pod.address for pod in pods] == ["10.0.0.2:50051", "[fd00::1]:50051", "10.9.9.9:1"]
     kept = next(iter(pods))
 

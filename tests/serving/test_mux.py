@@ -129,6 +129,39 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own() -> None:
+    """As after a change of certificates: the old connection ends with its last stream."""
+    async with running(Pod(Methods())) as one, running(Pod(Methods())) as other:
+        others = [grpc.aio.insecure_channel(other.address)]
+        renewals: list[grpc.aio.Channel] = []
+        channel = MuxChannel(grpc.aio.insecure_channel(one.address), lambda: renewals.pop() if renewals else None)
+
+        def begin() -> Any:
+            return channel.stream_stream(f"/{SERVICE}/echo", bytes, _readable)()
+
+        async def echoed(call: Any) -> bool:
+            await call.write(b"here")
+            return bool(await call.read() == b"here")
+
+        try:
+            old = begin()
+            assert await echoed(old)
+            (connection,) = channel._connections
+            renewals += others
+            new = begin()
+            assert await echoed(new)
+            assert await echoed(old)
+            assert not connection.broken
+            await old.write(b"end")
+            assert await old.read() is grpc.aio.EOF
+            await until(lambda: connection.broken)
+            assert await echoed(new)
+            await one.server.stop(None)
+            assert await echoed(begin())  # at the other one
+        finally:
+            await channel.close()
+
+
 async def test_streams_do_not_mix() -> None:
     async with link() as to:
 

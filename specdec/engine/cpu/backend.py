@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,5 +60,7 @@ def _pool(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Sequence[Ten
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros that no memory is taken for until they are written: unlike NumPy, torch writes them at once."""
-    return torch.from_numpy(np.zeros((*shape, dtype.itemsize), dtype=np.uint8)).view(dtype).squeeze(-1)
+    """Return zeros that no memory is taken for until they are written, as torch's own are at once. They begin with a
+    page, so that no vector of a slot lies in one cache line more than it must."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
