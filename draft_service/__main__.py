@@ -16,20 +16,7 @@ with needed_by("draft", "draft"):
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.servicer import DraftServicer, Limits
     from specdec import ports
-    from specdec.command_line import (
-        DrainSeconds,
-        HealthPort,
-        Host,
-        LogLevel,
-        MetricsPort,
-        Port,
-        StopWithStdin,
-        TlsCert,
-        TlsClientCa,
-        TlsKey,
-        run_command,
-        server_tls,
-    )
+    from specdec.command_line import run_command
     from specdec.engine import fast_paths
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
@@ -37,18 +24,18 @@ with needed_by("draft", "draft"):
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.identity import identity_of, pod_info
+    from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
 
 log = structlog.get_logger()
 
 
+@serving(ports.DRAFT)
 def main(
     model: Annotated[
         Path,
         typer.Option(help="Directory of the draft model: one that `specdec export` wrote, or Hugging Face's layout."),
     ],
-    host: Host = "127.0.0.1",
-    port: Port = ports.DRAFT,
     engine: Annotated[
         Kind,
         typer.Option(
@@ -86,27 +73,11 @@ def main(
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
     ] = 256,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_client_ca: TlsClientCa = None,
-    health_port: HealthPort = None,
-    metrics_port: MetricsPort = None,
-    drain_seconds: DrainSeconds = 30.0,
-    log_level: LogLevel = "info",
-    stop_with_stdin: StopWithStdin = False,
+    *,
+    server: ServerSettings,
 ) -> None:
     """Serve a draft model: propose candidates ahead of the target."""
     share_memory_among_threads()
-    settings = ServerSettings(
-        host,
-        port,
-        drain_seconds,
-        log_level,
-        stop_with_stdin,
-        tls=server_tls(tls_cert, tls_key, tls_client_ca),
-        health_port=health_port,
-        metrics_port=metrics_port,
-    )
 
     def start() -> DraftServicer:
         (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens)))
@@ -122,7 +93,7 @@ def main(
         loop.start()
         return DraftServicer(loop, identity, limits, pod_info(loaded))
 
-    run(settings, lambda: in_a_thread_of_its_own(start), "draft")
+    run(server, lambda: in_a_thread_of_its_own(start), "draft")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,28 +19,20 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.peers import Peers
     from orchestrator.pods import Pods
     from orchestrator.servicer import GenerationServicer
+    from orchestrator.tenants.accounts import Accounts
+    from orchestrator.tenants.file import TenantsFile, TenantsFileError
     from orchestrator.workers import supervise
     from specdec import ports
     from specdec.client.address import Address
     from specdec.client.tls_files import TlsFiles
     from specdec.command_line import (
-        DrainSeconds,
-        HealthPort,
-        Host,
-        LogLevel,
-        MetricsPort,
-        Port,
-        StopWithStdin,
-        TlsCert,
-        TlsClientCa,
-        TlsKey,
         address,
         duration,
         run_command,
-        server_tls,
     )
     from specdec.engine.model_directory import ModelDirectory
-    from specdec.serving.process.server import ServerSettings, run, run_program
+    from specdec.serving.process.options import serving
+    from specdec.serving.process.server import ServerSettings, StartError, run, run_program
     from specdec.text.check import check_text
 
 log = structlog.get_logger()
@@ -48,6 +41,7 @@ PEER_TLS = ("--peer-tls-cert", "--peer-tls-key", "--peer-tls-ca")
 """The options of TLS files for calls to pods, as TlsFiles wants them."""
 
 
+@serving(ports.ORCHESTRATOR)
 def main(
     model: Annotated[
         Path,
@@ -72,8 +66,6 @@ def main(
             help="Address of a draft service, in the same form. May be repeated. By default no remote draft is used.",
         ),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = ports.ORCHESTRATOR,
     workers: Annotated[
         int, typer.Option(min=1, max=256, help="Processes that share the port; each uses at most one core.")
     ] = 1,
@@ -90,9 +82,6 @@ def main(
         duration("Seconds without a message after which a verifier or draft counts as lost.", min=0.5, max=3600.0),
     ] = 1.5,
     failover_seconds: Annotated[float, duration("Seconds without progress after which a request fails.")] = 30.0,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_client_ca: TlsClientCa = None,
     peer_tls_ca: Annotated[
         Path | None,
         typer.Option(
@@ -110,37 +99,42 @@ def main(
             help="Name that certificates of verifiers and drafts must be for. By default the host of their address."
         ),
     ] = None,
-    health_port: HealthPort = None,
-    metrics_port: MetricsPort = None,
-    drain_seconds: DrainSeconds = 30.0,
-    log_level: LogLevel = "info",
-    stop_with_stdin: StopWithStdin = False,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of tenants, with the hashes of their API keys, and limits. With it every request needs a "
+            "key. By default anybody may ask, for the tenant that the request names."
+        ),
+    ] = None,
+    trust_drafts: Annotated[
+        bool,
+        typer.Option(
+            help="Let the services of --draft influence what tokens are chosen, as the REJECTION and CONTRASTIVE rules "
+            "do. By default such requests are refused."
+        ),
+    ] = False,
     share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # set when a worker is started
+    *,
+    server: ServerSettings,
 ) -> None:
     """Serve completions to applications: run every request with verifiers and, if there are any, draft services."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
-    settings = ServerSettings(
-        host,
-        port,
-        drain_seconds,
-        log_level,
-        stop_with_stdin,
-        share_port,
-        server_tls(tls_cert, tls_key, tls_client_ca),
-        health_port,
-        metrics_port,
-    )
+    server = replace(server, share_port=share_port)
     peers_tls = _peer_tls(peer_tls_cert, peer_tls_key, peer_tls_ca, peer_tls_name)
     if workers > 1:
 
         async def start() -> None:
             check_text(ModelDirectory(model))  # said once, not by every worker
-            await supervise(settings, workers)
+            await supervise(server, workers)
 
         run_program(start(), "orchestrator")
         return
 
     async def load() -> GenerationServicer:
+        try:
+            accounts = Accounts(None if tenants is None else TenantsFile(tenants))
+        except TenantsFileError as error:
+            raise StartError(str(error)) from None
         directory = ModelDirectory(model)
         served = Model.of(directory)
         log.info("generation_defaults", used=served.defaults.told, not_taken=served.defaults.not_taken)
@@ -159,13 +153,14 @@ def main(
             patience_seconds=patience_ms / 1000,
             silence_seconds=silence_seconds,
             failover_seconds=failover_seconds,
+            drafts_are_trusted=trust_drafts,
             discoveries=discoveries,
         )
-        servicer = GenerationServicer(served, peers)
+        servicer = GenerationServicer(served, peers, accounts=accounts)
         await servicer.start()
         return servicer
 
-    run(settings, load, "orchestrator")
+    run(server, load, "orchestrator")
 
 
 def _peer_tls(cert: Path | None, key: Path | None, ca: Path | None, name: str | None) -> TlsFiles | None:

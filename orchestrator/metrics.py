@@ -17,9 +17,13 @@ def metrics(told: generation_pb2.GenerationServiceGetStatsResponse, stats: Orche
     found.process(told.pod, told.serving)
     found.gauge("num_requests_running", "Requests that are under way.", told.running_requests)
     found.gauge("num_prompts_waiting", "Prompts that wait to be tokenised.", told.waiting_prompts)
-    found.counter("requests", "Requests that came.", told.requests)
+    classes = {(name,): count for name, count in stats.by_class.items()}
+    found.counters("requests", "Requests that came, by the class of their tenants.", ("tenant_class",), classes)
     found.counters(
-        "failed_requests", "Requests that ended with an error, by its reason.", "reason", dict(told.failed_requests)
+        "failed_requests",
+        "Requests that ended with an error, by its reason and the class of their tenants.",
+        ("reason", "tenant_class"),
+        stats.failed,
     )
     found.counter("cancelled_requests", "Requests whose callers left.", told.cancelled_requests)
     found.gauge("num_samples_running", "Samples that are under way.", told.running_samples)
@@ -27,7 +31,8 @@ def metrics(told: generation_pb2.GenerationServiceGetStatsResponse, stats: Orche
     found.counter("prompt_tokens", "Tokens of their prompts.", told.prompt_tokens)
     found.counter("prompt_tokens_cached", "Tokens of them that a verifier had in memory already.", told.cached_tokens)
     found.counter("generation_tokens", "Tokens generated in them.", told.generated_tokens)
-    found.counters("failover_events", "Changes of pods under texts, by reason.", "reason", dict(told.failover_events))
+    events = {(reason,): count for reason, count in told.failover_events.items()}
+    found.counters("failover_events", "Changes of pods under texts, by reason.", ("reason",), events)
     found.histogram(
         "time_to_first_token_seconds", "Seconds from a tokenised prompt to its first token.", stats.first_token
     )

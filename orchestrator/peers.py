@@ -19,6 +19,7 @@ class Peers:
     silence_seconds: float = 1.5  # a peer sends something every quarter of a second; silent for so long, it is lost
     stuck_seconds: float = 2.0  # longest step, however short others are, before the text goes to another pod
     failover_seconds: float = 30.0  # longest time without progress: then the request ends
+    drafts_are_trusted: bool = False  # to influence what tokens are chosen, as some acceptance rules let them
     discoveries: Sequence[Discovery] = ()  # find the pods
 
     def check_room(self) -> None:

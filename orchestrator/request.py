@@ -11,11 +11,18 @@ from orchestrator.model import Model
 from orchestrator.prompt import prompt_tokens, time_of
 from orchestrator.resolved import digest
 from orchestrator.sample import Request, Sample
+from orchestrator.tenants.file import LONGEST_NAME, Tenant
 from specdec.decoding.noise import sample_seed
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
 from specdec.serving.echo import echo
-from specdec.serving.errors import InvalidRequestError, NotBuiltError, PromptChangedError, UnknownModelError
+from specdec.serving.errors import (
+    InvalidRequestError,
+    NotBuiltError,
+    PermissionDeniedError,
+    PromptChangedError,
+    UnknownModelError,
+)
 from specdec.serving.messages import lookahead_from, rule_of
 from specdec.serving.validation import (
     drafter_violations,
@@ -40,20 +47,29 @@ LONGEST_STOP_STRING = 256
 MOST_STOP_TOKENS = 1024
 """Stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
 
-LONGEST_TENANT = 256
 LONGEST_FINGERPRINT = 128
-"""Characters of a tenant, and of a model's fingerprint, which is a SHA-256 in 64 characters."""
+"""Characters of a model's fingerprint, which is a SHA-256 in 64 characters."""
 
 MOST_LOGPROBS = 20
 """Best tokens whose log-probabilities come with each token, as in the OpenAI API."""
 
 
 def parse(
-    message: generation_pb2.GenerateRequest, model: Model, *, streamed: bool = True, arrived: datetime | None = None
+    message: generation_pb2.GenerateRequest,
+    model: Model,
+    *,
+    owner: Tenant | None = None,
+    untrusted_drafts: bool = False,
+    streamed: bool = True,
+    arrived: datetime | None = None,
 ) -> Request:
-    """Parse a message into a request, or raise an error that names every field that is wrong. Commits for a request
-    that is not `streamed` may be coalesced, unless a stop string may end the text. `arrived`, in UTC, is the present
-    time to a chat template unless the request names another; by default it is now."""
+    """Parse a message into a request, or raise an error that names every field that is wrong.
+
+    `owner` is the tenant whose key came with it; by default the message names one. With `untrusted_drafts`, rules are
+    refused under which a draft service influences tokens. Commits for a request that is not `streamed` may be
+    coalesced, unless a stop string may end the text. `arrived`, in UTC, is the present time to a chat template unless
+    the request names another; by default it is now.
+    """
     if message.model and message.model != model.name:
         raise UnknownModelError(f"model: is {echo(message.model)}, served here is {model.name!r}")
     if message.json_schema:
@@ -61,6 +77,9 @@ def parse(
     violations = _sizes(message, model)
     if violations:
         raise InvalidRequestError(violations)
+    if owner is not None and message.tenant not in ("", owner.name):
+        problem = f"tenant: is {echo(message.tenant)}, the API key is of {echo(owner.name)}"
+        raise PermissionDeniedError(problem, "WRONG_TENANT")
     time = time_of(message, arrived or datetime.now(UTC), violations)
     prompt = prompt_tokens(message, model, time, violations)
     generated = list(message.generated_tokens)
@@ -86,6 +105,9 @@ def parse(
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
     speculation = _speculation(message, violations)
+    rule = rule_of(message.rule, sampling)
+    if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
+        violations.append(("rule", f"is {rule.name}, lets drafts influence tokens, and those here are not trusted"))
     if violations:
         raise InvalidRequestError(violations)
     if message.prompt_digest and message.prompt_digest != digest(prompt):
@@ -102,8 +124,9 @@ def parse(
         stop=tuple(message.stop),
         top_logprobs=top_logprobs,
         speculation=speculation,
-        tenant=message.tenant,
-        rule=rule_of(message.rule, sampling),
+        tenant=message.tenant if owner is None else owner.name,
+        weight=1.0 if owner is None else owner.weight,
+        rule=rule,
         contrast=message.contrast,
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
@@ -174,7 +197,7 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
         too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
         too_many("stop", len(message.stop), MOST_STOP_STRINGS, "strings"),
         too_many("stop_tokens", len(message.stop_tokens), MOST_STOP_TOKENS, "tokens"),
-        too_many("tenant", len(message.tenant), LONGEST_TENANT, "characters"),
+        too_many("tenant", len(message.tenant), LONGEST_NAME, "characters"),
         too_many("model_fingerprint", len(message.model_fingerprint), LONGEST_FINGERPRINT, "characters"),
         too_many("prompt_digest", len(message.prompt_digest), LONGEST_FINGERPRINT, "characters"),
         *size_violations(message.sampling, model.vocabulary),

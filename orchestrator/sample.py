@@ -27,6 +27,7 @@ class Sample:
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast
+    weight: float = 1.0  # of the tenant, among those that want a verifier at the same time
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
     time: datetime | None = None  # that the chat template saw
@@ -53,3 +54,7 @@ class Request:
 
     seed: int
     samples: list[Sample]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.samples[0].prompt)

@@ -24,8 +24,11 @@ from orchestrator.readiness import VERIFIER, Readiness
 from orchestrator.request import parse
 from orchestrator.sample import Request
 from orchestrator.stats import OrchestratorStats, pod_view
+from orchestrator.tenants.account import Account
+from orchestrator.tenants.accounts import Accounts
 from orchestrator.tokenization import tokenize
 from specdec.serving.identity import pod_info
+from specdec.serving.interceptor import Context
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
@@ -48,9 +51,17 @@ MAX_WAITING_LONG = 16
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     name = "specdec.v2.GenerationService"
 
-    def __init__(self, model: Model, peers: Peers, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
-        """Serve a model. `clock` tells when a request arrives, in UTC."""
+    def __init__(
+        self,
+        model: Model,
+        peers: Peers,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        accounts: Accounts | None = None,
+    ) -> None:
+        """Serve a model. `clock` tells when a request arrives, in UTC. Without `accounts`, anybody is served."""
         self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
+        self.gates = (self._check_caller,)
+        self._accounts = accounts or Accounts()
         self._model = model
         self._peers = peers
         self._clock = clock
@@ -63,6 +74,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def start(self) -> None:
         """Begin to look for verifiers: until one is found, the service does not work."""
         await self._readiness.start()
+        await self._accounts.start()
 
     @property
     def works(self) -> bool:
@@ -79,6 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def close(self) -> None:
         self._short.close()
         self._long.close()
+        await self._accounts.close()
         await self._readiness.close()
         await self._peers.close()
 
@@ -87,12 +100,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
-        with self._stats.request():
+        account = self._accounts.of(context)
+        with self._stats.request(account.tenant_class), account.request():
             self._peers.check_room()
-            valid = await self._parse(request)
+            valid = await self._parse(request, account)
+            account.spend_tokens(valid.prompt_tokens)
             first = True
             async with aclosing(self._responses(valid, context)) as responses:
                 async for response in responses:
+                    account.spend_tokens(len(response.tokens))
                     if first:
                         response.seed = valid.seed
                         first = False
@@ -103,13 +119,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.CompleteRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
-        with self._stats.request():
+        account = self._accounts.of(context)
+        with self._stats.request(account.tenant_class), account.request():
             self._peers.check_room()
-            valid = await self._parse(request.request, streamed=False)
+            valid = await self._parse(request.request, account, streamed=False)
+            account.spend_tokens(valid.prompt_tokens)
             answer = generation_pb2.CompleteResponse(seed=valid.seed)
             completions = [answer.completions.add() for _ in valid.samples]
             async with aclosing(self._responses(valid, context)) as responses:
                 async for response in responses:
+                    account.spend_tokens(len(response.tokens))
                     if response.HasField("resolved"):
                         answer.resolved.CopyFrom(response.resolved)
                     completion = completions[response.index]
@@ -134,7 +153,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse],
     ) -> generation_pb2.TokenizeResponse:
         threads = self._short if request.ByteSize() <= LONG_BYTES else self._long
-        return await threads.run(partial(tokenize, request, self._model))
+        with self._accounts.of(context).request():
+            return await threads.run(partial(tokenize, request, self._model))
 
     async def GetStats(
         self,
@@ -156,8 +176,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             models=[self._served],
             running_requests=stats.running_requests,
             waiting_prompts=self._short.waiting + self._long.waiting,
-            requests=stats.requests,
-            failed_requests=stats.failed,
+            requests=stats.by_class.total(),
+            failed_requests=stats.failed_by_reason,
             cancelled_requests=stats.cancelled,
             running_samples=stats.running_samples,
             ended_samples=stats.ended_samples,
@@ -185,12 +205,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             text_fingerprint=model.text_fingerprint,
         )
 
-    async def _parse(self, request: generation_pb2.GenerateRequest, *, streamed: bool = True) -> Request:
+    def _check_caller(self, method: str, context: Context) -> None:
+        """Refuse calls of this service without a tenant's API key, and of others what concerns all tenants."""
+        if method == f"/{self.name}/GetStats":
+            self._accounts.check_operator(context)
+        elif method.startswith(f"/{self.name}/"):
+            self._accounts.of(context)
+
+    async def _parse(
+        self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool = True
+    ) -> Request:
         """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
         size = request.ByteSize()
+        drafts = self._peers.drafts is not None
+        work = partial(
+            parse,
+            request,
+            self._model,
+            owner=account.tenant,
+            untrusted_drafts=drafts and not self._peers.drafts_are_trusted,
+            streamed=streamed,
+            arrived=self._clock(),
+        )
         if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
-            return parse(request, self._model, streamed=streamed)
-        work = partial(parse, request, self._model, streamed=streamed, arrived=self._clock())
+            return work()
         return await (self._short if size <= LONG_BYTES else self._long).run(work)
 
     def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:

@@ -30,8 +30,8 @@ class OrchestratorStats:
     """Counters and gauges of an orchestrator; only its event loop touches them."""
 
     running_requests: int = 0
-    requests: int = 0
-    failed: Counter[str] = field(default_factory=Counter)  # requests, by the reason of the error
+    by_class: Counter[str] = field(default_factory=Counter)  # requests, by the class of their tenants
+    failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # requests, by the reason of the error and class
     cancelled: int = 0  # requests whose callers left
     running_samples: int = 0
     ended_samples: int = 0
@@ -46,10 +46,17 @@ class OrchestratorStats:
     between_tokens: Histogram = field(default_factory=Histogram)  # seconds, of tokens that came together each its part
     whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
 
+    @property
+    def failed_by_reason(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for (reason, _), count in self.failed.items():
+            found[reason] += count
+        return found
+
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count a request, and how it ends."""
-        self.requests += 1
+    def request(self, tenant_class: str) -> Iterator[None]:
+        """Count a request of a tenant of this class, and how it ends."""
+        self.by_class[tenant_class] += 1
         self.running_requests += 1
         try:
             yield
@@ -57,7 +64,7 @@ class OrchestratorStats:
             self.cancelled += 1
             raise
         except Exception as error:
-            self.failed[as_service_error(error).reason] += 1
+            self.failed[as_service_error(error).reason, tenant_class] += 1
             raise
         finally:
             self.running_requests -= 1

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from specdec.client.address import Address, parse_addresses
-from specdec.client.tls_files import TlsFiles
 
 DAY = 86_400.0
 """Seconds."""
@@ -49,45 +47,8 @@ def addresses(text: str) -> str:
 
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
-DrainSeconds = Annotated[
-    float,
-    duration("Seconds that running requests get to finish when the service is told to stop; the rest is cancelled."),
-]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest level of log messages to write.")
-]
-HealthPort = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=65535,
-        help="Port of a second server that answers health checks alone, without TLS: for probes, which know none.",
-    ),
-]
-MetricsPort = Annotated[
-    int | None,
-    typer.Option(min=0, max=65535, help="Port on which Prometheus finds metrics, at /metrics, by HTTP without TLS."),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(help="PEM file of the server's certificate, intermediate ones after it. With it all calls need TLS."),
-]
-TlsKey = Annotated[Path | None, typer.Option(help="PEM file of the certificate's key, unencrypted.")]
-TlsClientCa = Annotated[
-    Path | None,
-    typer.Option(help="PEM file of authorities: only clients that show a certificate of theirs are served."),
-]
-
-
-def server_tls(certificate: Path | None, key: Path | None, client_authorities: Path | None) -> TlsFiles | None:
-    """Return the files of a server's TLS options; None if it is to have no TLS."""
-    given = TlsFiles(certificate, key, client_authorities)
-    return given if any(given.all) else None
-
-
-StopWithStdin = Annotated[
-    bool, typer.Option(help="Stop when stdin closes, so that a child process does not outlive its parent.")
 ]
 
 

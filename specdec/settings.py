@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
-import yaml
+
+from specdec import strict_yaml
 
 SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
 """The variables that Kubernetes sets in all containers beside a Service, behind the Service's name. There is one more,
@@ -126,9 +127,9 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of options in a YAML file; typer.BadParameter if it has anything else."""
     hint = f"'--config' {path}"
     try:
-        content = yaml.load(path.read_text(), _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(" ".join(str(error).split()), param_hint=hint) from None
+        content = strict_yaml.load(path)
+    except strict_yaml.YamlFileError as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -148,17 +149,6 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         texts = [each if isinstance(each, bool) else str(each) for each in several]
         values[name] = texts if options[name].multiple else texts[0]
     return values
-
-
-class _Loader(yaml.SafeLoader):
-    """A loader that refuses a key given twice, of which YAML's would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def _spelled(name: str) -> str:

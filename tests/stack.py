@@ -81,7 +81,8 @@ class Pod:
     mux: MuxServicer = field(init=False)
 
     async def start(self) -> None:
-        self.server = grpc.aio.server(interceptors=[CallInterceptor()], options=CHANNEL_OPTIONS)
+        gates = getattr(self.service, "gates", ())
+        self.server = grpc.aio.server(interceptors=[CallInterceptor(gates=gates)], options=CHANNEL_OPTIONS)
         self.mux = registered(self.service, self.server)
         port = self.server.add_insecure_port(self.address)
         self.address = f"127.0.0.1:{port}"
@@ -282,6 +283,7 @@ async def stack(
             silence_seconds=silence_seconds,
             stuck_seconds=stuck_seconds,
             failover_seconds=failover_seconds,
+            drafts_are_trusted=True,
         )
         model = Model.of(ModelDirectory(target))
         address, _ = await exits.enter_async_context(served(GenerationServicer(model, peers)))
@@ -292,7 +294,7 @@ async def stack(
 
 def peers_at(services: Stack, draft: str) -> Peers:
     """The stack's verifiers, and a draft at another address."""
-    return Peers(Pods(pod.address for pod in services.verifiers), Pods([draft]))
+    return Peers(Pods(pod.address for pod in services.verifiers), Pods([draft]), drafts_are_trusted=True)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

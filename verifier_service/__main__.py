@@ -13,20 +13,7 @@ with needed_by("verifier", "verifier"):
     import typer
 
     from specdec import ports
-    from specdec.command_line import (
-        DrainSeconds,
-        HealthPort,
-        Host,
-        LogLevel,
-        MetricsPort,
-        Port,
-        StopWithStdin,
-        TlsCert,
-        TlsClientCa,
-        TlsKey,
-        run_command,
-        server_tls,
-    )
+    from specdec.command_line import run_command
     from specdec.engine import fast_paths, start_phases
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engine import Engine, touch_memory
@@ -37,6 +24,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process import logs
+    from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES
     from verifier_service.proposers.draft_model import DraftModelProposer
@@ -47,6 +35,7 @@ if TYPE_CHECKING:  # it brings torch
     from specdec.engine.distributed.ranks import Ranks
 
 
+@serving(ports.VERIFIER)
 def main(
     model: Annotated[
         Path,
@@ -54,8 +43,6 @@ def main(
             help="Directory of the target model in Hugging Face's layout: config.json, tokenizer.json, *.safetensors."
         ),
     ],
-    host: Host = "127.0.0.1",
-    port: Port = ports.VERIFIER,
     dtype: Annotated[
         WantedDtype,
         typer.Option(
@@ -154,27 +141,11 @@ def main(
             "service would take cores from the target. By default there is none."
         ),
     ] = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_client_ca: TlsClientCa = None,
-    health_port: HealthPort = None,
-    metrics_port: MetricsPort = None,
-    drain_seconds: DrainSeconds = 30.0,
-    log_level: LogLevel = "info",
-    stop_with_stdin: StopWithStdin = False,
+    *,
+    server: ServerSettings,
 ) -> None:
     """Serve a target model: verify candidates and decide every token."""
     share_memory_among_threads()
-    settings = ServerSettings(
-        host,
-        port,
-        drain_seconds,
-        log_level,
-        stop_with_stdin,
-        tls=server_tls(tls_cert, tls_key, tls_client_ca),
-        health_port=health_port,
-        metrics_port=metrics_port,
-    )
 
     def options(ranks: Ranks | None) -> dict[str, Any]:
         most = threads or threads_for(device, sharers=1 if ranks is None else ranks.local_degree)
@@ -220,17 +191,17 @@ def main(
         return VerifierServicer(loop, identity, limits, pod_info(loaded))
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        run(settings, lambda: in_a_thread_of_its_own(start), "verifier")
+        run(server, lambda: in_a_thread_of_its_own(start), "verifier")
         return
     from specdec.engine.distributed.ranks import PLACE, Ranks
 
     for name in PLACE:
         if not (value := os.environ.get(name, "")).isdecimal():
             raise typer.BadParameter(f"the environment has WORLD_SIZE, and {name} is {value!r}: torchrun sets both")
-    logs.configure("verifier", log_level)
+    logs.configure("verifier", server.log_level)
     with Ranks.joined(device) as ranks:
         if ranks.rank == 0:
-            run(settings, lambda: in_a_thread_of_its_own(partial(start, ranks)), "verifier")
+            run(server, lambda: in_a_thread_of_its_own(partial(start, ranks)), "verifier")
         else:
             from specdec.engine.engines.parallel_engine import follow  # it brings transformers
 

@@ -41,8 +41,8 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
     found.counters(
         "spec_decode_num_accepted_tokens_per_pos",
         "Candidates accepted, by their place after the committed text, from 0 to 15.",
-        "position",
-        {str(place): sum(lengths[place + 1 :]) for place in range(len(lengths) - 1)},
+        ("position",),
+        {(str(place),): sum(lengths[place + 1 :]) for place in range(len(lengths) - 1)},
     )
     found.counter("drafted_steps", "Steps of sessions with a draft, after which the text goes on.", told.drafted_steps)
     found.counter("draft_ready_steps", "Steps of them with the next candidates already there.", told.draft_ready_steps)

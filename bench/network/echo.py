@@ -102,6 +102,7 @@ class Echo:
     name = "specdec.v2.VerifierService"
 
     max_request_bytes = MAX_MESSAGE_BYTES
+    gates = ()
     works = True
     needs: Mapping[str, bool] = MappingProxyType({})
 

@@ -103,7 +103,7 @@ class Deployment:
             return Pods(addresses, connect=connect, clock=asyncio.get_running_loop().time)
 
         drafts = [address for address in channels if address != "verifier"]
-        self._peers = Peers(pods(["verifier"]), pods(drafts) if drafts else None)
+        self._peers = Peers(pods(["verifier"]), pods(drafts) if drafts else None, drafts_are_trusted=True)
 
     async def end(self) -> None:
         for loop in (self._verifier_loop, *self._draft_loops):

@@ -12,6 +12,7 @@ with needed_by("specdec", needed_extra(sys.argv[1:])):  # the client alone may b
     import rich  # noqa: F401 (as the commands want it)
     import typer
 
+from specdec.cli.api_key import api_key
 from specdec.cli.bench import bench
 from specdec.cli.doctor import doctor
 from specdec.cli.export import export
@@ -51,6 +52,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, up, warm_up):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (doctor, export, stats, generate, tokenize):
+for command in (doctor, export, stats, generate, tokenize, api_key):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

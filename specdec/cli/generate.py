@@ -9,18 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import grpc
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from specdec import ports
+from specdec.cli.access import Access, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.failure import fail
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile
 from specdec.cli.report import Report
 from specdec.cli.results_file import ResultsFile
-from specdec.cli.tls import Tls, TlsCa, TlsCert, TlsKey, credentials
 from specdec.cli.waiting import Waiting
 from specdec.client import Chunk, Client, Speculation
 from specdec.command_line import addresses, duration
@@ -131,6 +130,7 @@ def generate(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    api_key_file: ApiKeyFile = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object for each prompt.")] = False,
     concurrency: Annotated[
         int | None,
@@ -171,13 +171,13 @@ def generate(
         "rule": rule,
         "alpha": alpha,
     }
-    secure = credentials(tls, tls_ca, tls_cert, tls_key)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
     try:
         if prompt_file is not None:
             _complete_file(
                 PromptFile(prompt_file, options),
                 address,
-                secure,
+                allowed,
                 timeout,
                 concurrency or 32,
                 json_output,
@@ -186,9 +186,9 @@ def generate(
                 fail_fast,
             )
             return
-        with Client(address, timeout=timeout, credentials=secure) as client:
+        with Client(address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key) as client:
             text = sys.stdin.read() if prompt == "-" else prompt
-            _complete(client, Waiting(address, credentials=secure), text, options, json_output)
+            _complete(client, Waiting(address, access=allowed), text, options, json_output)
     except (ValueError, TypeError) as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
 
@@ -196,7 +196,7 @@ def generate(
 def _complete_file(
     file: PromptFile,
     address: str,
-    secure: grpc.ChannelCredentials | None,
+    allowed: Access,
     timeout: float | None,
     concurrency: int,
     json_output: bool,
@@ -214,7 +214,7 @@ def _complete_file(
                 address,
                 file,
                 count,
-                credentials=secure,
+                access=allowed,
                 timeout=timeout,
                 concurrency=concurrency,
                 json_output=json_output,

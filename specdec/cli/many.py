@@ -12,10 +12,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specdec.cli.access import Access
 from specdec.cli.failure import STATUS
 from specdec.cli.prompt_file import Prompt, PromptFile
 from specdec.cli.report import Report
@@ -103,7 +103,7 @@ async def generate_many(
     file: PromptFile,
     count: int,
     *,
-    credentials: grpc.ChannelCredentials | None,
+    access: Access,
     timeout: float | None,
     concurrency: int,
     json_output: bool,
@@ -124,8 +124,8 @@ async def generate_many(
     failed: list[ExitStatus] = []
     drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never among results
     bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
-    waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"), credentials=credentials)
-    async with AsyncClient(address, credentials=credentials) as client:
+    waiting = Waiting(address, lambda line: console.print(f"specdec: {line}"), access=access)
+    async with AsyncClient(address, credentials=access.credentials, api_key=access.api_key) as client:
 
         async def one(prompt: Prompt) -> Answer:
             answer = await ask(client, prompt, timeout, waiting.heard)

@@ -71,5 +71,6 @@ def arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
         if isinstance(value, bool):
             words.append(f"--{spelled}" if value else f"--no-{spelled}")
         else:
-            words += f"--{spelled}", str(value)
+            for each in value if isinstance(value, list) else [value]:
+                words += f"--{spelled}", str(each)
     return tuple(words)

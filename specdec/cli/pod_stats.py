@@ -5,7 +5,7 @@ Each has a `GetStats` of its own, and says UNIMPLEMENTED to those of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -47,12 +47,12 @@ class PodStats(NamedTuple):
         return {"role": self.role, **_values(self.stats)}
 
 
-def ask(channel: grpc.Channel, seconds: float) -> PodStats:
+def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str]] = ()) -> PodStats:
     """Ask whichever service is behind a channel. Raise grpc.RpcError if there is no answer within so many seconds,
     NoSuchServiceError if none of the three answers."""
     for role, stub, request in SERVICES:
         try:
-            return PodStats(role, stub(channel).GetStats(request, timeout=seconds))
+            return PodStats(role, stub(channel).GetStats(request, timeout=seconds, metadata=metadata))
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise

@@ -12,10 +12,10 @@ import grpc
 import typer
 
 from specdec import ports
+from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import printable, table
-from specdec.cli.tls import Tls, TlsCa, TlsCert, TlsKey, channel, credentials
 from specdec.client.address import Address
 from specdec.command_line import address, duration
 from specdec.exit_status import ExitStatus
@@ -39,13 +39,15 @@ def stats(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    api_key_file: ApiKeyFile = None,
 ) -> None:
     """Show who a service is, how full and how busy; of an orchestrator also which pods it sees."""
     before: PodStats | None = None
-    with channel(at.target, credentials(tls, tls_ca, tls_cert, tls_key)) as opened:
+    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    with allowed.channel(at.target) as opened:
         while True:
             try:
-                seen = ask(opened, timeout)
+                seen = ask(opened, timeout, allowed.metadata)
             except (grpc.RpcError, NoSuchServiceError) as error:
                 line, status = _told(error, at.target, timeout)
                 if before is None:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from specdec import ports
+from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.failure import fail
-from specdec.cli.tls import Tls, TlsCa, TlsCert, TlsKey, credentials
 from specdec.cli.waiting import Waiting
 from specdec.client import Client
 from specdec.command_line import addresses, duration
@@ -35,14 +35,18 @@ def tokenize(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    api_key_file: ApiKeyFile = None,
 ) -> None:
     """Print the tokens of a prompt, a line each: id and text. Nothing is generated."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if chat and not special:
         fail("--no-special goes with plain text: a chat template says itself what it adds", ExitStatus.USAGE)
-    secure = credentials(tls, tls_ca, tls_cert, tls_key)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
     try:
-        with Client(address, timeout=timeout, credentials=secure) as client, Waiting(address, credentials=secure):
+        with (
+            Client(address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key) as client,
+            Waiting(address, access=allowed),
+        ):
             if chat:
                 found = client.tokenize(messages=[{"role": "user", "content": text}], pieces=not count)
             else:

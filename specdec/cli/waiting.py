@@ -12,7 +12,7 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.tls import channel
+from specdec.cli.access import OPEN, Access
 from specdec.client.address import parse_addresses
 from specdec.v2 import verifier_pb2
 
@@ -39,10 +39,10 @@ class Waiting:
         address: str,
         say: Callable[[str], None] = _on_stderr,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
+        access: Access = OPEN,
     ) -> None:
         """`address` is one address or several, joined by commas; `say` takes a line for a person, in another thread."""
-        self._credentials = credentials
+        self._access = access
         self._targets = [each.target for each in parse_addresses(address)]
         self._say = say
         self._heard_at = time.monotonic()
@@ -74,15 +74,15 @@ class Waiting:
             if pause > 0:
                 continue
             pause = LOOK_SECONDS
-            line = waited_for(self._targets, self._credentials)
+            line = waited_for(self._targets, self._access)
             if line != self._said and silent_since == self._heard_at and not self._over.is_set():
                 self._said = line
                 self._say(line)
 
 
-def waited_for(targets: list[str], credentials: grpc.ChannelCredentials | None = None) -> str:
+def waited_for(targets: list[str], access: Access = OPEN) -> str:
     """Return what a request to these servers waits for, by their health checks, in a line for a person."""
-    channels = [channel(target, credentials) for target in targets]
+    channels = [access.channel(target) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
     calls = [health_pb2_grpc.HealthStub(each).Check.future(asked, timeout=LOOK_SECONDS) for each in channels]
     absent, without = [], []

@@ -48,6 +48,7 @@ class Endpoint(Generic[Channel]):
         timeout: float | None = None,
         max_retries: int = 5,
         credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         options: Sequence[tuple[str, int | str]] = (),
     ) -> None:
@@ -59,13 +60,14 @@ class Endpoint(Generic[Channel]):
         `timeout` is in seconds and bounds a call with all its retries; None is no bound. `max_retries` is how often in
         a row, without a new token, an address is tried again while it is unavailable; once it has answered, for ten
         seconds at least, unless `max_retries` is 0. Without `credentials` the
-        connection is not encrypted. `metadata` goes with every call, and `options` are gRPC channel arguments.
+        connection is not encrypted. `api_key` goes to servers that want one, and `metadata` to all, with every call.
+        `options` are gRPC channel arguments.
         """
         self._rotation = Rotation(_targets(address))
         self._timeout = _checked(timeout)
         self._max_retries = max_retries
         self._credentials = credentials
-        self._metadata = tuple(metadata)
+        self._metadata = (*metadata, *_authorization(api_key))
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
         self._closed = 0  # times
@@ -82,6 +84,14 @@ def _targets(given: str | Sequence[str]) -> list[str]:
         return [address.target for address in parse_addresses(given)]
     except ValueError as error:
         raise ValueError(f"address = {error}") from None
+
+
+def _authorization(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    if api_key is None:
+        return ()
+    if not api_key or not api_key.isascii() or not api_key.isprintable():
+        raise ValueError("api_key: must be a line of printable ASCII")  # it is not repeated
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def _checked(timeout: float | None) -> float | None:

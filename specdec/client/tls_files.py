@@ -5,12 +5,18 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import grpc
 
 Version = tuple[tuple[int, int, int], ...]
 """Inode, time of change and size of each of some files: another version where any of them differs."""
+
+
+def version_of(*files: Path) -> Version:
+    """Return what some files are now; OSError if one cannot be found."""
+    stats = [each.stat() for each in files]
+    return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in stats)
 
 
 class TlsError(Exception):
@@ -34,11 +40,12 @@ class TlsFiles:
     key: Path | None
     authorities: Path | None
     options: tuple[str, str, str] = ("--tls-cert", "--tls-key", "--tls-client-ca")
+    what: ClassVar[str] = "TLS files"
+    unusable: ClassVar[type[Exception]] = TlsError
 
     def version(self) -> Version:
         """Return what the files are now; OSError if one cannot be found."""
-        stats = [each.stat() for each in self.all if each is not None]
-        return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in stats)
+        return version_of(*(each for each in self.all if each is not None))
 
     def read(self) -> Contents:
         """Read the files; TlsError if one cannot be read, is no PEM, or the key belongs to another certificate."""

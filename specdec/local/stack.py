@@ -104,7 +104,8 @@ class Stack:
             patience = max(LEAST_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
             peers = ["--failover-seconds", f"{patience:.0f}"]
             peers += (word for role, address in addresses.items() for word in (f"--{role}", route(address)))
-            spawn("orchestrator", models.target, "--port", str(port), *peers, *orchestrator_options)
+            ours = ("--port", str(port), "--trust-drafts")
+            spawn("orchestrator", models.target, *ours, *peers, *orchestrator_options)
             await_ready("orchestrator")
             yield cls(addresses["orchestrator"], children, addresses)
         finally:

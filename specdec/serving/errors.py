@@ -4,7 +4,10 @@ ServiceError
 ├── InvalidRequestError      INVALID_ARGUMENT      the caller's fields, each with its limit
 ├── UnknownModelError        NOT_FOUND             no such model here
 ├── NotBuiltError            UNIMPLEMENTED         a feature of the contract that does not exist yet
+├── UnauthenticatedError     UNAUTHENTICATED       the API key is missing or not known
+├── PermissionDeniedError    PERMISSION_DENIED     the caller may not ask for this
 ├── OverloadedError          RESOURCE_EXHAUSTED    full; says when to come back
+│   └── TenantLimitError     RESOURCE_EXHAUSTED    the tenant is at its limit, whatever room there is
 ├── PeerLostError            UNAVAILABLE           another service is gone
 ├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
 ├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
@@ -30,7 +33,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from specdec.serving.echo import cut
+from specdec.serving.echo import cut, echo
 from specdec.v2 import model_pb2
 
 PACKAGE = model_pb2.DESCRIPTOR.package
@@ -109,6 +112,34 @@ class OverloadedError(ServiceError):
         return (error_details_pb2.RetryInfo(retry_delay=delay),)
 
 
+class TenantLimitError(OverloadedError):
+    """A tenant is at one of its limits."""
+
+    reason = "TENANT_LIMIT"
+
+    def __init__(self, tenant: str, limit: str, value: int, retry_after: float) -> None:
+        message = f"tenant {echo(tenant)}: {limit} is {value}, which is used up"
+        super().__init__(message, retry_after)
+        self._violation = error_details_pb2.QuotaFailure.Violation(
+            subject=f"tenant:{cut(tenant, FIELD_BYTES)}", description=cut(message, PROBLEM_BYTES)
+        )
+
+    def details(self) -> Sequence[object]:
+        return (*super().details(), error_details_pb2.QuotaFailure(violations=[self._violation]))
+
+
+class UnauthenticatedError(ServiceError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(ServiceError):
+    """The caller is known, and may not ask for this. `reason` says why."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class PeerLostError(ServiceError):
     """Another service is gone. `reason` names it: VERIFIER_LOST, DRAFT_REQUIRED, ..."""
 
@@ -157,7 +188,10 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     NotBuiltError: grpc.StatusCode.UNIMPLEMENTED,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TenantLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     PeerLostError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,

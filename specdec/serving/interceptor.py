@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -52,6 +52,10 @@ def bind_request_id(metadata: Mapping[str, Any]) -> None:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+Gate = Callable[[str, Context], None]
+"""Decides whether a call of a method (its full name, as in "/specdec.v2.DraftService/Draft") may be made, before
+anything of it is read; raises the error that it is refused with."""
+
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Binds the caller's request id (or a new one) and answers errors with rich statuses.
@@ -60,10 +64,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     request that cannot be decoded is answered here, like any other that is wrong.
     """
 
-    def __init__(self, max_request_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, max_request_bytes: int = MAX_MESSAGE_BYTES, gates: Sequence[Gate] = ()) -> None:
         """Refuse single requests of more than `max_request_bytes` without decoding them, which for some would hold the
-        event loop for half a second."""
+        event loop for half a second. A call goes through all `gates`."""
         self._max_request_bytes = max_request_bytes
+        self._gates = tuple(gates)
         self._openings = Openings(REQUEST_SECONDS)
 
     async def intercept_service(
@@ -75,14 +80,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:  # no such method: gRPC answers
             return handler
         bind_request_id(dict(handler_call_details.invocation_metadata or ()))
+        method = str(handler_call_details.method)
+
+        def check(context: Context) -> None:
+            for gate in self._gates:
+                gate(method, context)
+
         if handler.request_streaming:
             assert handler.response_streaming  # no service here has a method of the fourth kind
             return grpc.stream_stream_rpc_method_handler(
-                guarded(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+                guarded(handler.stream_stream, check), handler.request_deserializer, handler.response_serializer
             )
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
         single = self._single(behaviour, handler.request_deserializer, answers_once=not handler.response_streaming)
-        return grpc.stream_stream_rpc_method_handler(guarded(single), None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(guarded(single, check), None, handler.response_serializer)
 
     def _single(
         self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], *, answers_once: bool
@@ -111,11 +122,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
 
-def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-    """Wrap the method of a stream so that its errors are answered."""
+def guarded(
+    behaviour: Callable[..., Any], check: Callable[[Context], None] = lambda context: None
+) -> Callable[..., Awaitable[None]]:
+    """Wrap the method of a stream so that its errors are answered, and those of `check`, which comes before it."""
 
     async def call(requests: Any, context: Context) -> None:
         try:
+            check(context)
             if inspect.isasyncgenfunction(behaviour):  # as others' servicers are written
                 async for response in behaviour(requests, context):
                     await context.write(response)

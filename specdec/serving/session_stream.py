@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -20,6 +20,7 @@ import structlog
 
 from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolError
+from specdec.serving.interceptor import Gate
 from specdec.serving.opening import Openings
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.validation import MAX_MESSAGE_BYTES
@@ -62,6 +63,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         await asyncio.to_thread(self._worker.stop)
 
     max_request_bytes = MAX_MESSAGE_BYTES
+
+    gates: Sequence[Gate] = ()
 
     needs: Mapping[str, bool] = MappingProxyType({})
 

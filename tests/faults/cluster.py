@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.faults.pods import Pod, free_address
+from tests.faults.security import Security
 
 DRAIN_SECONDS = 10.0
 ONE_THREAD = ("--threads", "1")  # many pods share the cores
@@ -26,8 +27,10 @@ class Models:
 class Cluster:
     """Pods named by role and number, such as "verifier-1". `make_whole` starts them; they are gone when it is left."""
 
-    def __init__(self, models: Models, logs: Path) -> None:
+    def __init__(self, models: Models, logs: Path, security: Security | None = None) -> None:
+        """Without `security`, calls are not encrypted and anybody is served."""
         self.models = models
+        self.security = security
         self.pods: dict[str, Pod] = {}
         self.spares: dict[str, Pod] = {}  # that are started only when somebody says so
         self._logs = logs
@@ -60,7 +63,8 @@ class Cluster:
         """Told of pods at these addresses."""
         peers = [word for address in verifiers for word in ("--verifier", address)]
         peers += [word for address in drafts for word in ("--draft", address)]
-        return self._add("orchestrator", "orchestrator", "--model", str(self.models.target), *peers, *options)
+        served = ("--model", str(self.models.target), "--trust-drafts")
+        return self._add("orchestrator", "orchestrator", *served, *peers, *options)
 
     def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
         """A spare verifier with another model, at the address of one that must have ended before it is started."""
@@ -73,6 +77,8 @@ class Cluster:
         return self.pods[name]
 
     def _pod(self, name: str, module: str, address: str, *options: str) -> Pod:
+        if self.security is not None:
+            options += self.security.options(name)
         options += ("--drain-seconds", str(DRAIN_SECONDS), "--log-level", "info")
         return Pod(name, module, address, options, self._logs / f"{name}.log")
 

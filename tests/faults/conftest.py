@@ -7,7 +7,7 @@ import torch
 
 from specdec.client import AsyncClient
 from tests.faults.asks import CONTEXT
-from tests.faults.cluster import Models
+from tests.faults.cluster import Cluster, Models
 from tests.margins import Oracle
 from tests.models import make, near
 
@@ -29,6 +29,7 @@ def oracle(models: Models) -> Oracle:
     return Oracle(models.target)
 
 
-def client_of(address: str) -> AsyncClient:
-    """Waits for minutes where it must: the machine may be slow."""
-    return AsyncClient(address, timeout=120.0, max_retries=12)
+def client_of(cluster: Cluster, address: str = "") -> AsyncClient:
+    """A client of all orchestrators, or of one. It waits for minutes where it must: the machine may be slow."""
+    own = {} if cluster.security is None else cluster.security.client_options
+    return AsyncClient(address or cluster.address, timeout=120.0, max_retries=12, **own)

@@ -70,8 +70,8 @@ Condition = After | Received | Ended | Ready
 
 @dataclass(frozen=True)
 class Event:
-    """When it holds, this is done to that: a method of a pod (start, kill, terminate, freeze, thaw) or of a network
-    (stall, resume, reset, ...). Without either, it is only waited for."""
+    """When it holds, this is done to that: a method of a pod (start, kill, terminate, freeze, thaw), of a network
+    (stall, resume, reset, ...) or of the cluster's security (renew). Without either, it is only waited for."""
 
     when: Condition
     do: str = ""
@@ -105,7 +105,7 @@ class Run:
         self.records: list[tuple[int, Record]] = []  # with the number of what was asked
         self.timeline: list[tuple[float, Event]] = []
         self.tokens = 0
-        self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **networks}
+        self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **networks, "security": cluster.security}
         self.began = self._event_time = time.monotonic()
         self._event_tokens = 0
 

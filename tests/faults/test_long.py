@@ -25,6 +25,7 @@ from tests.faults.network import BadNetwork
 from tests.faults.nonsense import call_with_nonsense
 from tests.faults.rogue import RogueVerifier
 from tests.faults.scenario import After, Ended, Event, Ready, Received, Run, kills, rolling_restart
+from tests.faults.security import Security
 from tests.margins import Oracle
 from tests.stack import served
 
@@ -39,22 +40,24 @@ async def deployed(cluster: Cluster, asked: list[Ask]) -> AsyncIterator[dict[int
     """The whole cluster, and what plain decoding gives on it while nothing is wrong."""
     with cluster:
         await cluster.make_whole()
-        async with client_of(cluster.address) as client:
+        async with client_of(cluster) as client:
             yield await undisturbed(client, asked)
 
 
 async def play(cluster: Cluster, asked: list[Ask], events: Iterator[Event] | list[Event], at_once: int) -> Run:
-    async with client_of(cluster.address) as client:
+    async with client_of(cluster) as client:
         run = await Run(cluster).play(client, asked, events, at_once)
     print(f"\n{run.report()}")
     return run
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str) -> None:
-    """Pods of every role are killed and started again at random: nothing is lost, and nothing is different."""
+@pytest.mark.parametrize(("rule", "secured"), [("coupled", False), ("coupled", True), ("rejection", False)])
+async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str, secured: bool) -> None:
+    """Pods of every role are killed and started again at random: nothing is lost, and nothing is different. With and
+    without mutual TLS and API keys."""
     asked = asks(STREAMS, seed=11, tokens=(100, 400), rule=rule)
-    cluster = Cluster(models, tmp_path).deploy(verifiers=2, drafts=2, orchestrators=2)
+    security = Security(tmp_path / "security") if secured else None
+    cluster = Cluster(models, tmp_path, security).deploy(verifiers=2, drafts=2, orchestrators=2)
     async with deployed(cluster, asked) as wants:
         events = kills(seed=12, pods=list(cluster.pods), seconds=90, gap=(0.5, 3.0))
         run = await play(cluster, asked, events, AT_ONCE)
@@ -83,7 +86,7 @@ async def test_another_revision(models: Models, oracle: Oracle, tmp_path: Path) 
             ],
             at_once=16,
         )
-        async with client_of(cluster.address) as client:
+        async with client_of(cluster) as client:
             revised = await undisturbed(client, asked)
         assert cluster.died == []
     seen: Counter[str] = Counter()
@@ -200,7 +203,11 @@ async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Pa
         through[role] = [await network.to(through[role][0]), *through[role][1:]]
         bad = cluster.orchestrator(through["verifier"], through["draft"])
         good = cluster.orchestrator(verifiers, drafts)
-        async with deployed(cluster, asked) as wants, client_of(good.address) as here, client_of(bad.address) as there:
+        async with (
+            deployed(cluster, asked) as wants,
+            client_of(cluster, good.address) as here,
+            client_of(cluster, bad.address) as there,
+        ):
             watched, disturbed = Run(cluster), Run(cluster, network=network)
             await asyncio.gather(
                 watched.play(here, asked, [Event(After(30))], at_once=6),
@@ -228,7 +235,7 @@ async def test_a_rogue_verifier(models: Models, oracle: Oracle, tmp_path: Path) 
         cluster.orchestrator([good, bad], drafts)
         with cluster:
             await cluster.make_whole()
-            async with client_of(cluster.address) as client:
+            async with client_of(cluster) as client:
                 wants = await undisturbed(client, asked)
                 rogue.odds = 0.05
                 run = await Run(cluster).play(client, asked, [Event(After(20))], at_once=12)

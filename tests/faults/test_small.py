@@ -12,26 +12,30 @@ from tests.faults.cluster import Cluster, Models
 from tests.faults.conftest import client_of
 from tests.faults.history import Record, undisturbed
 from tests.faults.scenario import After, Ended, Event, Ready, Received, Run, rolling_restart
+from tests.faults.security import Security
 from tests.margins import Oracle
 
 ASKS = asks(8, seed=1, tokens=(150, 300))
 
 
-@pytest.fixture(scope="module")
-def pods(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(models, tmp_path_factory.mktemp("logs")) as made:
+@pytest.fixture(scope="module", params=["open", pytest.param("secured", marks=pytest.mark.verify)])
+def pods(models: Models, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Without TLS, and with mutual TLS and API keys."""
+    folder = tmp_path_factory.mktemp("logs")
+    security = Security(folder / "security") if request.param == "secured" else None
+    with Cluster(models, folder, security) as made:
         yield made.deploy(verifiers=2, drafts=2, orchestrators=2)
 
 
 @pytest.fixture(scope="module")
-def wants() -> dict[int, Record]:
+def wants(pods: Cluster) -> dict[int, Record]:
     return {}  # filled by whoever comes first
 
 
 async def play(pods: Cluster, wants: dict[int, Record], oracle: Oracle, *events: Event) -> Counter[str]:
     """The failover events of all streams, of which none may be lost or different."""
     await pods.make_whole()
-    async with client_of(pods.address) as client:
+    async with client_of(pods) as client:
         if not wants:
             wants.update(await undisturbed(client, ASKS))
         run = await Run(pods).play(client, ASKS, events, at_once=12)
@@ -117,3 +121,14 @@ async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int,
 @pytest.mark.verify
 async def test_one_of_each_is_restarted(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
     await play(pods, wants, oracle, *rolling_restart(["verifier-0", "draft-0", "orchestrator-0"], pause=0.2))
+
+
+@pytest.mark.verify
+async def test_certificates_and_keys_are_renewed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    """Under load, twice: nobody notices."""
+    if pods.security is None:
+        pytest.skip("there are none")
+    events = [Event(Received(800), "renew", "security") for _ in range(2)]
+    failover_events = await play(pods, wants, oracle, *events, Event(Received(800)))
+    assert not failover_events["verifier_lost"]
+    assert not failover_events["resumed"]

@@ -100,6 +100,7 @@ async def orchestrator_with(services: Stack, draft: str) -> AsyncIterator[Any]:
         patience_seconds=0.02,
         silence_seconds=SILENCE_SECONDS,
         failover_seconds=FAILOVER_SECONDS,
+        drafts_are_trusted=True,
     )
     async with AsyncExitStack() as exits:
         address, _ = await exits.enter_async_context(served(GenerationServicer(services.model, peers)))

@@ -18,6 +18,7 @@ class Service:
 
     name = "a.Service"
     max_request_bytes = 1
+    gates = ()
     works = True
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ async def test_a_scrape_collects_in_the_event_loop() -> None:
         assert asyncio.get_running_loop() is loop
         made = Families("verifier")
         made.counter("steps", "Steps.", 3)
-        made.counters("failed", "Failures.", "reason", {"a": 1, 'b"\n': 2})
+        made.counters("failed", "Failures.", ("reason",), {("a",): 1, ('b"\n',): 2})
         made.gauges("pods", "Pods.", ("role", "state"), {("draft", "open"): 1})
         made.histogram("time_seconds", "Seconds.", found)
         return made.made

@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from specdec.client.tls_files import TlsError, TlsFiles
-from specdec.serving.tls import Watched, server_credentials
+from specdec.serving.tls import server_credentials
+from specdec.serving.watched import Watched
 from tests.captured_logs import captured_logs
 from tests.certificates import Authority
 
@@ -44,7 +45,7 @@ def test_a_pair_that_does_not_fit_is_left_alone_until_it_does(authority: Authori
     with captured_logs() as logs:
         assert not watched.changed()
         assert not watched.changed()
-    assert [each["event"] for each in logs] == ["tls_files_refused"]  # once
+    assert [each["event"] for each in logs] == ["files_refused"]  # once
     assert watched.contents == before
     shutil.copy(key, files.key)
     assert watched.changed()

@@ -7,6 +7,7 @@ has the same metric, the rest of the name is vLLM's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -18,6 +19,9 @@ from prometheus_client.metrics_core import (
 
 from specdec.serving.histogram import Histogram
 from specdec.v2 import model_pb2
+
+Values = TypeVar("Values", bound=tuple[str, ...])
+"""Values of labels."""
 
 
 class Families:
@@ -31,17 +35,17 @@ class Families:
         """Add a counter; Prometheus ends its name in `_total`."""
         self.made.append(CounterMetricFamily(self._name(name), help, value))
 
-    def counters(self, name: str, help: str, label: str, values: Mapping[str, float]) -> None:
-        """Add a counter for each value of a label."""
-        family = CounterMetricFamily(self._name(name), help, labels=[label])
+    def counters(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[Values, float]) -> None:
+        """Add a counter for each set of values of some labels."""
+        family = CounterMetricFamily(self._name(name), help, labels=labels)
         for value, count in values.items():
-            family.add_metric([value], count)
+            family.add_metric(value, count)
         self.made.append(family)
 
     def gauge(self, name: str, help: str, value: float) -> None:
         self.made.append(GaugeMetricFamily(self._name(name), help, value))
 
-    def gauges(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> None:
+    def gauges(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[Values, float]) -> None:
         """Add a gauge for each set of values of some labels."""
         family = GaugeMetricFamily(self._name(name), help, labels=labels)
         for value, count in values.items():

@@ -143,7 +143,7 @@ class MuxConnection:
         if number in self._served or not number:
             raise ProtocolError(f"stream {number} begins twice" if number else "stream 0 is that of the connection")
         method = self._methods.get(begin.method)
-        served = ServedStream(number, self._sending, begin, method, self._context.peer())
+        served = ServedStream(number, self._sending, begin, method, self._context)
         if self._draining:
             served.send_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
         elif len(self._served) >= MAX_STREAMS:
@@ -188,12 +188,13 @@ class MuxConnection:
 class ServedStream(Stream):
     """The callee's end of a stream: a `grpc.aio.ServicerContext` as far as methods use one."""
 
-    def __init__(self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, peer: str) -> None:
+    def __init__(self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, connection: Any) -> None:
+        """Make the end of a stream that `connection`, the context of the connection's own call, carries."""
         super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
         self.begin = begin
         self.method = method
         self.ended = False  # its end has been sent to the caller
-        self._peer = peer
+        self._connection = connection
 
     async def requests(self) -> AsyncIterator[Any]:
         """Yield the caller's requests until the stream ends."""
@@ -217,7 +218,14 @@ class ServedStream(Stream):
 
     def peer(self) -> str:
         """Return the caller's address."""
-        return self._peer
+        return str(self._connection.peer())
+
+    def peer_identities(self) -> Any:
+        """Return the names that the caller's certificate is for: the connection's are those of its streams."""
+        return self._connection.peer_identities()
+
+    def auth_context(self) -> Any:
+        return self._connection.auth_context()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return tuple(self.begin.metadata.items())

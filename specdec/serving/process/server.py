@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -24,7 +24,8 @@ from prometheus_client.metrics_core import Metric
 
 from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.extras import NEEDED, needed_by
-from specdec.serving.interceptor import CallInterceptor
+from specdec.serving.certificate_names import CertificateNames
+from specdec.serving.interceptor import CallInterceptor, Gate
 from specdec.serving.metrics.endpoint import MetricsEndpoint
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
@@ -84,6 +85,10 @@ class Service(Servicer, Protocol):
     max_request_bytes: int
     """Bytes of a valid request at most, where a call has a single one."""
 
+    @property
+    def gates(self) -> Sequence[Gate]:
+        """What calls have to pass."""
+
     def metrics(self) -> Iterable[Metric]:
         """Return its metrics for Prometheus. Called in the event loop."""
 
@@ -108,6 +113,8 @@ class ServerSettings:
     stop_with_stdin: bool = False  # end when stdin closes: how a child follows its parent
     share_port: bool = False  # with other processes that share it too, by SO_REUSEPORT
     tls: TlsFiles | None = None  # None: without encryption
+    tls_client_names: tuple[str, ...] = ()  # that clients' certificates must be for one of; none: any
+    reflection: bool = False  # tell anybody which services and messages there are
     health_port: int | None = None  # of a server that answers health checks alone, without encryption
     metrics_port: int | None = None  # of a server that answers Prometheus
 
@@ -138,13 +145,16 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     service = loading.result()
     log_settings()  # a start that fails tells its reason alone
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
-    server = grpc.aio.server(interceptors=[CallInterceptor(service.max_request_bytes)], options=options)
+    names = [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else []
+    interceptor = CallInterceptor(service.max_request_bytes, [*names, *service.gates])
+    server = grpc.aio.server(interceptors=[interceptor], options=options)
     servers = [server]
     mux = registered(service, server)
     checks = health.aio.HealthServicer()
     reporting = asyncio.create_task(report_health(service, checks))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    reflection.enable_server_reflection((service.name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if settings.reflection:
+        reflection.enable_server_reflection((service.name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = listen(server, settings.host, settings.port, credentials)
     if settings.health_port is not None:
         servers.append(probed := grpc.aio.server(options=options))

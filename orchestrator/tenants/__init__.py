@@ -1,0 +1,1 @@
+"""Tenants: who may ask, by which API keys, and how much."""

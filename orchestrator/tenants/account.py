@@ -1,0 +1,66 @@
+"""What a tenant uses of its limits now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from orchestrator.tenants.file import Tenant
+from orchestrator.tenants.rate import Rate
+from specdec.serving.errors import TenantLimitError
+
+RETRY_SECONDS = 1.0
+"""Seconds after which a tenant with too many requests at once is asked to come again: nobody knows when one ends."""
+
+
+class Account:
+    """The requests and tokens of a tenant; None: of anybody, without limits."""
+
+    def __init__(self, tenant: Tenant | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.running = 0  # requests
+        self._clock = clock
+        self._rates: dict[str, Rate] = {}  # by the limit's name
+        self.change(tenant)
+
+    @property
+    def tenant_class(self) -> str:
+        return "default" if self.tenant is None else self.tenant.tenant_class
+
+    def change(self, tenant: Tenant | None) -> None:
+        """Have other limits from now on."""
+        self.tenant = tenant
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            limit = getattr(tenant, name, None)
+            if limit is None:
+                self._rates.pop(name, None)
+            elif name in self._rates:
+                self._rates[name].change(limit)
+            else:
+                self._rates[name] = Rate(limit, self._clock)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Wrap a request; TenantLimitError if it is one too many."""
+        tenant = self.tenant
+        if tenant is not None:
+            most = tenant.max_concurrent_requests
+            if most is not None and self.running >= most:
+                raise TenantLimitError(tenant.name, "max_concurrent_requests", most, RETRY_SECONDS)
+            for name, rate in self._rates.items():
+                if seconds := rate.seconds_until(1):
+                    raise TenantLimitError(tenant.name, name, int(rate.per_minute), seconds)
+        self._spend("requests_per_minute", 1)
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def spend_tokens(self, tokens: int) -> None:
+        """Count tokens, of a prompt or of a text, as they come."""
+        self._spend("tokens_per_minute", tokens)
+
+    def _spend(self, name: str, units: int) -> None:
+        if (rate := self._rates.get(name)) is not None:
+            rate.spend(units)

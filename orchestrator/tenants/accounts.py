@@ -1,0 +1,90 @@
+"""Whose call is it? Finds the account of each call, by its API key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+import structlog
+
+from orchestrator.tenants.account import Account
+from orchestrator.tenants.file import Tenant, Tenants, TenantsFile
+from specdec.api_keys import hash_of
+from specdec.serving.errors import PermissionDeniedError, UnauthenticatedError
+from specdec.serving.watched import Watched
+
+log = structlog.get_logger()
+
+HEADER = "authorization"
+SCHEME = "bearer "
+
+LONGEST_KEY = 512
+"""Characters of a key; longer ones are not hashed."""
+
+RELOAD_SECONDS = 1.0
+"""Seconds between two looks at the file."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Accounts:
+    """The accounts of all tenants, as the file has them now; without a file one that is everybody's."""
+
+    def __init__(self, file: TenantsFile | None = None) -> None:
+        """Read the file; TenantsFileError if it cannot be used."""
+        self._anybody = Account(None)
+        self._watched: Watched[Tenants] | None = None if file is None else Watched(file)
+        self._by_hash: dict[str, Account] = {}
+        self._by_name: dict[str, Account] = {}
+        self._reloading: asyncio.Task[None] | None = None
+        if self._watched is not None:
+            self._take(self._watched.contents)
+
+    async def start(self) -> None:
+        """Begin to look for changes of the file."""
+        if self._watched is not None:
+            self._reloading = asyncio.create_task(self._reload(self._watched))
+
+    async def close(self) -> None:
+        if self._reloading is not None:
+            self._reloading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reloading
+
+    def of(self, context: Context) -> Account:
+        """Return the account of a call; UnauthenticatedError if its key is missing or not known."""
+        if self._watched is None:
+            return self._anybody
+        given = [value for key, value in context.invocation_metadata() or () if key == HEADER]
+        if not given:
+            raise UnauthenticatedError("authorization: is missing, must be `Bearer` and an API key")
+        key = given[0]
+        if len(given) > 1 or not isinstance(key, str) or key[: len(SCHEME)].lower() != SCHEME:
+            raise UnauthenticatedError("authorization: must be given once, as `Bearer` and an API key")
+        key = key[len(SCHEME) :].strip()
+        account = self._by_hash.get(hash_of(key)) if len(key) <= LONGEST_KEY else None
+        if account is None:
+            raise UnauthenticatedError("authorization: this API key is not known")
+        return account
+
+    def check_operator(self, context: Context) -> None:
+        """Raise PermissionDeniedError if a call may not see what concerns all tenants."""
+        tenant = self.of(context).tenant
+        if tenant is not None and not tenant.operator:
+            raise PermissionDeniedError(f"tenant {tenant.name!r} is no operator", "NOT_OPERATOR")
+
+    async def _reload(self, watched: Watched[Tenants]) -> None:
+        while True:
+            await asyncio.sleep(RELOAD_SECONDS)
+            if await asyncio.to_thread(watched.changed):
+                self._take(watched.contents)
+
+    def _take(self, tenants: Tenants) -> None:
+        """Have these tenants from now on. Who stays keeps the account; running requests of others go on."""
+        named: dict[str, Tenant] = {tenant.name: tenant for tenant in tenants.values()}
+        self._by_name = {name: self._by_name.get(name) or Account(tenant) for name, tenant in named.items()}
+        for name, account in self._by_name.items():
+            account.change(named[name])
+        self._by_hash = {key: self._by_name[tenant.name] for key, tenant in tenants.items()}

@@ -1,0 +1,132 @@
+"""The file of tenants: their API keys, as hashes, and their limits.
+
+    tenants:
+      acme:
+        api_keys: ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+        max_concurrent_requests: 32
+        requests_per_minute: 600
+        tokens_per_minute: 100000
+
+Keys are long and random (`specdec api-key` makes them), so that a plain hash of one cannot be turned back.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specdec import strict_yaml
+from specdec.client.tls_files import Version, version_of
+from specdec.serving.echo import echo
+
+LONGEST_NAME = 256
+"""Characters of a tenant's name."""
+
+MOST = 10**12
+"""Largest limit. What is larger is meant as none, which is spelled by leaving it out."""
+
+HASH = re.compile(r"sha256:[0-9a-f]{64}")
+CLASS = re.compile(r"[a-z0-9_-]{1,32}")
+
+
+class TenantsFileError(Exception):
+    """A file of tenants cannot be used; the message is one line that names the file, the entry and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A tenant and its limits, of which None is no limit. They hold in each process of an orchestrator by itself."""
+
+    name: str
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # "sha256:" and the hash in hex
+    operator: bool = False  # may ask for statistics, which tell of all tenants
+    tenant_class: str = "default"  # label of metrics: tenants are too many for that
+    weight: float = 1.0  # share of the verifiers, relative to other tenants that want them at the same time
+    max_concurrent_requests: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and of texts
+
+
+LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
+SPELLED = {each.name: "class" if each.name == "tenant_class" else each.name for each in fields(Tenant)}
+"""What an attribute of a tenant is called in the file."""
+
+Tenants = Mapping[str, Tenant]
+"""Tenants by the hash of each of their keys, as the file spells it."""
+
+
+@dataclass(frozen=True)
+class TenantsFile:
+    """A file of tenants."""
+
+    path: Path
+    what: ClassVar[str] = "tenants"
+    unusable: ClassVar[type[Exception]] = TenantsFileError
+
+    @property
+    def all(self) -> tuple[Path]:
+        return (self.path,)
+
+    def version(self) -> Version:
+        """Return what the file is now; OSError if there is none."""
+        return version_of(self.path)
+
+    def read(self) -> Tenants:
+        """Read the file; TenantsFileError if it cannot be used."""
+        try:
+            content = strict_yaml.load(self.path)
+        except strict_yaml.YamlFileError as error:
+            raise TenantsFileError(f"--tenants {self.path}: {error}") from None
+        entries = content.get("tenants") if isinstance(content, dict) and len(content) == 1 else None
+        if not isinstance(entries, dict) or not entries:
+            raise TenantsFileError(f"--tenants {self.path}: should be `tenants:` and at least one of them by name")
+        found: dict[str, Tenant] = {}
+        for name, entry in entries.items():
+            try:
+                tenant = _tenant(name, entry)
+                for key in tenant.api_keys:
+                    if key in found:
+                        raise ValueError(f"api_keys: {key[:15]}... is {found[key].name!r}'s")
+                    found[key] = tenant
+            except ValueError as error:
+                raise TenantsFileError(f"--tenants {self.path}: tenants.{echo(str(name))}: {error}") from None
+        return found
+
+
+def _tenant(name: Any, entry: Any) -> Tenant:
+    """Check an entry; ValueError says what is wrong."""
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        raise ValueError(f"should be a name of 1 to {LONGEST_NAME} characters")
+    if not isinstance(entry, dict):
+        raise ValueError("should have `api_keys`, and limits if there are any")
+    names = {spelled: attribute for attribute, spelled in SPELLED.items() if attribute != "name"}
+    for key in entry:
+        if key not in names:
+            raise ValueError(f"{echo(str(key))} is none of {', '.join(names)}")
+    given = {names[key]: value for key, value in entry.items()}
+    keys = given.get("api_keys")
+    if not isinstance(keys, list) or not keys:
+        raise ValueError("api_keys: should be a list of at least one hash")
+    for index, each in enumerate(keys):
+        if not isinstance(each, str) or not HASH.fullmatch(each):  # it may be a key: it is not repeated
+            raise ValueError(f"api_keys[{index}]: should be sha256: and 64 hex digits, as `specdec api-key` prints")
+        if each in keys[:index]:
+            raise ValueError(f"api_keys[{index}]: is given twice")
+    given["api_keys"] = tuple(keys)
+    for limit in LIMITS:
+        value = given.get(limit)
+        if value is not None and not (type(value) is int and 1 <= value <= MOST):
+            raise ValueError(f"{limit}: is {value!r}, should be a whole number from 1 to {MOST}")
+    weight = given.get("weight", 1.0)
+    if type(weight) not in (int, float) or not (math.isfinite(weight) and 0.01 <= weight <= 100):
+        raise ValueError(f"weight: is {weight!r}, should be from 0.01 to 100")
+    if type(given.get("operator", False)) is not bool:
+        raise ValueError(f"operator: is {given['operator']!r}, should be true or false")
+    label = given.get("tenant_class", "default")
+    if not isinstance(label, str) or not CLASS.fullmatch(label):
+        raise ValueError(f"class: is {label!r}, should be 1 to 32 of a to z, 0 to 9, - and _")
+    return Tenant(name, **given)

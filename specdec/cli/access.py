@@ -1,0 +1,97 @@
+"""How commands reach a server: their options for TLS and for an API key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+
+from specdec.client.tls_files import TlsError, TlsFiles, channel_credentials
+
+Tls = Annotated[
+    bool, typer.Option("--tls", envvar="SPECDEC_TLS", help="Use TLS, and trust the public authorities, as gRPC does.")
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(envvar="SPECDEC_TLS_CA", help="Use TLS, and trust the authorities in this PEM file, and no others."),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(envvar="SPECDEC_TLS_CERT", help="PEM file of a certificate to show to a server that asks for one."),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(envvar="SPECDEC_TLS_KEY", help="PEM file of that certificate's key, unencrypted.")
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="SPECDEC_API_KEY_FILE",
+        help="File of an API key, for servers that want one. By default the key in SPECDEC_API_KEY, if there is one.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What it takes to be served."""
+
+    credentials: grpc.ChannelCredentials | None  # None: no TLS
+    api_key: str | None = field(default=None, repr=False)
+
+    def channel(self, target: str) -> grpc.Channel:
+        """Return a channel to a server."""
+        if self.credentials is None:
+            return grpc.insecure_channel(target)
+        return grpc.secure_channel(target, self.credentials)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with each call."""
+        return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
+
+
+OPEN = Access(None)
+"""Access to servers without TLS that serve anybody."""
+
+
+def access(tls: bool, ca: Path | None, cert: Path | None, key: Path | None, api_key_file: Path | None) -> Access:
+    """Return what these options, and the environment, make of it."""
+    return Access(_credentials(tls, ca, cert, key), _api_key(api_key_file))
+
+
+def api_key_in(file: Path, option: str) -> str:
+    """Return the key in a file; a file that holds none is refused by the option that names it."""
+    hint = f"'{option}'"
+    try:
+        return _checked(file.read_text().strip(), hint, f"{file}: ")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file}: {getattr(error, 'strerror', None) or error}", param_hint=hint) from None
+
+
+def _api_key(file: Path | None) -> str | None:
+    if file is not None:
+        return api_key_in(file, "--api-key-file")
+    key = os.environ.get("SPECDEC_API_KEY", "").strip()
+    return _checked(key, "'SPECDEC_API_KEY'") if key else None
+
+
+def _checked(key: str, hint: str, where: str = "") -> str:
+    if not key or not key.isascii() or not key.isprintable():  # gRPC would abort on it
+        raise typer.BadParameter(f"{where}holds no API key, which is a line of printable ASCII", param_hint=hint)
+    return key
+
+
+def _credentials(tls: bool, ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+    if not tls and ca is None:
+        for option, file in (("--tls-cert", cert), ("--tls-key", key)):
+            if file is not None:
+                raise typer.BadParameter("is for TLS: give --tls-ca or --tls too", param_hint=f"'{option}'")
+        return None
+    try:
+        return channel_credentials(TlsFiles(cert, key, ca, ("--tls-cert", "--tls-key", "--tls-ca")).read())
+    except TlsError as error:
+        raise typer.BadParameter(str(error)) from None

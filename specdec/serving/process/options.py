@@ -1,0 +1,116 @@
+"""The options that all services have: where they listen, for whom, and how they end."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from specdec.client.tls_files import TlsFiles
+from specdec.command_line import Host, LogLevel, duration
+from specdec.serving.process.server import ServerSettings
+
+SERVER = "server"
+"""The parameter of a service's command in whose place the options stand."""
+
+
+def server_settings(
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the server's certificate, intermediate ones after it. With it all calls need TLS."
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key, unencrypted.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="PEM file of authorities: only clients that show a certificate of theirs are served."),
+    ] = None,
+    tls_client_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name (host, address or URI) that a client's certificate must be for, besides being of "
+            "--tls-client-ca. May be repeated: one of them is enough. By default any name."
+        ),
+    ] = None,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of a second server that answers health checks alone, without TLS: for probes, which know none.",
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port on which Prometheus finds metrics, at /metrics, by HTTP without TLS."
+        ),
+    ] = None,
+    reflection: Annotated[
+        bool, typer.Option(help="Answer gRPC reflection: tools such as grpcurl then need no proto files.")
+    ] = False,
+    drain_seconds: Annotated[
+        float,
+        duration(
+            "Seconds that running requests get to finish when the service is told to stop; the rest is cancelled."
+        ),
+    ] = 30.0,
+    log_level: LogLevel = "info",
+    stop_with_stdin: Annotated[
+        bool, typer.Option(help="Stop when stdin closes, so that a child process does not outlive its parent.")
+    ] = False,
+) -> ServerSettings:
+    """Return the settings of a server by its options."""
+    files = TlsFiles(tls_cert, tls_key, tls_client_ca)
+    if tls_client_name and tls_client_ca is None:
+        raise typer.BadParameter(
+            "is for clients with certificates: give --tls-client-ca too", param_hint="'--tls-client-name'"
+        )
+    return ServerSettings(
+        host,
+        port,
+        drain_seconds,
+        log_level,
+        stop_with_stdin,
+        tls=files if any(files.all) else None,
+        tls_client_names=tuple(tls_client_name or ()),
+        health_port=health_port,
+        metrics_port=metrics_port,
+        reflection=reflection,
+    )
+
+
+def serving(port: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a service's command: in place of its parameter `server` stand the options of all services, with this
+    port by default, and it gets the ServerSettings that they make."""
+    hints = get_type_hints(server_settings, include_extras=True)
+    shared = {
+        name: each.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, each in inspect.signature(server_settings).parameters.items()
+    }
+    shared["port"] = shared["port"].replace(default=port)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            settings = server_settings(**{name: given.pop(name) for name in shared})
+            command(**given, **{SERVER: settings})
+
+        own_hints = get_type_hints(command, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        for name, each in inspect.signature(command).parameters.items():
+            if name == SERVER:
+                parameters += shared.values()
+            else:
+                parameters.append(each.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__doc__ = command.__doc__
+        return run
+
+    return decorate

@@ -1,0 +1,77 @@
+"""Files whose contents are read again when they change.
+
+Whoever changes files replaces them, one after the other or all at once: what does not fit together, or cannot be read,
+is left alone until it can.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import structlog
+
+from specdec.client.tls_files import Version
+
+log = structlog.get_logger()
+
+Contents = TypeVar("Contents", covariant=True)
+
+
+class Files(Protocol[Contents]):
+    """Some files that are read together."""
+
+    @property
+    def what(self) -> str:
+        """What they are, for the log."""
+
+    @property
+    def unusable(self) -> type[Exception]:
+        """The error of `read` for files that cannot be used."""
+
+    @property
+    def all(self) -> Iterable[Path | None]: ...
+
+    def version(self) -> Version:
+        """Return what the files are now; OSError if one cannot be found."""
+
+    def read(self) -> Contents: ...
+
+
+class Watched(Generic[Contents]):
+    """Files as last read, and read again when they have changed. May be asked by any thread."""
+
+    def __init__(self, files: Files[Contents]) -> None:
+        """Read the files; their error if they cannot be used."""
+        self._files = files
+        self._lock = threading.Lock()
+        self._refused: Version | None = None
+        try:
+            self._version = files.version()
+        except OSError:
+            self._version = ()
+        self.contents = files.read()
+
+    def changed(self) -> bool:
+        """Look at the files, and return whether they have other contents since the last call. Files that cannot be used
+        are logged once, and left alone."""
+        with self._lock:
+            try:
+                version = self._files.version()
+                if version in (self._version, self._refused):
+                    return False
+                contents = self._files.read()
+                if self._files.version() != version:  # in the middle of being replaced
+                    return False
+            except OSError:  # a file is gone for a moment
+                return False
+            except self._files.unusable as error:
+                log.warning("files_refused", what=self._files.what, why=str(error))
+                self._refused = version
+                return False
+            self._version, self.contents = version, contents
+            paths = [str(each) for each in self._files.all if each is not None]
+            log.info("files_changed", what=self._files.what, files=paths)
+            return True

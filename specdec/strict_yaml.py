@@ -1,0 +1,32 @@
+"""YAML files, read strictly: a key that is given twice is refused, of which YAML would take the last."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class YamlFileError(Exception):
+    """A file cannot be read, or is no YAML; the message is one line that does not name the file."""
+
+
+def load(path: Path) -> Any:
+    """Return what a YAML file holds; YamlFileError if it cannot be read."""
+    try:
+        return yaml.load(path.read_text(), _Loader)
+    except OSError as error:
+        raise YamlFileError(error.strerror or str(error)) from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise YamlFileError(" ".join(str(error).split())) from None
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            key, _ = Counter(self.construct_object(key, deep=deep) for key, _ in node.value).most_common(1)[0]
+            raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        return found
