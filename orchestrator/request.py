@@ -126,6 +126,7 @@ def parse(
         speculation=speculation,
         tenant=message.tenant if owner is None else owner.name,
         weight=1.0 if owner is None else owner.weight,
+        priority=message.priority,
         rule=rule,
         contrast=message.contrast,
         revision=message.model_fingerprint,

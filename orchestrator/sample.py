@@ -28,6 +28,7 @@ class Sample:
     rule: Rule
     contrast: model_pb2.Contrast
     weight: float = 1.0  # of the tenant, among those that want a verifier at the same time
+    priority: int = 0  # among those of the tenant: lower goes first
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
     time: datetime | None = None  # that the chat template saw

@@ -62,6 +62,8 @@ class VerifierStream(PeerStream):
             top_logprobs=sample.top_logprobs,
             policy=policy,
             tenant=sample.tenant,
+            tenant_weight=sample.weight,
+            priority=sample.priority,
             attempt=attempt,
             coalesce_commits=sample.coalesce_commits,
         )

@@ -50,7 +50,7 @@ class PlainLoop(EngineWorker[Session]):
     def step(self) -> float | None:
         self._queue.admit()
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
-        ready = [entry for entry in ready if self._queue.reserve_text(entry)]
+        ready = self._queue.reserve_texts(ready)
         if not ready:
             return None
         start, packer = time.monotonic(), self._engine.packer()

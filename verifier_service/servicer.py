@@ -15,13 +15,15 @@ from specdec.decoding.speculation import drafters_of
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving import checksum
-from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError
+from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError, TenantLimitError
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import lookahead_from, paths_from, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.validation import (
+    LEAST_WEIGHT,
     MAX_NODES_A_MESSAGE,
+    MOST_WEIGHT,
     drafter_violations,
     lookahead_violations,
     open_size_violations,
@@ -39,6 +41,10 @@ from verifier_service.metrics import metrics
 log = structlog.get_logger()
 
 MOST_LOGPROBS = 20
+
+QUEUE_SHARE = 8
+"""Sessions of a tenant that may wait for memory, for each place in the waiting room that is free: alone it has eight
+ninths of the room, and the more tenants wait, the less each may (dynamic thresholds, Choudhury and Hahne 1998)."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,11 @@ class VerifierServicer(
                 f"{waiting} sessions wait for memory, the limit is {limit}",
                 retry_after=self._backend.stats.expected_wait(waiting),
             )
+        tenant = request.open.tenant
+        share, own = QUEUE_SHARE * (limit - waiting), self._backend.stats.waiting_of[tenant]
+        if own >= max(1, share) and request.open.attempt <= 1:
+            problem = f"{own} of its sessions wait for memory, {share} may while {waiting} do in all"
+            raise TenantLimitError(tenant, problem, self._backend.stats.expected_wait(waiting))
 
     def capacity(self) -> model_pb2.PodCapacity:
         waiting = self._waiting(self._usual_tokens)
@@ -235,6 +246,9 @@ class VerifierServicer(
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
         if message.top_logprobs > MOST_LOGPROBS:
             violations.append(("top_logprobs", f"is {message.top_logprobs}, must be at most {MOST_LOGPROBS}"))
+        if message.tenant_weight and not LEAST_WEIGHT <= message.tenant_weight <= MOST_WEIGHT:
+            problem = f"is {message.tenant_weight:g}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+            violations.append(("tenant_weight", problem))
         violations += _policy_violations(message.policy)
         if violations:
             raise InvalidRequestError(violations)
@@ -248,8 +262,10 @@ class VerifierServicer(
             message.top_logprobs if message.HasField("top_logprobs") else None,
             context,
             message.tenant,
-            opening_checksum,
-            message.coalesce_commits,
+            weight=message.tenant_weight or 1.0,
+            priority=message.priority,
+            checksum=opening_checksum,
+            coalesce_commits=message.coalesce_commits,
         )
         return cast(
             "BackendSession",

@@ -153,7 +153,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self.stats.step_begun, self.stats.step_expected = time.monotonic(), 0.0
         waited = self._delay.end(self.stats.step_begun)
         proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions, self._planner.price)
-        kept = [entry for entry in ready if self._queue.reserve_text(entry)]
+        kept = self._queue.reserve_texts(ready)
         if kept:
             self._run_step(kept, batch, proposed, waited)
         self.stats.step_begun = 0.0
@@ -215,6 +215,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self._speculation.share_threads(self._queue.running)
         self._publisher.publish(results, StepSeconds(verified.forward_seconds, end - start, waited))
         for entry, result in results:
+            self._queue.shares.got_tokens(entry, len(result.tokens))
             entry.awaiting_draft = entry.session.policy.remote
             if result.finish:
                 self._finish(entry)

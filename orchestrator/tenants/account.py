@@ -46,10 +46,10 @@ class Account:
         if tenant is not None:
             most = tenant.max_concurrent_requests
             if most is not None and self.running >= most:
-                raise TenantLimitError(tenant.name, "max_concurrent_requests", most, RETRY_SECONDS)
+                raise TenantLimitError(tenant.name, f"max_concurrent_requests is {most}, all under way", RETRY_SECONDS)
             for name, rate in self._rates.items():
                 if seconds := rate.seconds_until(1):
-                    raise TenantLimitError(tenant.name, name, int(rate.per_minute), seconds)
+                    raise TenantLimitError(tenant.name, f"{name} is {rate.per_minute:.0f}, used up", seconds)
         self._spend("requests_per_minute", 1)
         self.running += 1
         try:

@@ -12,7 +12,6 @@ Keys are long and random (`specdec api-key` makes them), so that a plain hash of
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 from specdec import strict_yaml
 from specdec.client.tls_files import Version, version_of
 from specdec.serving.echo import echo
+from specdec.serving.validation import LEAST_WEIGHT, MOST_WEIGHT
 
 LONGEST_NAME = 256
 """Characters of a tenant's name."""
@@ -122,8 +122,8 @@ def _tenant(name: Any, entry: Any) -> Tenant:
         if value is not None and not (type(value) is int and 1 <= value <= MOST):
             raise ValueError(f"{limit}: is {value!r}, should be a whole number from 1 to {MOST}")
     weight = given.get("weight", 1.0)
-    if type(weight) not in (int, float) or not (math.isfinite(weight) and 0.01 <= weight <= 100):
-        raise ValueError(f"weight: is {weight!r}, should be from 0.01 to 100")
+    if type(weight) not in (int, float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise ValueError(f"weight: is {weight!r}, should be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
     if type(given.get("operator", False)) is not bool:
         raise ValueError(f"operator: is {given['operator']!r}, should be true or false")
     label = given.get("tenant_class", "default")

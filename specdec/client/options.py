@@ -80,6 +80,7 @@ class GenerateOptions(TypedDict, total=False):
     ]
 
     tenant: Annotated[str | None, "Computed prompts are shared within a tenant only."]
+    priority: Annotated[int | None, "Among waiting requests of the same tenant: lower goes first. Default: 0."]
     generated_tokens: Annotated[
         Sequence[int] | None, "Resume a text that broke off with these tokens; needs its seed, and n = 1."
     ]

@@ -113,15 +113,14 @@ class OverloadedError(ServiceError):
 
 
 class TenantLimitError(OverloadedError):
-    """A tenant is at one of its limits."""
+    """A tenant is at one of its limits; others may well be served."""
 
     reason = "TENANT_LIMIT"
 
-    def __init__(self, tenant: str, limit: str, value: int, retry_after: float) -> None:
-        message = f"tenant {echo(tenant)}: {limit} is {value}, which is used up"
-        super().__init__(message, retry_after)
+    def __init__(self, tenant: str, problem: str, retry_after: float) -> None:
+        super().__init__(f"tenant {echo(tenant)}: {problem}", retry_after)
         self._violation = error_details_pb2.QuotaFailure.Violation(
-            subject=f"tenant:{cut(tenant, FIELD_BYTES)}", description=cut(message, PROBLEM_BYTES)
+            subject=f"tenant:{cut(tenant, FIELD_BYTES)}", description=cut(problem, PROBLEM_BYTES)
         )
 
     def details(self) -> Sequence[object]:
@@ -240,6 +239,10 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
     """Translate a peer's refusal into an error for our own caller, in our own words: those of the peer may name
     addresses and exceptions, which belong in the log. Only the fields that it found wrong are passed on."""
     match error.code():
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if quota := _detail(error, error_details_pb2.QuotaFailure()):
+            (violation,) = quota.violations[:1] or (error_details_pb2.QuotaFailure.Violation(),)
+            tenant = violation.subject.removeprefix("tenant:")
+            return TenantLimitError(tenant, f"the {peer} has no room for more of its sessions", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(f"{peer}: has no room for more sessions", _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT:

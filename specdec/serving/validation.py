@@ -149,6 +149,9 @@ def rule_violations(
     return found
 
 
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+"""Share of a tenant, relative to others."""
+
 MAX_CANDIDATES = 128
 MAX_DEPTH = 128
 MAX_BRANCHES = 16

@@ -77,6 +77,7 @@ class GenerateRequest(google.protobuf.message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: builtins.int
     IGNORE_GENERATION_CONFIG_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
@@ -113,6 +114,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """Do without the defaults of the model's generation_config.json: what this request leaves open is neutral then, greedy
     and all else off. The end tokens stay the model's own.
     """
+    priority: builtins.int
+    """Order among requests of the same tenant that wait for memory: lower goes first. Tenants share by their weights."""
     @property
     def tokens(self) -> global___TokenPrompt:
         """Token ids; at least one."""
@@ -173,9 +176,10 @@ class GenerateRequest(google.protobuf.message.Message):
         model_fingerprint: builtins.str = ...,
         prompt_digest: builtins.str = ...,
         ignore_generation_config: builtins.bool = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload

@@ -107,6 +107,8 @@ class VerifyOpen(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     COALESCE_COMMITS_FIELD_NUMBER: builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -125,6 +127,10 @@ class VerifyOpen(google.protobuf.message.Message):
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     coalesce_commits: builtins.bool
     """Nobody waits for single tokens: what several steps add may be sent together, a quarter of a second's worth."""
+    tenant_weight: builtins.float
+    """Share of the tenant, relative to others that want the pod at the same time, from 0.01 to 100; 0 means 1."""
+    priority: builtins.int
+    """Order among texts of the same tenant that wait for memory: lower goes first."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -166,9 +172,11 @@ class VerifyOpen(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         checksum: builtins.int | None = ...,
         coalesce_commits: builtins.bool = ...,
+        tenant_weight: builtins.float = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "policy", b"policy", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
     @typing.overload

@@ -228,6 +228,8 @@ class Client:
         sampling: Sampling | None = None,
         end_tokens: frozenset[int] = frozenset(),
         tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
         top_logprobs: int | None = None,
         max_candidates: int = 8,
         rule: Rule = Rule.COUPLED,
@@ -244,6 +246,8 @@ class Client:
             top_logprobs,
             loop.context,
             tenant,
+            weight,
+            priority,
             coalesce_commits=coalesce_commits,
         )
         self.session = Session(request, policy or Policy(REMOTE, max_candidates, 0.0), 64, VOCABULARY)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
-from specdec.serving.errors import InvalidRequestError
+from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
 from verifier_service.servicer import MOST_LOGPROBS, Limits, VerifierServicer
@@ -74,3 +74,40 @@ def test_a_session_has_the_drafters_that_are_named() -> None:
     assert policy.ngram
     assert not policy.windows
     assert not policy.local_model
+
+
+def test_a_tenants_weight_and_its_order_of_requests() -> None:
+    request = parsed(tenant="acme", tenant_weight=2.5, priority=-3).request
+    assert (request.tenant, request.weight, request.priority) == ("acme", 2.5, -3)
+    assert (parsed().request.weight, parsed().request.priority) == (1.0, 0)
+    assert (parsed(tenant_weight=0.01).request.weight, parsed(tenant_weight=100).request.weight) == (0.01, 100.0)
+
+
+@pytest.mark.parametrize(("weight", "told"), [(0.001, "0.001"), (101, "101"), (-1, "-1"), (float("nan"), "nan")])
+def test_a_weight_that_cannot_be_is_refused(weight: float, told: str) -> None:
+    assert violation(tenant_weight=weight) == ("tenant_weight", f"is {told}, must be from 0.01 to 100")
+
+
+def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
+    """Of 128, alone it takes 114; then another one still has some, and both together never more than there are."""
+    service = servicer()
+    load = service._backend.stats
+
+    def admitted(tenant: str) -> bool:
+        request = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant=tenant))
+        try:
+            service.admit(request)
+        except OverloadedError:
+            return False
+        load.waiting_of[tenant] += 1
+        load.waiting += 1
+        return True
+
+    counts = {tenant: sum(admitted(tenant) for _ in range(200)) for tenant in ("flood", "other", "third")}
+    assert counts == {"flood": 114, "other": 13, "third": 1}
+    with pytest.raises(TenantLimitError, match="'flood': 114 of its sessions wait") as refused:
+        load.waiting -= 1
+        service.admit(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood")))
+    assert refused.value.retry_after > 0
+    again = verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood", attempt=2)
+    service.admit(verifier_pb2.VerifyRequest(open=again))  # a text that has begun goes on

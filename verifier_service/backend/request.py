@@ -21,6 +21,8 @@ class SessionRequest:
     top_logprobs: int | None  # most probable tokens to give logprobs of, besides the chosen one's; None: no logprobs
     context: int  # most tokens of a text
     tenant: str = ""
+    weight: float = 1.0  # share of the tenant, relative to others
+    priority: int = 0  # among sessions of the same tenant: lower goes first
     checksum: int = 0  # of the VerifyOpen
     coalesce_commits: bool = False  # nobody waits for single tokens
 

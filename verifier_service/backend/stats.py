@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class VerifierStats:
 
     running: int = 0
     waiting: int = 0
+    waiting_of: Counter[str] = field(default_factory=Counter)  # waiting sessions by tenant; replaced as a whole
     throttled: int = 0  # waiting sessions that are far ahead of their readers
     steps: int = 0
     rows: int = 0

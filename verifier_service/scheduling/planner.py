@@ -14,6 +14,7 @@ from verifier_service.proposers.windows import open_windows
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.scheduling.shares import prompt_weights
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import Tuning
@@ -93,7 +94,8 @@ class Planner:
         remaining = [entry.session.computable for entry in prompts]
         taken, slowdown = len(packer.tokens), self._prefill_slowdown.factor
         tuning = self._tuning.prefill
-        chunks = prefill_chunks(remaining, decoding, latency, taken, self._step_rows, slowdown, tuning)
+        weights = prompt_weights(prompts)
+        chunks = prefill_chunks(remaining, decoding, latency, taken, self._step_rows, slowdown, tuning, weights)
         for entry, chunk in zip(prompts, chunks, strict=True):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)

@@ -34,8 +34,10 @@ def prefill_chunks(
     most: int,
     slowdown: float = 1.0,
     tuning: PrefillTuning = DEFAULTS.prefill,
+    weights: Sequence[float] | None = None,
 ) -> list[int]:
-    """Return how many tokens of each prompt to compute: equal shares; what short prompts leave goes to the long ones.
+    """Return how many tokens of each prompt to compute: shares by `weights`, equal ones by default; what prompts leave
+    of theirs goes to the others.
 
     `rows` of `decoding` sessions are in the step already. Without any, nobody is held up and `most` is the limit for
     the prompts. With some, `most`, or the next multiple of it that leaves room for `min_chunk_tokens`, limits all rows
@@ -47,10 +49,11 @@ def prefill_chunks(
         seconds = max((1.0 + tuning.max_decode_slowdown * prefills) * cost.of(rows), tuning.slice_seconds * prefills)
         full = most * math.ceil((rows + tuning.min_chunk_tokens) / most)
         budget = max(tuning.min_chunk_tokens, min(full, cost.rows_within(seconds / slowdown)) - rows)
+    weights = weights or [1.0] * len(remaining)
     shares = [0] * len(remaining)
-    waiting = len(remaining)
-    for index in sorted(range(len(remaining)), key=remaining.__getitem__):
-        shares[index] = min(remaining[index], max(1, budget // waiting))
+    waiting = sum(weights)
+    for index in sorted(range(len(remaining)), key=lambda index: remaining[index] / weights[index]):
+        shares[index] = min(remaining[index], max(1, int(budget * weights[index] / max(waiting, weights[index]))))
         budget -= shares[index]
-        waiting -= 1
+        waiting -= weights[index]
     return shares

@@ -1,4 +1,6 @@
-"""The run queue: sessions wait for memory in order of precedence, run while they have it, and may lose it again.
+"""The run queue: sessions wait for memory, run while they have it, and may lose it again.
+
+Tenants share memory by their weights (`shares.py`); among sessions of one tenant, precedence decides.
 
 It belongs to the step loop's thread, with all that it holds.
 """
@@ -8,7 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import structlog
@@ -18,6 +21,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
 from verifier_service.backend.stats import VerifierStats
+from verifier_service.scheduling.shares import Shares, youngest_beyond, youngest_of_largest
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import Session
 from verifier_service.settings.tuning import DEFAULTS
@@ -40,7 +44,8 @@ class RunQueue:
     ) -> None:
         self.pool = pool
         self.running: list[RunningSession] = []  # sessions that have memory, in order of arrival
-        self._waiting: list[RunningSession] = []  # sessions that wait for memory, in order of precedence
+        self._waiting: list[RunningSession] = []  # sessions that wait for memory
+        self.shares = Shares()
         self._engine = engine
         self._stats = stats
         self._max_unread_tokens = max_unread_tokens
@@ -57,43 +62,44 @@ class RunQueue:
         """Queue a session: it is admitted as soon as there is memory for it."""
         entry.arrival = next(self._arrivals)
         entry.waiting_since = time.monotonic()
-        insort(self._waiting, entry, key=lambda a: a.precedence)
+        self._waiting.append(entry)
+        self.shares.joined(entry)
         self._stats.prompt_tokens += entry.session.tree.base
         self._count()
 
     def remove(self, session: Session, *, wipe: bool = False) -> None:
         """Forget a session and free its memory, whatever state it is in."""
         self._take_memory(session, wipe=wipe)
+        for entry in self.all:
+            if entry.session is session:
+                self.shares.left(entry)
         self._waiting = [a for a in self._waiting if a.session is not session]
         self.running = [a for a in self.running if a.session is not session]
         self._count()
 
     def admit(self) -> None:
-        """Give memory to waiting sessions, in order, until there is too little for the next one.
+        """Give memory to waiting sessions, in turn, until there is too little for the next one.
 
-        Throttled sessions are passed over while they wait, and preempted for others while they run."""
-        for entry in [a for a in self._waiting if not self.throttled(a)]:
+        Throttled sessions are passed over while they wait, and preempted for others while they run; so are running
+        sessions of a tenant that has more than its share."""
+        while (entry := self.shares.next(a for a in self._waiting if not self.throttled(a))) is not None:
             while not self._admit(entry):
                 throttled = [a for a in self.running if self.throttled(a)]
-                if not throttled:
+                # One that is throttled cannot use its memory until its reader catches up.
+                victim = throttled[-1] if throttled else youngest_beyond(self.running, entry, entry.session.tree.base)
+                if victim is None:
                     return
-                self._preempt(throttled[-1])  # it cannot use its memory until its reader catches up
+                self._preempt(victim)
 
     def throttled(self, entry: RunningSession) -> bool:
         """True if the session is too far ahead of its reader; a `consumed` message will wake the loop."""
         return entry.session.tree.base - entry.session.consumed > self._max_unread_tokens
 
-    def reserve_text(self, entry: RunningSession) -> bool:
-        """Reserve memory for the text up to the root; preempt the youngest sessions if need be. False if the session
-        has no memory, since it was the youngest itself or has just been preempted for another."""
-        while entry.session.table is not None:
-            try:
-                entry.session.table.reserve(entry.session.tree.base)
-            except PoolFullError:
-                self._preempt(self.running[-1])
-            else:
-                return True
-        return False
+    def reserve_texts(self, entries: Iterable[RunningSession]) -> list[RunningSession]:
+        """Reserve memory for the texts of running sessions up to their roots, and preempt some if need be. Return those
+        that have memory then."""
+        reserved = [entry for entry in entries if self._reserve_text(entry)]
+        return [entry for entry in reserved if entry.session.table is not None]  # not preempted for a later one
 
     def reserve_candidates(self, session: Session, nodes: list[Node]) -> None:
         """Reserve memory for the text with all candidates accepted, if it can be had without a preemption."""
@@ -107,6 +113,17 @@ class RunQueue:
         if kv_copies:
             pairs = np.asarray(kv_copies)
             self._copy(pairs[:, 0], pairs[:, 1])
+
+    def _reserve_text(self, entry: RunningSession) -> bool:
+        """Reserve memory for a text. False if it has none, since it was itself to be preempted."""
+        while entry.session.table is not None:
+            try:
+                entry.session.table.reserve(entry.session.tree.base)
+            except PoolFullError:
+                self._preempt(youngest_of_largest(self.running))
+            else:
+                return True
+        return False
 
     def _admit(self, entry: RunningSession) -> bool:
         session = entry.session
@@ -123,6 +140,7 @@ class RunQueue:
         if not entry.preemptions:
             session.cached_tokens = session.computed
             self._stats.cached_tokens += session.cached_tokens
+            self.shares.got_prompt(entry, session.tree.base - session.computed)
         self._count()
         return True
 
@@ -133,7 +151,7 @@ class RunQueue:
         entry.preemptions += 1
         entry.waiting_since = time.monotonic()
         self.running.remove(entry)
-        insort(self._waiting, entry, key=lambda a: a.precedence)
+        self._waiting.append(entry)
         self._stats.preemptions += 1
         self._count()
         log.info("preempted", tokens=entry.session.tree.base, running=len(self.running))
@@ -149,3 +167,4 @@ class RunQueue:
     def _count(self) -> None:
         self._stats.running, self._stats.waiting = len(self.running), len(self._waiting)
         self._stats.throttled = sum(self.throttled(entry) for entry in self._waiting)
+        self._stats.waiting_of = Counter(entry.tenant for entry in self._waiting)

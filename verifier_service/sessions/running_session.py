@@ -38,6 +38,16 @@ class RunningSession:
         self.awaiting_draft = False
 
     @property
-    def precedence(self) -> tuple[bool, int]:
-        """The key that waiting sessions are sorted by: preempted ones before new ones, then in order of arrival."""
-        return (not self.preemptions, self.arrival)
+    def tenant(self) -> str:
+        return self.session.request.tenant
+
+    @property
+    def weight(self) -> float:
+        """Share of its tenant, relative to others."""
+        return self.session.request.weight
+
+    @property
+    def precedence(self) -> tuple[bool, int, int]:
+        """The key that waiting sessions of a tenant are sorted by: preempted ones before new ones, then by priority,
+        then in order of arrival."""
+        return (not self.preemptions, self.session.request.priority, self.arrival)

@@ -146,7 +146,7 @@ async def test_keys_and_limits_change_without_a_restart(address: str, site: Site
     await until_code(ACME, grpc.StatusCode.UNAUTHENTICATED)
     async with AsyncClient(address, api_key="new") as client:
         await client.tokenize("x")
-        with pytest.raises(Overloaded, match="requests_per_minute is 1") as refused:
+        with pytest.raises(Overloaded, match="requests_per_minute is 1, used up") as refused:
             await client.tokenize("x")
     assert refused.value.reason == "TENANT_LIMIT"
     assert refused.value.retry_after == pytest.approx(60, abs=5)
@@ -176,4 +176,4 @@ async def test_a_limit_is_told_as_google_rpc_has_it(address: str, site: Site) ->
     assert any(detail.Unpack(quota) for detail in rich.details)
     (violation,) = quota.violations
     assert violation.subject == "tenant:acme"
-    assert "requests_per_minute is 1" in violation.description
+    assert "requests_per_minute is 1, used up" in violation.description

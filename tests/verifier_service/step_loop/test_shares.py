@@ -1,0 +1,147 @@
+"""Tenants share a verifier by their weights, whoever comes first and however much of it one wants."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.engine.kv.blocks import BLOCK
+from tests.verifier_service.fakes import Client, TextEngine, run, step_loop
+from tests.verifier_service.step_loop.helpers import check_over, client, turns
+from verifier_service.step_loop import StepLoop
+
+SHORT, LONG = 40, 70
+"""Tokens of prompts that take one block of memory, and two."""
+
+
+def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
+    """Turn until all are over; return the clients in the order in which they first got memory."""
+    order: list[Client] = []
+    while not all(each.over for each in clients):
+        for each in clients:
+            each.read()
+        assert loop.turn() == 0.0
+        order += [each for each in clients if each not in order and (each.has_memory or each.over)]
+    return order
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_turns_go_by_weight(weight: float) -> None:
+    """One text fits at a time, and one tenant was there first with all of its own: the other is next all the same, and
+    from then on gets its share of the turns."""
+    engine = TextEngine(3)
+    loop = step_loop(engine)
+    flood = [client(loop, LONG, seed, 30, tenant="flood") for seed in range(24)]
+    turns(loop, 1)
+    others = [client(loop, LONG, 100 + seed, 30, tenant="other", weight=weight) for seed in range(12)]
+    order = order_of(loop, [*flood, *others])
+    first = Counter(each.session.request.tenant for each in order[:16])
+    assert first["other"] == pytest.approx(16 * weight / (1 + weight), abs=2)
+    check_over(loop, engine, *flood, *others)
+
+
+def test_who_was_away_gets_its_share_and_no_more() -> None:
+    """Turns that a tenant did not want are not saved up for it."""
+    engine = TextEngine(3)
+    loop = step_loop(engine)
+    early = client(loop, LONG, 1, 5, tenant="late")
+    run(loop, early)
+    busy = [client(loop, LONG, 10 + seed, 30, tenant="busy") for seed in range(20)]
+    for _ in range(100):
+        for each in busy:
+            each.read()
+        turns(loop, 1)
+    late = [client(loop, LONG, 50 + seed, 30, tenant="late") for seed in range(8)]
+    left = [each for each in busy if not (each.over or each.has_memory)]
+    assert len(left) > 8
+    order = order_of(loop, [*left, *late])
+    assert Counter(each.session.request.tenant for each in order[:8])["late"] in (4, 5)
+    check_over(loop, engine, early, *busy, *late)
+
+
+def test_priority_orders_the_requests_of_a_tenant_alone() -> None:
+    engine = TextEngine(3)
+    loop = step_loop(engine)
+    first = client(loop, LONG, 1, 30, tenant="a")
+    turns(loop, 1)
+    low = client(loop, LONG, 2, 30, tenant="a", priority=5)
+    usual = client(loop, LONG, 3, 30, tenant="a")
+    urgent = client(loop, LONG, 4, 30, tenant="a", priority=-5)
+    other = client(loop, LONG, 5, 30, tenant="b", priority=100)
+    order = order_of(loop, [first, low, usual, urgent, other])
+    assert [each for each in order if each is not other] == [first, urgent, usual, low]
+    assert order.index(other) == 1  # it had nothing yet
+    check_over(loop, engine, *order)
+
+
+def test_a_tenant_with_too_much_memory_gives_some_to_one_with_less() -> None:
+    """At once, not when its texts are over; its oldest text keeps its memory."""
+    engine = TextEngine(5)
+    loop = step_loop(engine)
+    flood = [client(loop, SHORT, seed, 200, tenant="flood") for seed in range(4)]
+    turns(loop, 2)
+    assert sum(each.has_memory for each in flood) >= 3
+    other = client(loop, SHORT, 9, 5, tenant="other")
+    turns(loop, 1)
+    assert other.has_memory
+    assert flood[0].has_memory
+    assert loop.stats.preemptions >= 1
+    run(loop, *flood, other)
+    check_over(loop, engine, *flood, other)
+
+
+def test_memory_is_not_taken_from_who_has_no_more() -> None:
+    engine = TextEngine(5)
+    loop = step_loop(engine)
+    mine = [client(loop, SHORT, seed, 20, tenant="a") for seed in range(2)]
+    turns(loop, 2)
+    theirs = [client(loop, SHORT, 5 + seed, 20, tenant="b") for seed in range(4)]
+    turns(loop, 2)
+    assert all(each.has_memory for each in mine)
+    assert loop.stats.preemptions == 0
+    run(loop, *mine, *theirs)
+    check_over(loop, engine, *mine, *theirs)
+
+
+def test_prompts_share_a_step_by_tenant() -> None:
+    """Twenty prompts of one tenant are computed no faster than one of another."""
+    engine = TextEngine(200)
+    loop = step_loop(engine, step_rows=64)
+    flood = [client(loop, 3 * BLOCK, seed, 2, tenant="flood") for seed in range(20)]
+    other = client(loop, 3 * BLOCK, 99, 2, tenant="other")
+    turns(loop, 1)
+    assert other.session.computed == 32
+    assert max(each.session.computed for each in flood) <= 2
+    turns(loop, 6)
+    assert other.tokens
+    assert not any(each.tokens for each in flood)
+    run(loop, *flood, other)
+    check_over(loop, engine, *flood, other)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(3, 6),
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcd"), st.integers(5, 150), st.integers(1, 60), st.sampled_from([0.01, 1.0, 100.0])
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+)
+def test_everyone_gets_its_tokens(blocks: int, asked: list[tuple[str, int, int, float]]) -> None:
+    """However little memory there is and however uneven the weights: nobody waits for ever, and no token differs."""
+    engine = TextEngine(blocks + 2)
+    loop = step_loop(engine)
+    weights = {tenant: weight for tenant, _, _, weight in asked}
+    clients = [
+        client(loop, length, seed, most, tenant=tenant, weight=weights[tenant])
+        for seed, (tenant, length, most, _) in enumerate(asked)
+    ]
+    run(loop, *clients, turns=5000)
+    check_over(loop, engine, *clients)
+    assert not loop._queue.shares._sessions
