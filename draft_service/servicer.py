@@ -156,7 +156,7 @@ class DraftServicer(
             round_trip=message.round_trip_us * 1e-6,
         )
 
-    def parse(self, request: draft_pb2.DraftRequest) -> Session:
+    def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> Session:
         """Return the session that an `open` asks for; InvalidRequestError if a value is invalid. All are
         checked, whoever sent them."""
         message = request.open

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import PodCapacity
-from specdec.serving.errors import OverloadedError, TenantLimitError
+from specdec.serving.errors import OverloadedError, TenantLimitError, TooLateError
 from specdec.v2 import model_pb2
 
 MAX_OPENINGS = 64
@@ -52,7 +52,7 @@ class Admission:
             load.opening += 1
             try:
                 yield
-            except TenantLimitError:
+            except (TenantLimitError, TooLateError):
                 raise  # others need not be refused
             except OverloadedError as refusal:
                 full = model_pb2.PodCapacity(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))

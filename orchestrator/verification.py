@@ -18,7 +18,7 @@ from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from orchestrator.verifier_choice import VerifierChoice
 from orchestrator.verifier_stream import VerifierStream
-from specdec.serving.errors import InvalidRequestError, ModelFailureError, OverloadedError, ServiceError
+from specdec.serving.errors import InvalidRequestError, ModelFailureError, OverloadedError, ServiceError, TooLateError
 from specdec.v2 import model_pb2, verifier_pb2
 
 log = structlog.get_logger()
@@ -69,6 +69,8 @@ class Verification:
                 except LostError as lost:
                     self._note_lost(stream, lost)
                 except (OverloadedError, LeftAloneError) as error:
+                    if isinstance(error, TooLateError) and stream.opened:
+                        raise  # it has waited for memory in vain; elsewhere it would begin to wait anew
                     choice.refused(pod, error)
                 except UnfitError as unfit:
                     choice.unfit(pod, unfit.error)

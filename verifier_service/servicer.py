@@ -92,8 +92,8 @@ class VerifierServicer(
     def attach(self, session: BackendSession, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
         self._backend.serve(session, responses, response)
 
-    def admit(self, request: verifier_pb2.VerifyRequest) -> None:
-        super().admit(request)
+    def admit(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> None:
+        super().admit(request, deadline)
         text = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
         tokens = BLOCK * -(-(text + 1) // BLOCK)  # whole blocks for the text and one token more
         self._usual_tokens += 0.1 * (tokens - self._usual_tokens)
@@ -108,6 +108,10 @@ class VerifierServicer(
         if own >= max(1, share) and request.open.attempt <= 1:
             problem = f"{own} of its sessions wait for memory, {share} may while {waiting} do in all"
             raise TenantLimitError(tenant, problem, self._backend.stats.expected_wait(waiting))
+        if request.open.attempt <= 1:
+            error = self._backend.stats.too_late(request.open.max_tokens, deadline, max(0, waiting))
+            if error is not None:
+                raise error
 
     def capacity(self) -> model_pb2.PodCapacity:
         waiting = self._waiting(self._usual_tokens)
@@ -228,7 +232,7 @@ class VerifierServicer(
             lookahead=lookahead_from(message.lookahead) if message.HasField("lookahead") else None,
         )
 
-    def parse(self, request: verifier_pb2.VerifyRequest) -> BackendSession:
+    def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:
         """Return the session that `open` asks for; every value is checked, whoever sent it."""
         message = request.open
         opening_checksum = checksum.of_opening(message)
@@ -264,6 +268,7 @@ class VerifierServicer(
             message.tenant,
             weight=message.tenant_weight or 1.0,
             priority=message.priority,
+            deadline=deadline if message.attempt <= 1 else None,
             checksum=opening_checksum,
             coalesce_commits=message.coalesce_commits,
         )

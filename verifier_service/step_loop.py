@@ -223,8 +223,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def _finish(self, entry: RunningSession) -> None:
         """End a session whose text is complete."""
         self._speculation.finished(entry.session)
-        lifetime = time.monotonic() - entry.admitted_at
-        self.stats.lifetime += self._tuning.lifetime_smoothing * (lifetime - self.stats.lifetime)
+        session = entry.session
+        tokens = session.tree.base - len(session.request.prompt) - len(session.request.generated)
+        self.stats.finished(tokens, time.monotonic() - entry.admitted_at, self._tuning.lifetime_smoothing)
         self.detach(entry.session)
 
     # --- sessions that leave, and failures ----------------------------------------------------------

@@ -120,6 +120,9 @@ class Context:
 
     responses: Pipe
 
+    def time_remaining(self) -> None:
+        """Return how long the call may take: as long as it likes."""
+
     async def write(self, message: Message) -> None:
         self.responses.send(message)
 

@@ -103,8 +103,8 @@ class DraftSession(draft_service.session.Session):
 class DraftServicer(draft_service.servicer.DraftServicer):
     """A draft servicer of synchronous sessions."""
 
-    def parse(self, request: draft_pb2.DraftRequest) -> DraftSession:
-        plain = super().parse(request)
+    def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> DraftSession:
+        plain = super().parse(request, deadline)
         return DraftSession(plain.request, plain.policy, plain.vocabulary, self._calibrations.of(plain.request.sampler))
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
@@ -138,8 +138,8 @@ class VerifierSession(verifier_service.sessions.session.Session):
 class VerifierServicer(verifier_service.servicer.VerifierServicer):
     """A verifier servicer of synchronous sessions."""
 
-    def parse(self, request: verifier_pb2.VerifyRequest) -> VerifierSession:
-        plain = cast("verifier_service.sessions.session.Session", super().parse(request))
+    def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> VerifierSession:
+        plain = cast("verifier_service.sessions.session.Session", super().parse(request, deadline))
         vocabulary = self.identity.vocabulary_size
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 

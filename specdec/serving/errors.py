@@ -7,7 +7,8 @@ ServiceError
 ├── UnauthenticatedError     UNAUTHENTICATED       the API key is missing or not known
 ├── PermissionDeniedError    PERMISSION_DENIED     the caller may not ask for this
 ├── OverloadedError          RESOURCE_EXHAUSTED    full; says when to come back
-│   └── TenantLimitError     RESOURCE_EXHAUSTED    the tenant is at its limit, whatever room there is
+│   ├── TenantLimitError     RESOURCE_EXHAUSTED    the tenant is at its limit, whatever room there is
+│   └── TooLateError         RESOURCE_EXHAUSTED    the text would not be finished before its deadline
 ├── PeerLostError            UNAVAILABLE           another service is gone
 ├── DeadlineError            DEADLINE_EXCEEDED     the caller's time is over
 ├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
@@ -127,6 +128,12 @@ class TenantLimitError(OverloadedError):
         return (*super().details(), error_details_pb2.QuotaFailure(violations=[self._violation]))
 
 
+class TooLateError(OverloadedError):
+    """A text would not be finished before its caller's deadline, so it is not begun."""
+
+    reason = "TOO_LATE"
+
+
 class UnauthenticatedError(ServiceError):
     reason = "UNAUTHENTICATED"
 
@@ -191,6 +198,7 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TenantLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TooLateError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     PeerLostError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -243,6 +251,8 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             (violation,) = quota.violations[:1] or (error_details_pb2.QuotaFailure.Violation(),)
             tenant = violation.subject.removeprefix("tenant:")
             return TenantLimitError(tenant, f"the {peer} has no room for more of its sessions", _retry_after(error))
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if _reason(error) == TooLateError.reason:
+            return TooLateError(f"{peer}: could not finish the text before the deadline", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(f"{peer}: has no room for more sessions", _retry_after(error))
         case grpc.StatusCode.INVALID_ARGUMENT:
@@ -266,6 +276,12 @@ def _violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:
     """Return the fields that the peer found wrong."""
     bad = _detail(error, error_details_pb2.BadRequest())
     return [] if bad is None else [(found.field, found.description) for found in bad.field_violations]
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    """Return the reason that the peer names; empty if it names none."""
+    info = _detail(error, error_details_pb2.ErrorInfo())
+    return "" if info is None else str(info.reason)
 
 
 def _retry_after(error: grpc.aio.AioRpcError) -> float:

@@ -78,9 +78,9 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """Sessions that the worker has not taken yet."""
         return self._submitted - self._taken
 
-    def admit(self, request: Request) -> None:
-        """Raise OverloadedError if no more sessions can be taken, EngineLostError if none can be served. Runs on the
-        event loop, so that a refusal waits for no step."""
+    def admit(self, request: Request, deadline: float | None) -> None:
+        """Raise OverloadedError if no more sessions can be taken, EngineLostError if none can be served. `deadline` is
+        the caller's, in monotonic time. Runs on the event loop, so that a refusal waits for no step."""
         if not self.works:
             raise EngineLostError
         if not self.room:
@@ -96,8 +96,9 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         return model_pb2.PodCapacity(sessions=self._sessions, room=self.room)
 
     @abstractmethod
-    def parse(self, request: Request) -> Session:
-        """Return the session that an `open` asks for; ServiceError if it is refused."""
+    def parse(self, request: Request, deadline: float | None) -> Session:
+        """Return the session that an `open` asks for; ServiceError if it is refused. `deadline` is the caller's, in
+        monotonic time."""
 
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response]) -> None:
@@ -129,13 +130,14 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         first = await self._openings.first(requests)
         if first is None or _kind(first) != "open":
             raise ProtocolError("the first message of a session must be `open`")
-        self.admit(first)
+        left = context.time_remaining()
+        deadline = None if left is None else time.monotonic() + left
+        self.admit(first, deadline)
         self._sessions += 1
         try:
             long = first.ByteSize() > LONG_BYTES
-            await self._serve(
-                await asyncio.to_thread(self.parse, first) if long else self.parse(first), requests, context
-            )
+            session = await asyncio.to_thread(self.parse, first, deadline) if long else self.parse(first, deadline)
+            await self._serve(session, requests, context)
         finally:
             self._sessions -= 1
 

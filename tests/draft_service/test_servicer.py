@@ -32,7 +32,7 @@ def parsed(**fields: Any) -> Session:
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
     servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), identity, Limits())
     usual: dict[str, Any] = {"prompt_tokens": [1, 2], "max_tokens": 10, "vocabulary_size": VOCABULARY // 2}
-    return servicer.parse(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(**(usual | fields))))
+    return servicer.parse(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(**(usual | fields))), None)
 
 
 UNKNOWN = VOCABULARY // 2

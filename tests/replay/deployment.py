@@ -305,7 +305,7 @@ class Deployment:
         opening = verifier_pb2.VerifyOpen(**{**text.request.options, **self._common(text)}, policy=policy)
         request = verifier_pb2.VerifyRequest(open=opening)
         self._count(request)
-        text.verifier = self._verifier.parse(request)
+        text.verifier = self._verifier.parse(request, None)
         self._verifier.attach(text.verifier, text.verifier_mail)
         opened = self._verifier.opened(text.verifier).opened
         price = opened.min_candidate_probability if opened.drafting_wanted else 1.0
@@ -325,7 +325,7 @@ class Deployment:
             return
         request = draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(**self._common(text), policy=policy))
         self._count(request)
-        text.draft = self._drafts.parse(request)
+        text.draft = self._drafts.parse(request, None)
         self._drafts.attach(text.draft, text.draft_mail)
 
     def _to_verifier(self, text: Text, request: verifier_pb2.VerifyRequest) -> None:

@@ -27,9 +27,9 @@ class Overheard(DraftServicer):
 
     asked: list[draft_pb2.DraftOpen]
 
-    def parse(self, request: draft_pb2.DraftRequest) -> Session:
+    def parse(self, request: draft_pb2.DraftRequest, deadline: float | None) -> Session:
         self.asked.append(request.open)
-        return super().parse(request)
+        return super().parse(request, deadline)
 
 
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.REMOTE_DRAFT])

@@ -287,6 +287,10 @@ class FrozenContext:
         self._service = service
         self._context = context
 
+    def time_remaining(self) -> float | None:
+        left: float | None = self._context.time_remaining()
+        return left
+
     async def write(self, response: verifier_pb2.VerifyResponse) -> None:
         await self._service.thawed.wait()
         await self._context.write(self._service.changed(response))

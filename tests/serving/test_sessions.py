@@ -40,7 +40,7 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
         super().__init__(worker, 10)
         self.acted = 0
 
-    def parse(self, request: verifier_pb2.VerifyRequest) -> Any:
+    def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> Any:
         return object()
 
     def attach(self, session: Any, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
@@ -64,6 +64,9 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
 
 class Context:
     """Takes what is written."""
+
+    def time_remaining(self) -> None:
+        pass
 
     async def write(self, response: Any) -> None:
         pass

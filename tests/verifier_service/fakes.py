@@ -230,6 +230,7 @@ class Client:
         tenant: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        deadline: float | None = None,
         top_logprobs: int | None = None,
         max_candidates: int = 8,
         rule: Rule = Rule.COUPLED,
@@ -248,6 +249,7 @@ class Client:
             tenant,
             weight,
             priority,
+            deadline,
             coalesce_commits=coalesce_commits,
         )
         self.session = Session(request, policy or Policy(REMOTE, max_candidates, 0.0), 64, VOCABULARY)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter
-from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError
+from specdec.serving.errors import InvalidRequestError, OverloadedError, TenantLimitError, TooLateError
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
 from verifier_service.servicer import MOST_LOGPROBS, Limits, VerifierServicer
@@ -21,7 +22,7 @@ def servicer() -> VerifierServicer:
 
 def parsed(**fields: Any) -> Session:
     usual: dict[str, Any] = {"prompt_tokens": [2, 3], "max_tokens": 10}
-    session = servicer().parse(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(**(usual | fields))))
+    session = servicer().parse(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(**(usual | fields))), None)
     assert isinstance(session, Session)
     return session
 
@@ -96,7 +97,7 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
     def admitted(tenant: str) -> bool:
         request = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant=tenant))
         try:
-            service.admit(request)
+            service.admit(request, None)
         except OverloadedError:
             return False
         load.waiting_of[tenant] += 1
@@ -105,9 +106,32 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
 
     counts = {tenant: sum(admitted(tenant) for _ in range(200)) for tenant in ("flood", "other", "third")}
     assert counts == {"flood": 114, "other": 13, "third": 1}
+    load.waiting -= 1
     with pytest.raises(TenantLimitError, match="'flood': 114 of its sessions wait") as refused:
-        load.waiting -= 1
-        service.admit(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood")))
+        service.admit(verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood")), None)
     assert refused.value.retry_after > 0
     again = verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="flood", attempt=2)
-    service.admit(verifier_pb2.VerifyRequest(open=again))  # a text that has begun goes on
+    service.admit(verifier_pb2.VerifyRequest(open=again), None)  # a text that has begun goes on
+
+
+def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
+    """As soon as it is known how long texts take: nothing is refused on a guess, nor while the pod is idle."""
+    service, now = servicer(), time.monotonic()
+    load = service._backend.stats
+    long = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], max_tokens=1000))
+    service.admit(long, now + 0.001)
+    load.interval, load.usual_tokens, load.lifetime = 0.1, 400.0, 40.0
+    service.admit(long, now + 0.001)
+    load.running = 4
+    with pytest.raises(TooLateError, match=r"would take about 50\.0 s, (30\.0|29\.9) s are left") as refused:
+        service.admit(long, now + 30)
+    assert refused.value.retry_after > 0
+    service.admit(long, now + 60)
+    service.admit(long, None)
+    long.open.max_tokens = 200
+    service.admit(long, now + 30)
+    load.waiting = 3
+    with pytest.raises(TooLateError, match=r"would take about 65\.0 s"):  # four of 40 s are over in 40 s, and then it
+        service.admit(long, now + 60)
+    long.open.attempt = 2
+    service.admit(long, now + 1)  # a text that has begun goes on for as long as it may

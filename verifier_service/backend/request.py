@@ -23,6 +23,7 @@ class SessionRequest:
     tenant: str = ""
     weight: float = 1.0  # share of the tenant, relative to others
     priority: int = 0  # among sessions of the same tenant: lower goes first
+    deadline: float | None = None  # of the caller, in monotonic time
     checksum: int = 0  # of the VerifyOpen
     coalesce_commits: bool = False  # nobody waits for single tokens
 

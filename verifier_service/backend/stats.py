@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from specdec.serving.errors import TooLateError
 from specdec.serving.histogram import Histogram
 from verifier_service.backend.result import VerifyResult
 
 LONGEST_TOLD = 16
 """Accepted candidates of a step from which lengths are counted as one."""
+
+INTERVAL_SMOOTHING = 0.1
+"""Weight of the last step in the moving average of intervals."""
+
+SLOWER = 1.25
+"""How many times as long as at the present pace a text is expected to take: more will come that share its steps."""
 
 
 @dataclass
@@ -38,6 +46,8 @@ class VerifierStats:
     step_seconds: Histogram = field(default_factory=Histogram)
     accepted_lengths: list[int] = field(default_factory=lambda: [0] * (LONGEST_TOLD + 1))
     """Steps of sessions that had candidates, by how many were accepted."""
+    interval: float = 0.0  # seconds from token to token of a session, moving average; 0: not known
+    usual_tokens: float = 0.0  # tokens that are generated in a session until it is finished, moving average
     lifetime: float = 1.0  # seconds from admission to the end of a session, moving average
 
     def observe(self, rows: int, seconds: float, results: Iterable[VerifyResult]) -> None:
@@ -46,12 +56,35 @@ class VerifierStats:
         self.rows += rows
         self.busy += seconds
         self.step_seconds.observe(seconds)
+        results = list(results)
+        if results:
+            interval = seconds * len(results) / max(1, sum(len(result.tokens) for result in results))
+            self.interval += INTERVAL_SMOOTHING * (interval - self.interval) if self.interval else interval
         for result in results:
             self.committed += len(result.tokens)
             self.drafted += result.offered
             self.accepted += result.accepted
             if result.offered:
                 self.accepted_lengths[min(result.accepted, LONGEST_TOLD)] += 1
+
+    def finished(self, tokens: int, seconds: float, smoothing: float) -> None:
+        """Count a session that has generated so many tokens in so many seconds, until it was finished."""
+        self.lifetime += smoothing * (seconds - self.lifetime)
+        self.usual_tokens += smoothing * (tokens - self.usual_tokens) if self.usual_tokens else tokens
+
+    def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
+        """Return the error for a text of at most `most` tokens, or as many as texts usually have, that is behind
+        `waiting` others, if at the present pace it would not be finished by its deadline (monotonic time). None: it
+        would, or nobody knows: nothing runs, or nothing was finished yet."""
+        if deadline is None or not self.running:
+            return None
+        wait = self.expected_wait(waiting) if waiting else 0.0
+        seconds, left = wait + SLOWER * self.interval * min(most, self.usual_tokens), deadline - time.monotonic()
+        if seconds <= left:
+            return None
+        return TooLateError(
+            f"the text would take about {seconds:.1f} s, {max(0.0, left):.1f} s are left", self.expected_wait(waiting)
+        )
 
     def expected_wait(self, waiting: int) -> float:
         """Return the seconds until `waiting` sessions and one more are expected to have got memory."""

@@ -20,6 +20,7 @@ from specdec.decoding.tree import Node
 from specdec.engine.engine import Engine
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
+from specdec.serving.errors import TooLateError
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.shares import Shares, youngest_beyond, youngest_of_largest
 from verifier_service.sessions.running_session import RunningSession
@@ -81,8 +82,13 @@ class RunQueue:
         """Give memory to waiting sessions, in turn, until there is too little for the next one.
 
         Throttled sessions are passed over while they wait, and preempted for others while they run; so are running
-        sessions of a tenant that has more than its share."""
+        sessions of a tenant that has more than its share. A text that would not be finished before its deadline is
+        refused while it waits."""
         while (entry := self.shares.next(a for a in self._waiting if not self.throttled(a))) is not None:
+            if error := self._too_late(entry):
+                self.remove(entry.session)
+                entry.responses.send(error)
+                continue
             while not self._admit(entry):
                 throttled = [a for a in self.running if self.throttled(a)]
                 # One that is throttled cannot use its memory until its reader catches up.
@@ -113,6 +119,11 @@ class RunQueue:
         if kv_copies:
             pairs = np.asarray(kv_copies)
             self._copy(pairs[:, 0], pairs[:, 1])
+
+    def _too_late(self, entry: RunningSession) -> TooLateError | None:
+        """Return the error for a session that is not begun, since it would not be finished in time; None: it would."""
+        request = entry.session.request
+        return None if entry.preemptions else self._stats.too_late(request.max_tokens, request.deadline, 0)
 
     def _reserve_text(self, entry: RunningSession) -> bool:
         """Reserve memory for a text. False if it has none, since it was itself to be preempted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.kv.blocks import BLOCK
+from specdec.serving.errors import TooLateError
 from tests.verifier_service.fakes import Client, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import check_over, client, turns
 from verifier_service.step_loop import StepLoop
@@ -120,6 +122,24 @@ def test_prompts_share_a_step_by_tenant() -> None:
     assert not any(each.tokens for each in flood)
     run(loop, *flood, other)
     check_over(loop, engine, *flood, other)
+
+
+def test_no_step_is_spent_on_a_text_that_cannot_be_finished_in_time() -> None:
+    """It is refused when its turn comes, not begun; those behind it are served."""
+    engine = TextEngine(3)
+    loop = step_loop(engine)
+    first = client(loop, LONG, 1, 30)
+    turns(loop, 3)
+    loop.stats.interval, loop.stats.usual_tokens = 1000.0, 30.0  # seconds a token
+    late = client(loop, LONG, 2, 30, deadline=time.monotonic() + 60)
+    patient = client(loop, LONG, 3, 30)
+    begun = client(loop, SHORT, 4, 30, deadline=time.monotonic() + 60)
+    begun.running.preemptions = 1  # its reader has some of it
+    run(loop, first, late, patient, begun)
+    assert isinstance(late.mail.error, TooLateError)
+    assert not late.tokens
+    late.mail.error = None
+    check_over(loop, engine, first, patient, begun)
 
 
 @settings(max_examples=30, deadline=None)
