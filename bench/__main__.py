@@ -29,6 +29,8 @@ ROOMS = {
     "serving": {
         "first-token": "seconds from a command until the first token, beside vLLM's and llama.cpp's servers",
         "chunking": "what a long prompt costs the other streams",
+        "fairness": "what a tenant notices of another that floods the verifier",
+        "goodput": "requests complete before their deadline, by how many come",
         "overload": "who is served and who is refused under ten times the load",
         "overhead": "where the time of a verifier's step goes, by profile",
     },

@@ -1,0 +1,58 @@
+"""Measure what a tenant notices of another that floods a verifier: time to first token, and its part of the tokens.
+
+    python -m bench fairness [--rounds 3 --seconds 20]
+
+A quiet tenant asks for a fifth of what the verifier can do, another one for ten times as much as that. In turns: the
+quiet one alone; both, as two tenants; both under one name, which is first come, first served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.arguments import parser_of
+from bench.serving.open_loop import VERIFIER, Answer, arrivals, capacity, completed
+from specdec.client import AsyncClient
+from specdec.local import DEMO, Stack
+
+QUIET, FLOOD = "quiet", "flood"
+
+
+async def measure(address: str, rounds: int, seconds: float) -> None:
+    async with AsyncClient(address) as quiet, AsyncClient(address) as flooding:
+        most = await capacity(quiet, seconds / 2)
+        rate = most / 5
+        print(f"capacity: {most:.1f} requests a second; quiet asks for {rate:.1f}, flood for {10 * rate:.1f}")
+        found: dict[str, list[Answer]] = {"alone": [], "two tenants": [], "one name": []}
+        floods: dict[str, list[Answer]] = {name: [] for name in found}
+        for number in range(rounds):
+            for name, other in (("alone", None), ("two tenants", FLOOD), ("one name", QUIET)):
+                both = [arrivals(quiet, rate, seconds, seed=number, tenant=QUIET)]
+                if other is not None:
+                    both.append(arrivals(flooding, 10 * rate, seconds, seed=1000 + number, tenant=other))
+                mine, *theirs = await asyncio.gather(*both)
+                found[name] += mine
+                floods[name] += theirs[0] if theirs else []
+    alone = np.percentile([each.first or np.inf for each in found["alone"]], 95)
+    for name, answers in found.items():
+        firsts = [each.first or np.inf for each in answers]
+        p50, p95 = np.percentile(firsts, [50, 95])
+        errors = Counter(each.error for each in answers if each.error)
+        print(
+            f"{name:12} quiet: {len(answers)} asked, {len(completed(answers))} complete {dict(errors)}; first token "
+            f"median {p50:.3f} s, p95 {p95:.3f} s, {p95 / alone:.2f} of alone; flood: {len(floods[name])} asked, "
+            f"{len(completed(floods[name]))} complete"
+        )
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("fairness", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    args = parser.parse_args(given)
+    with Stack.start(DEMO / "target", "none", dtype="float32", verifier_options=VERIFIER) as stack:
+        asyncio.run(measure(stack.address, args.rounds, args.seconds))

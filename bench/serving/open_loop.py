@@ -1,0 +1,77 @@
+"""Requests that come when they come, whether or not those before are over: an open loop, as users are one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from demo.prompts import held_out
+from specdec.client import AsyncClient, SpecdecError
+
+PROMPT_TOKENS = 64
+TOKENS = 64
+"""Tokens of a prompt and of a text."""
+
+MEMORY = 4096
+VERIFIER = ("--kv-tokens", str(MEMORY), "--threads", "1")
+"""Options of the verifier: memory for some thirty texts. One core computes; the other is for all the rest."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a request."""
+
+    first: float | None  # seconds to the first token; None: there was none
+    seconds: float  # to the end
+    error: str | None  # name of the error that ended it; None: it is complete
+
+
+async def ask(client: AsyncClient, prompt: list[int], tenant: str, timeout: float | None) -> Answer:
+    begin, first = time.perf_counter(), None
+    try:
+        async with client.generate(
+            tokens=prompt, max_tokens=TOKENS, ignore_end_token=True, tenant=tenant, speculation="off", timeout=timeout
+        ) as chunks:
+            async for _ in chunks:
+                first = first or time.perf_counter() - begin
+    except SpecdecError as error:
+        return Answer(first, time.perf_counter() - begin, type(error).__name__)
+    return Answer(first, time.perf_counter() - begin, None)
+
+
+async def arrivals(
+    client: AsyncClient, rate: float, seconds: float, *, seed: int, tenant: str = "", timeout: float | None = None
+) -> list[Answer]:
+    """Ask at Poisson times, so many a second for so long; return all answers."""
+    dice = random.Random(seed)
+    prompts = held_out(max(1, int(2 * rate * seconds)), tokens=PROMPT_TOKENS, seed=seed)
+    begin, at, asked = time.perf_counter(), 0.0, []
+    for prompt in prompts:
+        at += dice.expovariate(rate)
+        if at > seconds:
+            break
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        asked.append(asyncio.create_task(ask(client, prompt, tenant, timeout)))
+    return await asyncio.gather(*asked)
+
+
+async def capacity(client: AsyncClient, seconds: float, at_once: int = 48) -> float:
+    """Return the requests a second that are completed when there is always another one."""
+    prompts, done = iter(held_out(4000, tokens=PROMPT_TOKENS, seed=7)), 0
+    end = time.perf_counter() + seconds
+
+    async def ask_on() -> None:
+        nonlocal done
+        while time.perf_counter() < end:
+            answer = await ask(client, next(prompts), "", None)
+            done += answer.error is None and time.perf_counter() < end
+
+    await asyncio.gather(*(ask_on() for _ in range(at_once)))
+    return done / seconds
+
+
+def completed(answers: Sequence[Answer]) -> list[Answer]:
+    return [each for each in answers if each.error is None]
