@@ -10,6 +10,9 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.v2 import model_pb2
 
 PROTOCOL_VERSION = 2
+OLDEST_PROTOCOL_VERSION = 2
+"""The newest and the oldest version of the protocol that is spoken here. What a peer may ignore makes no new version.
+The package, as in specdec.v2, names the first version of a line."""
 
 
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
@@ -17,6 +20,7 @@ def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> mode
     mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST
     return model_pb2.ModelIdentity(
         protocol_version=PROTOCOL_VERSION,
+        oldest_protocol_version=OLDEST_PROTOCOL_VERSION,
         model=directory.name,
         tokenizer_fingerprint=directory.tokenizer_fingerprint,
         model_fingerprint=directory.model_fingerprint,

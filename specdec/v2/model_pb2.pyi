@@ -193,8 +193,9 @@ class ModelIdentity(google.protobuf.message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     NUMERICS_MODE_FIELD_NUMBER: builtins.int
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
-    """Version of this protocol that the pod speaks; a peer of another version refuses the session."""
+    """Newest version of this protocol that the pod speaks. A peer refuses the session if the two speak none in common."""
     model: builtins.str
     """Name the model is served under."""
     tokenizer_fingerprint: builtins.str
@@ -214,6 +215,8 @@ class ModelIdentity(google.protobuf.message.Message):
     """Number of token ids the model can name."""
     numerics_mode: global___NumericsMode.ValueType
     """Whether tokens depend on who shares a step."""
+    oldest_protocol_version: builtins.int
+    """Oldest version of this protocol that the pod speaks; 0: it speaks `protocol_version` alone."""
     def __init__(
         self,
         *,
@@ -225,8 +228,9 @@ class ModelIdentity(google.protobuf.message.Message):
         context_tokens: builtins.int = ...,
         vocabulary_size: builtins.int = ...,
         numerics_mode: global___NumericsMode.ValueType = ...,
+        oldest_protocol_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "protocol_version", b"protocol_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ModelIdentity = ModelIdentity
 
