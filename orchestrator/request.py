@@ -105,11 +105,12 @@ def parse(
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
     speculation = _speculation(message, violations)
-    rule = rule_of(message.rule, sampling)
-    if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
-        violations.append(("rule", f"is {rule.name}, lets drafts influence tokens, and those here are not trusted"))
     if violations:
         raise InvalidRequestError(violations)
+    rule = rule_of(message.rule, sampling)
+    if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
+        problem = f"is {rule.name}, lets drafts influence tokens, and those here are not trusted (--trust-drafts)"
+        raise InvalidRequestError([("rule", problem)])
     if message.prompt_digest and message.prompt_digest != digest(prompt):
         raise PromptChangedError("prompt: becomes other tokens here than those that the text was begun with")
 

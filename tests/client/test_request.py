@@ -41,6 +41,7 @@ EVERY_OPTION: dict[str, Any] = {
     "alpha": 0.25,
     "amateur_temperature": 0.5,
     "tenant": "t",
+    "priority": -2,
     "generated_tokens": [1, 2],
     "model_fingerprint": "f1",
     "prompt_digest": "d1",
@@ -84,6 +85,7 @@ def test_every_option_has_its_place() -> None:
         contrast=model_pb2.Contrast(alpha=0.25, amateur_temperature=0.5),
         generated_tokens=[1, 2],
         tenant="t",
+        priority=-2,
         model_fingerprint="f1",
         prompt_digest="d1",
     )

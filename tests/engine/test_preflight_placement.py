@@ -106,10 +106,10 @@ def test_the_demo_pair_passes_on_one_machine() -> None:
 def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
     directory = ModelDirectory(DEMO / "target")
     wide, narrow = (memory_needed(directory, Placement(dtype=dtype)) for dtype in ("float32", "bfloat16"))
-    more = memory_needed(directory, Placement(kv_tokens=1024))
+    more = memory_needed(directory, Placement(dtype="float32", kv_tokens=1024))
     assert wide.weights == 2 * narrow.weights > 0
     assert wide.kv == 2 * narrow.kv == more.kv // 2 > 0
-    assert memory_needed(directory, Placement(share=0.5)).total == wide.total // 2
+    assert memory_needed(directory, Placement(dtype="float32", share=0.5)).total == wide.total // 2
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import pytest
 
 from orchestrator.model import Model
 from orchestrator.request import MOST_STOP_STRINGS, MOST_STOP_TOKENS, parse
+from orchestrator.tenants.file import Tenant
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
-from specdec.serving.errors import InvalidRequestError, UnknownModelError
+from specdec.serving.errors import InvalidRequestError, PermissionDeniedError, UnknownModelError
 from specdec.serving.validation import MAX_BIASES
 from specdec.text.tokenizer import Tokenizer, TooManyTokensError
 from specdec.v2 import generation_pb2
@@ -191,3 +192,44 @@ def test_more_speculation_than_any_pod_grants_is_refused(model: Model, field: st
     parse(generation_pb2.GenerateRequest(text="a", speculation=asked), model)
     setattr(asked, field, 100_000)
     assert violations(model, speculation=asked) == [(f"speculation.{field}", f"is 100000, must be at most {most}")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "fields", "refused"),
+    [
+        ("COUPLED", {"sampling": sampling(temperature=1)}, False),
+        ("REJECTION", {"sampling": sampling(temperature=1)}, True),
+        ("REJECTION", {"sampling": sampling(temperature=0)}, False),  # which is COUPLED
+        (
+            "REJECTION",
+            {"sampling": sampling(temperature=1), "speculation": generation_pb2.Speculation(off=True)},
+            False,
+        ),
+        ("CONTRASTIVE", {}, True),
+    ],
+)
+def test_drafts_that_are_not_trusted_influence_no_token(
+    model: Model, rule: Any, fields: dict[str, Any], refused: bool
+) -> None:
+    tokens = generation_pb2.TokenPrompt(ids=[5])
+    request = generation_pb2.GenerateRequest(tokens=tokens, rule=f"ACCEPTANCE_RULE_{rule}", **fields)  # type: ignore[arg-type]
+    parse(request, model)
+    if not refused:
+        parse(request, model, untrusted_drafts=True)
+        return
+    with pytest.raises(InvalidRequestError, match=f"rule: is {rule}, lets drafts influence tokens"):
+        parse(request, model, untrusted_drafts=True)
+
+
+def test_the_owner_of_the_key_is_the_tenant(model: Model) -> None:
+    owner = Tenant("acme", weight=2.0)
+    request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]))
+    for named in ("", "acme"):
+        request.tenant = named
+        (sample,) = parse(request, model, owner=owner).samples
+        assert (sample.tenant, sample.weight) == ("acme", 2.0)
+    request.tenant = "other"
+    with pytest.raises(PermissionDeniedError, match="is 'other', the API key is of 'acme'"):
+        parse(request, model, owner=owner)
+    (sample,) = parse(request, model).samples
+    assert (sample.tenant, sample.weight) == ("other", 1.0)
