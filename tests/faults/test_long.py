@@ -6,6 +6,7 @@ python -m pytest -s -m verify tests/faults -k storm
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
 
 STREAMS = 500
 AT_ONCE = 48
+LEAST_FLIPPED = 20
 
 
 @asynccontextmanager
@@ -191,6 +193,14 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
     assert speeds["thawed, then"][1] > 0.8 * speeds["drafted"][1]
 
 
+def corruptions(network: BadNetwork) -> Iterator[Event]:
+    """Two hundred, and more until enough bits were flipped: nothing is sent to a draft that is left alone."""
+    for number in itertools.count():
+        if number >= 200 and network.flipped > LEAST_FLIPPED:
+            return
+        yield Event(After(0.15), "corrupt", "network")
+
+
 @pytest.mark.parametrize("role", ["verifier", "draft"])
 async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Path, role: str) -> None:
     """Flipped bits between an orchestrator and a pod: streams of the other orchestrator do not notice."""
@@ -211,13 +221,12 @@ async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Pa
             watched, disturbed = Run(cluster), Run(cluster, network=network)
             await asyncio.gather(
                 watched.play(here, asked, [Event(After(30))], at_once=6),
-                disturbed.play(there, asked, [Event(After(0.15), "corrupt", "network")] * 200, at_once=6),
+                disturbed.play(there, asked, corruptions(network), at_once=6),
             )
             print(f"\n{network.flipped} bits flipped; there: {disturbed.report()}\nhere: {watched.report()}")
             found = Counter(fault.partition(": ")[2][-90:] for fault in disturbed.faults(wants, oracle))
             print(f"faults where bits were flipped: {dict(found)}")
             assert watched.faults(wants, oracle) == []
-            assert network.flipped > 20
             assert not found
             for _, record in disturbed.records:
                 assert record.error is not None or record.finish is not None  # all ended, and with a status
