@@ -36,9 +36,9 @@ class Watch:
     def _now(self) -> tuple[float, dict[str, float], float, float, float]:
         return (
             time.perf_counter(),
-            {name: _processor_seconds({session}) for name, session in self._system.items()},
+            {name: processor_seconds({session}) for name, session in self._system.items()},
             sum(os.times()[:2]),  # of this process, the client
-            _processor_seconds(self._others),
+            processor_seconds(self._others),
             _busy_seconds(),
         )
 
@@ -66,7 +66,8 @@ def await_quiet(sessions: Iterable[int], cores: float, patience: float) -> float
             return taken
 
 
-def _processor_seconds(sessions: set[int]) -> float:
+def processor_seconds(sessions: set[int]) -> float:
+    """Return the processor time that the live processes of some sessions have taken so far."""
     ticks = 0
     for process in _members(sessions):
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -1,0 +1,151 @@
+"""Measure what TLS, API keys and metrics cost: processor time of all three services for a token.
+
+    python -m bench production [--rounds 6]
+
+Two deployments of the demo pair stand side by side, one plain and one with the feature, and are asked in turns for the
+same texts. Idle ones cost next to nothing; processor time, unlike time, is little disturbed by what else runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import trustme
+
+from bench.arguments import parser_of
+from bench.systems.processor_time import processor_seconds
+from demo.prompts import held_out
+from specdec import api_keys
+from specdec.client import AsyncClient
+from specdec.client.tls_files import TlsFiles, channel_credentials
+from specdec.local import DEMO, Stack
+
+TOKENS = 200
+FEW = ("--kv-tokens", "16384", "--threads", "1")
+KEY = "a key"
+
+
+class Deployment:
+    """Three services with some features, and how to ask them."""
+
+    def __init__(self, features: frozenset[str], folder: Path, exits: ExitStack) -> None:
+        self._scraped: list[str] = []
+        self._client: dict[str, Any] = {}
+        options: dict[str, list[str]] = {
+            "verifier": [*FEW],
+            "draft": [*FEW],
+            "orchestrator": [],
+        }
+        if "tls" in features:
+            self._secure(options, folder)
+        if "keys" in features:
+            (folder / "tenants.yaml").write_text(
+                f"tenants:\n  one: {{api_keys: ['{api_keys.hash_of(KEY)}'], tokens_per_minute: {10**9}}}\n"
+            )
+            options["orchestrator"] += ["--tenants", str(folder / "tenants.yaml")]
+            self._client["api_key"] = KEY
+        if "metrics" in features:
+            for role in options:
+                port = free_port()
+                options[role] += ["--metrics-port", str(port)]
+                self._scraped.append(f"http://127.0.0.1:{port}/metrics")
+        stack = Stack.start(
+            DEMO / "target",
+            str(DEMO / "draft"),
+            dtype="float32",
+            **{f"{role}_options": tuple(words) for role, words in options.items()},  # type: ignore[arg-type]
+        )
+        started = exits.enter_context(stack)
+        self._address = started.address
+        self._sessions = {child.process.pid for child in started.children.values()}
+
+    def _secure(self, options: dict[str, list[str]], folder: Path) -> None:
+        authority, file = trustme.CA(), folder / "ca.pem"
+        authority.cert_pem.write_to_path(str(file))
+        issued = authority.issue_cert("127.0.0.1")
+        certificate, key = folder / "cert.pem", folder / "key.pem"
+        issued.private_key_pem.write_to_path(str(key))
+        certificate.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+        for words in options.values():
+            words += ["--tls-cert", str(certificate), "--tls-key", str(key), "--tls-client-ca", str(file)]
+        options["orchestrator"] += ["--peer-tls-ca", str(file)]
+        options["orchestrator"] += ["--peer-tls-cert", str(certificate), "--peer-tls-key", str(key)]
+        self._client["credentials"] = channel_credentials(TlsFiles(certificate, key, file).read())
+
+    async def milliseconds_a_token(self, streams: int, number: int) -> float:
+        """Return the processor time of all services for a token of so many streams at once, in milliseconds."""
+        prompts = held_out(streams, tokens=64, seed=number)
+        async with AsyncClient(self._address, timeout=300, **self._client) as client:
+
+            async def one(prompt: list[int]) -> int:
+                tokens = 0
+                options: Any = {"temperature": 0.8, "seed": number, "ignore_end_token": True, "speculation": "always"}
+                async with client.generate(tokens=prompt, max_tokens=TOKENS, **options) as chunks:
+                    async for chunk in chunks:
+                        tokens += len(chunk.tokens)
+                return tokens
+
+            await one(prompts[0][:8])  # connected
+            before = processor_seconds(self._sessions)
+            scraping = asyncio.create_task(self._scrape())
+            tokens = sum(await asyncio.gather(*map(one, prompts)))
+            scraping.cancel()
+            return 1e3 * (processor_seconds(self._sessions) - before) / tokens
+
+    async def _scrape(self) -> None:
+        """As Prometheus would every second, which is often."""
+        while self._scraped:
+            for url in self._scraped:
+                await asyncio.to_thread(_fetch, url)
+            await asyncio.sleep(1.0)
+
+
+def _fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url) as answer:
+        return bytes(answer.read())
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+async def measure(plain: Deployment, featured: Deployment, streams: int, rounds: int) -> list[tuple[float, float]]:
+    """Return pairs of milliseconds a token, (plain, with the feature), each first in turn."""
+    pairs = []
+    for number in range(-1, rounds):  # the first warms both
+        order = [plain, featured] if number % 2 else [featured, plain]
+        found = {each: await each.milliseconds_a_token(streams, number) for each in order}
+        if number >= 0:
+            pairs.append((found[plain], found[featured]))
+    return pairs
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("production", __doc__)
+    parser.add_argument("--features", nargs="+", default=["tls", "keys", "metrics", "tls,keys,metrics"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args(given)
+    for named in args.features:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
+            plain = Deployment(frozenset(), Path(folder), exits)
+            featured = Deployment(frozenset(named.split(",")), Path(folder), exits)
+            for streams in args.streams:
+                pairs = asyncio.run(measure(plain, featured, streams, args.rounds))
+                ratios = sorted(with_it / without for without, with_it in pairs)
+                print(
+                    f"{named}, {streams} streams: {median(a for a, _ in pairs):.2f} ms a token plain, "
+                    f"{median(b for _, b in pairs):.2f} with it; ratio {median(ratios):.3f}, "
+                    f"from {ratios[0]:.3f} to {ratios[-1]:.3f} in {len(ratios)} pairs",
+                    flush=True,
+                )
