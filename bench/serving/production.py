@@ -87,7 +87,12 @@ class Deployment:
 
             async def one(prompt: list[int]) -> int:
                 tokens = 0
-                options: Any = {"temperature": 0.8, "seed": number, "ignore_end_token": True, "speculation": "always"}
+                options: Any = {
+                    "temperature": 0.8,
+                    "seed": number + 1,
+                    "ignore_end_token": True,
+                    "speculation": "always",
+                }
                 async with client.generate(tokens=prompt, max_tokens=TOKENS, **options) as chunks:
                     async for chunk in chunks:
                         tokens += len(chunk.tokens)

@@ -28,8 +28,9 @@ FIRST, LAST = slice(2, 5), slice(-3, None)
 MOST_LOG_BYTES = 20_000_000
 """Of a pod, whatever it is told."""
 
-MOST_GROWTH_MIB = 32.0
-"""Of a pod, from the end of the warm-up on: an allocator's fragments, not 400 bytes for each message."""
+MOST_GROWTH_MIB = {"verifier": 32.0, "draft": 32.0, "orchestrator": 64.0}
+"""Of a pod, from the end of the warm-up on: an allocator's fragments, not 400 bytes for each message. Threads of an
+orchestrator that tokenise keep what the longest text took: three times as many messages grow it by a third more."""
 
 
 @pytest.mark.timeout(300)
@@ -62,7 +63,7 @@ async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, m
         assert fuzzer.stuck == []
         assert bugs == []
         assert max(written.values()) < MOST_LOG_BYTES
-        assert max(growth.values()) < MOST_GROWTH_MIB
+        assert [name for name in growth if growth[name] >= MOST_GROWTH_MIB[name.partition("-")[0]]] == []
 
 
 def growth_of(weights: list[float]) -> float:
