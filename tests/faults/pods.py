@@ -43,6 +43,7 @@ class Pod:
         self._stdout: Connection | None = None
         self._ready = False
         self._ends = False  # because it was told to
+        self._drains = False  # likewise, and may take its time
 
     @property
     def running(self) -> bool:
@@ -71,11 +72,14 @@ class Pod:
 
     def start(self) -> None:
         assert not self.running, f"{self.name} is running"
+        if self._drains:
+            assert self._process is not None
+            assert self._process.exitcode == 0, f"{self.name} drained and ended with {self._process.exitcode}"
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(PRELOAD)
         stdin, self._stdin = server.Pipe(duplex=False)
         self._stdout, stdout = server.Pipe(duplex=False)
-        self._ready = self._ends = False
+        self._ready = self._ends = self._drains = False
         self._process = server.Process(
             target=_be, args=(self._module, self._options, self.log, stdin, stdout), name=self.name, daemon=True
         )
@@ -96,10 +100,12 @@ class Pod:
                 await asyncio.sleep(0.02)
 
     def kill(self) -> None:
+        self._drains = False
         self._end(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Ask it to drain and end."""
+        """Ask it to drain and end, which must be with exit status 0 by the time it is started again."""
+        self._drains = True
         self._end(signal.SIGTERM)
 
     def freeze(self) -> None:
