@@ -66,6 +66,7 @@ class Drafting:
         self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text
         self._last_failure = "no_draft", "there is no pod to ask"  # (reason, why) of the last draft that failed
         self._undrafted = False  # the text goes on without a draft
+        self._last_commit: float | None = None  # when it came; None: none has since a verifier took the text
         self._given_up: ServiceError | None = None  # the text needs a draft, and none can be had
         if self._pods is None and context.sample.needs_draft:
             self._given_up = _draft_required("there is no draft service")
@@ -98,6 +99,7 @@ class Drafting:
 
     def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
         """Draft for the verifier that has taken the text."""
+        self._last_commit = None
         self._update(self._state.after_opened(opened))
         if self._given_up is not None:
             self._sink.abort(self._given_up)
@@ -111,9 +113,22 @@ class Drafting:
             # Of a session that it believes to have no draft, a verifier counts none.
             tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
             self.undrafted_tokens += tokens
+        now = time.monotonic()
+        if self._last_commit is not None and (reason := self._fallback_reason(commit)):
+            self._context.fallback_seconds[reason] += now - self._last_commit
+        self._last_commit = now
         self._update(self._state.after_commit(commit))
         if self._session is not None and self._session.on_commit(commit):
             self._backoff.progressed()
+
+    def _fallback_reason(self, commit: verifier_pb2.Commit) -> str:
+        """Return why the steps of a commit had no draft although the text wanted one; empty if they had one, or if the
+        text waits for its draft."""
+        if self._pods is None or self._context.sample.needs_draft:
+            return ""
+        if not self._state.drafted:
+            return self._last_failure[0]
+        return "late" if commit.undrafted_tokens else ""
 
     def on_awaited(self) -> None:
         """Note that the verifier can choose no token until the draft has sent its distribution. A draft that sends none

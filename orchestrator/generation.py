@@ -34,7 +34,10 @@ class Generation:
     ) -> None:
         granted, events = GrantedLimits(sample.speculation), FailoverEvents(stats.failover_events)
         self._stats = stats
-        self._context = SampleContext(sample, model, peers, deadline, CommittedText(sample), events, granted)
+        text = CommittedText(sample)
+        self._context = SampleContext(
+            sample, model, peers, deadline, text, events, granted, fallback_seconds=stats.fallback_seconds
+        )
         self._transcript = Transcript(sample, model)
         self._drafting = Drafting(self._context, sink=self)
         self._verification = Verification(self._context, self._drafting.policy)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from orchestrator.committed_text import CommittedText
 from orchestrator.failover_events import FailoverEvents
@@ -24,6 +25,8 @@ class SampleContext:
     text: CommittedText
     events: FailoverEvents
     granted: GrantedLimits
+    fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds for which texts have gone on without a draft that they wanted, by reason: those of all samples."""
 
     @property
     def timeout(self) -> float | None:

@@ -166,7 +166,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return self._told()
 
     def metrics(self) -> list[Metric]:
-        return metrics(self._told(), self._stats)
+        return metrics(self._told(), self._stats, reaches_verifier=self._readiness.reaches_verifier)
 
     def _told(self) -> generation_pb2.GenerationServiceGetStatsResponse:
         stats, peers = self._stats, self._peers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +16,18 @@ from orchestrator.pods import Pod
 from orchestrator.transcript import Transcript
 from specdec.serving.errors import as_service_error
 from specdec.serving.histogram import Histogram
-from specdec.v2 import generation_pb2
+from specdec.v2 import generation_pb2, model_pb2
 
 BREAKER_STATES = {
     "closed": generation_pb2.BREAKER_STATE_CLOSED,
     "open": generation_pb2.BREAKER_STATE_OPEN,
     "half-open": generation_pb2.BREAKER_STATE_HALF_OPEN,
+}
+
+FINISH_REASONS = {
+    model_pb2.FINISH_REASON_STOP: "stop",
+    model_pb2.FINISH_REASON_LENGTH: "length",
+    model_pb2.FINISH_REASON_CONTEXT: "context",
 }
 
 
@@ -38,10 +44,14 @@ class OrchestratorStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)  # samples whose texts are complete, by why they are
+    finished_tokens: int = 0  # generated in them
     steps: int = 0
     offered: int = 0  # candidates
     accepted: int = 0
     failover_events: Counter[str] = field(default_factory=Counter)  # by reason
+    fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds for which texts went on without a draft that they wanted, by reason."""
     first_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its first token
     between_tokens: Histogram = field(default_factory=Histogram)  # seconds, of tokens that came together each its part
     whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
@@ -94,7 +104,11 @@ class OrchestratorStats:
             usage, statistics = transcript.usage, transcript.statistics
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
-            self.generated_tokens += usage.completion_tokens - transcript.resumed_tokens
+            generated = usage.completion_tokens - transcript.resumed_tokens
+            self.generated_tokens += generated
+            if transcript.finish_reason:
+                self.finished[FINISH_REASONS[transcript.finish_reason]] += 1
+                self.finished_tokens += generated
             self.steps += statistics.steps
             self.offered += statistics.offered
             self.accepted += statistics.accepted

@@ -51,6 +51,8 @@ class Transcript:
         self._piece = model.tokenizer.piece
         self._found: int | None = None  # tokens that were in memory already when the text began
         self._completion_tokens = len(sample.generated)
+        self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
+        """Why the text is complete; unspecified while it is not."""
 
     @property
     def usage(self) -> generation_pb2.Usage:
@@ -120,6 +122,7 @@ class Transcript:
             offered=commit.offered,
         )
         if reason:
+            self.finish_reason = reason
             response.finish.CopyFrom(self._finish(reason, stop))
         return response
 

@@ -7,6 +7,7 @@ from prometheus_client.metrics_core import Metric
 from specdec.serving.metrics.families import Families
 from specdec.v2 import verifier_pb2
 from verifier_service.backend.stats import VerifierStats
+from verifier_service.speculation.controller import Mode
 
 
 def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[Metric]:
@@ -33,8 +34,26 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
     found.counter("num_preemptions", "Times that a session lost its KV memory to others.", told.preemptions)
     found.counter("step_rows", "Rows of all steps.", told.rows)
     found.histogram("step_time_seconds", "Seconds of a step.", stats.step_seconds)
+    found.counters(
+        "step_part_seconds",
+        "Seconds by part: forward passes and the rest of steps; before steps, proposers and delays for drafts.",
+        ("part",),
+        {
+            ("forward",): stats.forward,
+            ("rest",): stats.busy - stats.forward,
+            ("propose",): stats.proposing,
+            ("delay",): stats.delayed,
+        },
+    )
+    found.histogram(
+        "request_queue_time_seconds", "Seconds that a new session has waited for KV memory.", stats.queue_seconds
+    )
 
     lengths = stats.accepted_lengths
+    modes: dict[tuple[str, ...], float] = {(mode.value,): mode.value == stats.mode for mode in Mode}
+    found.gauges(
+        "speculation_mode", "1 for the mode that adaptive speculation has chosen last, else 0.", ("mode",), modes
+    )
     found.counter("spec_decode_num_drafts", "Steps of sessions that had candidates.", sum(lengths))
     found.counter("spec_decode_num_draft_tokens", "Candidates verified.", told.offered_candidates)
     found.counter("spec_decode_num_accepted_tokens", "Candidates accepted.", told.accepted_candidates)

@@ -183,6 +183,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     ) -> None:
         # 1. Collect every session's rows.
         start = time.monotonic()
+        if batch is not None:
+            self.stats.mode = self._speculation.controller.mode.value
         plan = self._planner.plan(self._engine.packer(), ready, proposed.seconds)
         self.stats.step_expected = plan.expected
 
@@ -210,6 +212,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         # 4. Learn from the step, and send its results.
         self._planner.observe(plan, end - start)
         self.stats.observe(plan.rows, end - start, [result for _, result in results])
+        self.stats.observe_parts(forward=verified.forward_seconds, proposing=proposed.seconds, delayed=waited)
         if batch is not None and plan.decodes_only and batch.sessions + batch.exempt == len(results):
             self._speculation.update(batch, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)

@@ -1,6 +1,10 @@
-"""What a text does that has no draft to ask."""
+"""What a text does that has no draft to ask, or one that is late."""
 
 from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
 
 import pytest
 
@@ -58,4 +62,50 @@ async def test_a_draft_is_hoped_for_where_one_may_be_asked() -> None:
     async with Drafting(context(peers), Sink()) as drafting:
         assert model_pb2.DRAFTER_REMOTE in drafting.policy.drafters
         assert not drafting.undrafted_reason
+    await peers.close()
+
+
+def commit(undrafted: int = 0) -> verifier_pb2.Commit:
+    return verifier_pb2.Commit(committed=model_pb2.Committed(tokens=[5, 6]), steps=2, undrafted_tokens=undrafted)
+
+
+async def test_the_time_without_a_draft_that_cannot_be_had_is_counted() -> None:
+    peers, sink = Peers(Pods(), Pods(["127.0.0.1:1"])), Sink()
+    text = context(peers)
+    begin = time.monotonic()
+    async with Drafting(text, sink) as drafting:
+        drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
+        async with asyncio.timeout(20):
+            while not sink.policies:  # which take the draft out
+                await asyncio.sleep(0.01)
+        drafting.on_commit(commit())  # before it, the text had to be computed
+        assert not text.fallback_seconds
+        drafting.on_commit(commit())
+        drafting.on_commit(commit())
+    assert text.fallback_seconds.keys() == {"no_draft"}
+    assert 0 < text.fallback_seconds["no_draft"] < time.monotonic() - begin
+    await peers.close()
+
+
+async def test_the_time_of_steps_whose_draft_is_late_is_counted() -> None:
+    peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
+    text = context(peers)
+    async with Drafting(text, Sink()) as drafting:  # nobody wants a draft yet, so that none is asked
+        drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
+        for undrafted in (2, 0, 0):
+            drafting.on_commit(commit(undrafted))
+        assert not text.fallback_seconds
+        drafting.on_commit(commit(2))
+    assert text.fallback_seconds.keys() == {"late"}
+    await peers.close()
+
+
+@pytest.mark.parametrize("fields", [{"speculation": Speculation(OWN_DRAFTERS)}, {"rule": Rule.CONTRASTIVE}])
+async def test_a_text_that_wants_no_draft_or_waits_for_it_does_not_go_on_without(fields: dict[str, Any]) -> None:
+    peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
+    text = context(peers, **fields)
+    async with Drafting(text, Sink()) as drafting:
+        for _ in range(3):
+            drafting.on_commit(commit(2))
+    assert not text.fallback_seconds
     await peers.close()

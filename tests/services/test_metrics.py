@@ -61,6 +61,10 @@ async def test_what_was_generated_is_counted(stack: Stack, ports: dict[str, int]
     assert len(done) + value("orchestrator", "inter_token_latency_seconds", "_count") <= tokens
     assert value("orchestrator", "e2e_request_latency_seconds", "_count") == len(done)
     assert value("orchestrator", "pods") == 2
+    assert value("orchestrator", "goodput_tokens", "_total") == tokens
+    assert value("orchestrator", "request_success", "_total") == len(done)
+    assert value("orchestrator", "verifier_reachable") == 1
+    assert value("orchestrator", "failed_requests", "_total") == 0
 
     accepted = value("verifier", "spec_decode_num_accepted_tokens", "_total")
     assert 0 < accepted <= value("verifier", "spec_decode_num_draft_tokens", "_total")
@@ -68,6 +72,14 @@ async def test_what_was_generated_is_counted(stack: Stack, ports: dict[str, int]
     assert value("verifier", "generation_tokens", "_total") >= tokens
     assert value("verifier", "step_time_seconds", "_count") >= value("verifier", "spec_decode_num_drafts", "_total") > 0
     assert value("verifier", "kv_cache_tokens") > 0
+    assert value("verifier", "request_queue_time_seconds", "_count") == len(done)
+    assert value("verifier", "speculation_mode") == 0  # all of these texts are exempt
+    parts = {each.labels["part"]: each.value for each in told["verifier"]["specdec_verifier_step_part_seconds"].samples}
+    assert parts["forward"] > 0
+    assert parts["forward"] + parts["rest"] == pytest.approx(value("verifier", "step_time_seconds", "_sum"))
+    assert value("verifier", "session_sent_bytes", "_total") > tokens
+    assert value("verifier", "session_received_bytes", "_total") > tokens
+    assert value("draft", "session_sent_bytes", "_total") > value("draft", "sent_candidates", "_total")
     assert value("draft", "sent_candidates", "_total") > 0
     for service in SERVICES:
         assert value(service, "serving") == 1

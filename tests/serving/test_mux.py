@@ -20,7 +20,7 @@ from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
 from specdec.serving.interceptor import REQUEST_ID
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.mux.send_queue import SendQueue
-from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream
+from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream, Traffic
 from specdec.serving.process.server import CHANNEL_OPTIONS
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 from tests.stack import Pod, running
@@ -160,6 +160,18 @@ async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own
             assert await echoed(begin())  # at the other one
         finally:
             await channel.close()
+
+
+async def test_bytes_of_messages_are_counted() -> None:
+    async with link() as to:
+        calls = [to.begin("echo") for _ in range(2)]
+        for call, message in zip(calls, (b"four", b"sixsix"), strict=True):
+            await call.write(message)
+            assert await call.read() == message
+        assert to.pod.mux.traffic == Traffic(sent=10, received=10)
+        await calls[0].write(b"end")
+        assert await calls[0].read() is grpc.aio.EOF
+        assert to.pod.mux.traffic == Traffic(sent=10, received=13)
 
 
 async def test_streams_do_not_mix() -> None:

@@ -44,6 +44,11 @@ class VerifierStats:
     step_begun: float = 0.0  # when the present step began; 0: there is none
     step_expected: float = 0.0  # seconds that the present step is expected to take
     step_seconds: Histogram = field(default_factory=Histogram)
+    forward: float = 0.0  # seconds of steps in forward passes
+    proposing: float = 0.0  # seconds before steps in which proposers made candidates
+    delayed: float = 0.0  # seconds for which steps were delayed for candidates of drafts
+    mode: str = ""  # that adaptive speculation has chosen last; empty: none yet
+    queue_seconds: Histogram = field(default_factory=Histogram)  # from a session's arrival until it had memory
     accepted_lengths: list[int] = field(default_factory=lambda: [0] * (LONGEST_TOLD + 1))
     """Steps of sessions that had candidates, by how many were accepted."""
     interval: float = 0.0  # seconds from token to token of a session, moving average; 0: not known
@@ -66,6 +71,12 @@ class VerifierStats:
             self.accepted += result.accepted
             if result.offered:
                 self.accepted_lengths[min(result.accepted, LONGEST_TOLD)] += 1
+
+    def observe_parts(self, *, forward: float, proposing: float, delayed: float) -> None:
+        """Count the seconds of a step's forward pass, and of what went before the step."""
+        self.forward += forward
+        self.proposing += proposing
+        self.delayed += delayed
 
     def finished(self, tokens: int, seconds: float, smoothing: float) -> None:
         """Count a session that has generated so many tokens in so many seconds, until it was finished."""

@@ -151,6 +151,7 @@ class RunQueue:
         if not entry.preemptions:
             session.cached_tokens = session.computed
             self._stats.cached_tokens += session.cached_tokens
+            self._stats.queue_seconds.observe(now - entry.waiting_since)
             self.shares.got_prompt(entry, session.tree.base - session.computed)
         self._count()
         return True

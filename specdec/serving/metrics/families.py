@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import (
 )
 
 from specdec.serving.histogram import Histogram
+from specdec.serving.mux.stream import Traffic
 from specdec.v2 import model_pb2
 
 Values = TypeVar("Values", bound=tuple[str, ...])
@@ -63,6 +64,13 @@ class Families:
         """Add what every service tells of its process."""
         self.gauge("serving", "1 while the service takes calls, as its health check says; else 0.", serving)
         self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
+
+    def traffic(self, traffic: Traffic) -> None:
+        """Add what a service with sessions tells of their messages."""
+        self.counter("session_sent_bytes", "Bytes of messages sent to orchestrators in sessions.", traffic.sent)
+        self.counter(
+            "session_received_bytes", "Bytes of messages received from orchestrators in sessions.", traffic.received
+        )
 
     def _name(self, name: str) -> str:
         return f"specdec_{self._role}_{name}"

@@ -14,7 +14,7 @@ from specdec.serving.echo import echo
 from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
 from specdec.serving.interceptor import bind_request_id, guarded
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
-from specdec.serving.mux.stream import Stream
+from specdec.serving.mux.stream import Stream, Traffic
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 log = structlog.get_logger()
@@ -36,6 +36,8 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
     """A servicer for connections, with which services register their methods as with a server."""
 
     def __init__(self) -> None:
+        self.traffic = Traffic()
+        """Of all streams so far."""
         self._methods: dict[str, Any] = {}
         self._connections: set[MuxConnection] = set()
         self._draining = False
@@ -58,7 +60,7 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
     ) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
             raise OverloadedError(f"{len(self._connections)} connections are open, the limit is {MAX_CONNECTIONS}")
-        connection = MuxConnection(self._methods, context)
+        connection = MuxConnection(self._methods, context, self.traffic)
         self._connections.add(connection)
         if self._draining:
             connection.drain()
@@ -82,9 +84,10 @@ def _streams(method: Any) -> bool:
 class MuxConnection:
     """A connection: one gRPC stream and the streams that it carries, at the callee's end."""
 
-    def __init__(self, methods: dict[str, Any], context: Any) -> None:
+    def __init__(self, methods: dict[str, Any], context: Any, traffic: Traffic) -> None:
         self._methods = methods
         self._context = context
+        self._traffic = traffic
         self._sending = SendQueue()
         self._served: dict[int, tuple[ServedStream, asyncio.Task[None]]] = {}
         self._draining = False
@@ -143,7 +146,7 @@ class MuxConnection:
         if number in self._served or not number:
             raise ProtocolError(f"stream {number} begins twice" if number else "stream 0 is that of the connection")
         method = self._methods.get(begin.method)
-        served = ServedStream(number, self._sending, begin, method, self._context)
+        served = ServedStream(number, self._sending, begin, method, self._context, self._traffic)
         if self._draining:
             served.send_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
         elif len(self._served) >= MAX_STREAMS:
@@ -188,21 +191,28 @@ class MuxConnection:
 class ServedStream(Stream):
     """The callee's end of a stream: a `grpc.aio.ServicerContext` as far as methods use one."""
 
-    def __init__(self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, connection: Any) -> None:
-        """Make the end of a stream that `connection`, the context of the connection's own call, carries."""
+    def __init__(
+        self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, connection: Any, traffic: Traffic
+    ) -> None:
+        """Make the end of a stream that `connection`, the context of the connection's own call, carries; its messages
+        are counted in `traffic`."""
         super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
         self.begin = begin
         self.method = method
         self.ended = False  # its end has been sent to the caller
         self._connection = connection
+        self._traffic = traffic
 
     async def requests(self) -> AsyncIterator[Any]:
         """Yield the caller's requests until the stream ends."""
         while not isinstance(message := await self.receive(), mux_pb2.End):
+            self._traffic.received += len(message)
             yield self.method.request_deserializer(message)
 
     async def write(self, response: Any) -> None:
-        await self.send(self.method.response_serializer(response))
+        message = self.method.response_serializer(response)
+        await self.send(message)
+        self._traffic.sent += len(message)
 
     async def abort_with_status(self, status: grpc.Status) -> NoReturn:
         self.send_status(status)

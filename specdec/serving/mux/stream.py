@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from specdec.serving.errors import ProtocolError
 from specdec.serving.mux.send_queue import SendQueue
@@ -19,6 +20,14 @@ OVERHEAD = 64
 MOST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Most bytes of one message: less than gRPC's limit, since a frame adds a little to its message, and a batch to its
 frames."""
+
+
+@dataclass
+class Traffic:
+    """Bytes of messages that one end of streams has sent and received, without the frames around them."""
+
+    sent: int = 0
+    received: int = 0
 
 
 class TooLargeError(Exception):

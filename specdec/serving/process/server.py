@@ -27,6 +27,7 @@ from specdec.extras import NEEDED, needed_by
 from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor, Gate
 from specdec.serving.metrics.endpoint import MetricsEndpoint
+from specdec.serving.metrics.families import Families
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
 from specdec.serving.process.listening import ListenError, bound
@@ -161,7 +162,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
         health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
         log.info("answering_health_checks", address=f"{settings.host}:{health_port}")
-    endpoint = serve_metrics(settings, service)
+    endpoint = serve_metrics(settings, lambda: all_metrics(service, mux, service_name))
     gc.freeze()  # what is loaded stays: to scan it would cost each garbage collection a tenth of a second
     for each in servers:
         await each.start()
@@ -199,12 +200,20 @@ def listen(
         raise ListenError.of(host, port, OSError(errno.EADDRINUSE, ""), option) from error
 
 
-def serve_metrics(settings: ServerSettings, service: Service) -> MetricsEndpoint | None:
-    """Serve a service's metrics, if there is a port for them; ListenError if it cannot be had."""
+def all_metrics(service: Service, mux: MuxServicer, role: str) -> list[Metric]:
+    """Return the metrics of a service and, if it has sessions, of their messages."""
+    found = Families(role)
+    if mux.has_streams:
+        found.traffic(mux.traffic)
+    return [*service.metrics(), *found.made]
+
+
+def serve_metrics(settings: ServerSettings, collect: Callable[[], Iterable[Metric]]) -> MetricsEndpoint | None:
+    """Serve metrics, if there is a port for them; ListenError if it cannot be had."""
     if settings.metrics_port is None:
         return None
     try:
-        endpoint = MetricsEndpoint(settings.host, settings.metrics_port, service.metrics)
+        endpoint = MetricsEndpoint(settings.host, settings.metrics_port, collect)
     except OSError as error:
         raise ListenError.of(settings.host, settings.metrics_port, error, "--metrics-port") from error
     log.info("serving_metrics", address=f"{settings.host}:{endpoint.port}")
