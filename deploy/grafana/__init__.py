@@ -1,0 +1,1 @@
+"""The dashboard for Grafana, `specdec.json`, and `dashboard.py`, which writes it."""

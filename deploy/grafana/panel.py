@@ -1,0 +1,41 @@
+"""A panel of the dashboard, and the expressions that panels are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+JOB = '{job=~"$job"}'
+"""Selects the scrape jobs that are chosen at the top of the dashboard."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: curves over time. `unit` is Grafana's name of one; `curves` maps legends to expressions."""
+
+    title: str
+    unit: str
+    curves: dict[str, str]
+    meaning: str
+
+
+def rate(counter: str, labels: str = "") -> str:
+    """Return how fast a counter grows a second, over all pods; by label, if some are given."""
+    by = f" by ({labels})" if labels else ""
+    return f"sum{by} (rate({counter}{JOB}[$__rate_interval]))"
+
+
+def share(part: str, whole: str) -> str:
+    """Return the ratio of the rates of two counters."""
+    return f"{rate(part)} / {rate(whole)}"
+
+
+def total(gauge: str, labels: str = "") -> str:
+    """Return a gauge, summed over all pods; by label, if some are given."""
+    by = f" by ({labels})" if labels else ""
+    return f"sum{by} ({gauge}{JOB})"
+
+
+def quantiles(histogram: str, *wanted: float) -> dict[str, str]:
+    """Return curves of these quantiles of a histogram over all pods."""
+    found = rate(f"{histogram}_bucket", "le")
+    return {f"p{100 * each:g}": f"histogram_quantile({each}, {found})" for each in wanted}

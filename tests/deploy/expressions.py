@@ -1,0 +1,64 @@
+"""What stands in `deploy/`: alerts, panels, and the metrics that their expressions name."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+RULES = PROMETHEUS / "alerts.yaml"
+DASHBOARD = DEPLOY / "grafana" / "specdec.json"
+
+NO_METRIC = r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|\b(?:by|on|without|ignoring|group_left) *\([^)]*\)"
+"""Parts of an expression in which no metric stands: label matchers, ranges, strings, lists of labels."""
+
+WORDS = {"and", "or", "unless", "offset", "bool"}
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alert rule."""
+
+    name: str
+    expression: str
+    severity: str
+    annotations: dict[str, str]
+
+    @property
+    def operands(self) -> list[str]:
+        """The expressions whose values it compares: they have values whether or not it fires."""
+        parts = re.split(r"^ *(?:unless|and on \([^)]*\)) *$", self.expression, flags=re.MULTILINE)
+        return [re.sub(r"(==|>=|>|<) *([\d.]+)", r"\1 bool \2", part) for part in parts]
+
+
+def alerts() -> list[Alert]:
+    """Return all alerts."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [
+        Alert(rule["alert"], rule["expr"], rule["labels"]["severity"], rule["annotations"])
+        for group in groups
+        for rule in group["rules"]
+    ]
+
+
+def panels() -> list[dict[str, Any]]:
+    """Return the panels of the dashboard, without its rows."""
+    found = json.loads(DASHBOARD.read_text())["panels"]
+    return [panel for panel in found if panel["type"] != "row"]
+
+
+def curves() -> list[str]:
+    """Return the expressions of all panels."""
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+def metrics(expression: str) -> set[str]:
+    """Return the metrics that an expression names."""
+    bare = re.sub(NO_METRIC, " ", expression)
+    return set(re.findall(r"(?<![\w.])[a-z_]\w*\b(?! *\()", bare)) - WORDS
