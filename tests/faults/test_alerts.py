@@ -1,0 +1,215 @@
+"""A real Prometheus scrapes real services: alerts fire for what they are for, and every expression has values."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from specdec.client import AsyncClient
+from specdec.client.errors import Overloaded, SpecdecError
+from tests.deploy.expressions import RULES, alerts, curves
+from tests.faults.cluster import Cluster, Models
+from tests.faults.pods import Pod, free_address
+from tests.faults.prometheus import WINDOW, Prometheus, hurried
+
+pytestmark = [
+    pytest.mark.verify,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
+]
+
+SECONDS = 150.0
+"""Seconds that all of it may take."""
+
+FIRE_SECONDS = 40.0
+"""Seconds within which an alert fires that has a reason to."""
+
+FAILOVER_SECONDS = 15
+FROZEN_SECONDS = 11.0  # more than the window of rules, and fewer than a text waits for its verifier
+
+NOT_HERE = {
+    "SpecdecEngineFailed": "takes an engine that fails",
+    "SpecdecVersionSkew": "takes another version",
+    "SpecdecCandidatesRefused": "takes a draft that lies",
+    "SpecdecOrchestratorBusy": "takes a core of its own to be used up",
+    "SpecdecDraftLate": "depends on the machine",
+    "SpecdecSpeculationOff": "depends on the machine",
+}
+"""Alerts that nothing here makes fire, and why; they may."""
+
+
+class Watch:
+    """What fires from now on."""
+
+    def __init__(self, prometheus: Prometheus) -> None:
+        self._prometheus = prometheus
+        self.fired: set[str] = set()
+        self.said: set[str] = set()
+
+    async def until_fired(self, *names: str) -> None:
+        """Wait until each of these has fired; AssertionError if one does not."""
+        deadline = time.monotonic() + FIRE_SECONDS
+        while missing := set(names) - self.fired:
+            assert time.monotonic() < deadline, f"{sorted(missing)} do not fire; so far: {sorted(self.fired)}"
+            for name, descriptions in (await self._prometheus.alerts()).items():
+                self.fired.add(name)
+                self.said.update(descriptions)
+            await asyncio.sleep(0.25)
+
+    async def until_calm(self) -> None:
+        """Wait until no critical alert fires; TimeoutError if one goes on."""
+        critical = {alert.name for alert in alerts() if alert.severity == "critical"}
+        async with asyncio.timeout(FIRE_SECONDS):
+            while critical & (await self._prometheus.alerts()).keys():
+                await asyncio.sleep(0.25)
+
+
+@contextlib.asynccontextmanager
+async def asking(client: AsyncClient, count: int, tokens: int) -> AsyncIterator[None]:
+    """Have so many clients ask again and again, every other one with a draft in any case; errors are expected."""
+
+    async def ask(number: int) -> None:
+        seed = 0
+        while True:
+            seed += 1
+            try:
+                await client.complete(
+                    f"text {number}",
+                    max_tokens=tokens,
+                    ignore_end_token=True,
+                    seed=seed,
+                    speculation="always" if number % 2 else "auto",
+                )
+            except SpecdecError:
+                await asyncio.sleep(0.1)
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(count)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@contextlib.asynccontextmanager
+async def begun(client: AsyncClient, count: int) -> AsyncIterator[None]:
+    """Have so many texts of which the first tokens have come, and many more are to come."""
+    async with contextlib.AsyncExitStack() as texts:
+        while count:
+            text = client.generate("long", max_tokens=300, ignore_end_token=True, seed=count)
+            try:
+                await anext(await texts.enter_async_context(text))
+                count -= 1
+            except Overloaded:
+                await asyncio.sleep(0.1)
+        yield
+
+
+def foreign(models: Models, folder: Path) -> Path:
+    """Return the draft with another tokenizer."""
+    shutil.copytree(models.draft, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<other>"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path) -> None:
+    begin = time.time()
+    targets = {role: free_address() for role in ("verifier", "draft", "odd", "orchestrator")}
+    scraped = Prometheus(tmp_path / "prometheus", list(targets.values()), hurried(RULES.read_text()))
+
+    def metrics(role: str) -> tuple[str, str]:
+        return ("--metrics-port", targets[role].rpartition(":")[2])
+
+    with Cluster(models, tmp_path) as cluster, scraped as prometheus:
+        # 1. A small deployment that is in order, but for one draft: another model's, with a fast path off.
+        verifier = cluster.verifier(*metrics("verifier"), "--kv-tokens", "1536", "--max-waiting", "4")
+        draft = cluster.draft(*metrics("draft"))
+        model = str(foreign(models, tmp_path / "foreign"))
+        options = ("draft_service", "--model", model, "--engine", "torch", "--threads", "1", *metrics("odd"))
+        odd = Pod("odd", "tests.services.a_path_off", free_address(), options, tmp_path / "odd.log")
+        cluster.pods["odd"] = odd
+        patience = ("--failover-seconds", str(FAILOVER_SECONDS))
+        drafts = [draft.address, odd.address]
+        cluster.orchestrator([verifier.address], drafts, *metrics("orchestrator"), *patience)
+        await cluster.make_whole()
+        await prometheus.until_ready()
+        async with (
+            asyncio.timeout(SECONDS),
+            AsyncClient(cluster.address, timeout=60.0, max_retries=0) as client,
+            asking(client, 3, 80),
+        ):
+            at_first = Watch(prometheus)
+            await at_first.until_fired("SpecdecPodUnfit", "SpecdecFastPathOff")
+            await at_first.until_calm()
+            watch = Watch(prometheus)
+
+            # 2. The draft dies, again and again.
+            draft.kill()
+            await watch.until_fired("SpecdecPodDown", "SpecdecPodLeftAlone", "SpecdecDraftFallback")
+            for _ in range(3):
+                draft.kill()
+                await draft.until_ended()
+                draft.start()
+                await draft.until_ready()
+                await prometheus.until(f'up{{instance="{targets["draft"]}"}} == 1')
+            await watch.until_fired("SpecdecRestarts")
+
+            # 3. More texts are asked for than there is room for.
+            async with asking(client, 24, 500):
+                await watch.until_fired("SpecdecQueue", "SpecdecKVCacheFull", "SpecdecPreemptions", "SpecdecOverloaded")
+
+            # 4. The verifier stands still, then stutters.
+            async with begun(client, 3):
+                verifier.freeze()
+                thaw_at = time.monotonic() + FROZEN_SECONDS
+                await watch.until_fired("SpecdecNoVerifier", "SpecdecVerifierLost")
+            async with asking(client, 8, 60):
+                await asyncio.sleep(thaw_at - time.monotonic())
+                verifier.thaw()
+                await watch.until_fired("SpecdecFirstTokenSlow")
+            async with stuttering(verifier):
+                await watch.until_fired("SpecdecTokensSlow", "SpecdecStepsSlower")
+
+            # 5. It dies for good, and so do the texts that it has begun.
+            verifier.kill()
+            await watch.until_fired("SpecdecErrors", "SpecdecNotServing", "SpecdecGoodputLow")
+
+        assert at_first.fired | watch.fired | NOT_HERE.keys() == {alert.name for alert in alerts()}
+        assert not [said for said in watch.said if "<error" in said]  # as a template says that fails
+        expressions = [expression for alert in alerts() for expression in alert.operands] + curves()
+        empty = [each for each in expressions if not await prometheus.has_values(here(each), begin)]
+    assert not empty, "\n".join(empty)
+
+
+def here(expression: str) -> str:
+    """Return an expression of a panel or a rule with what Grafana enters, and with the ranges of hurried rules."""
+    return hurried(expression.replace("$__rate_interval", WINDOW).replace("$job", ".*"))
+
+
+@contextlib.asynccontextmanager
+async def stuttering(pod: Pod) -> AsyncIterator[None]:
+    """Have a pod stand still for most of each second: a step lasts long, and nobody believes it to be lost."""
+
+    async def stutter() -> None:
+        while True:
+            pod.freeze()
+            await asyncio.sleep(0.7)
+            pod.thaw()
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(stutter())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        pod.thaw()
