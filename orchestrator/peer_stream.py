@@ -15,7 +15,7 @@ from orchestrator.sample_context import SampleContext
 from orchestrator.watchdog import Watchdog
 from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, from_rpc
-from specdec.serving.interceptor import request_id
+from specdec.serving.propagation import carried
 
 DEADLINE_SLACK_SECONDS = 0.1
 """Seconds before the caller's deadline from which on a peer's DEADLINE_EXCEEDED is believed to be that deadline: the
@@ -70,7 +70,7 @@ class PeerStream:
 
     async def _begin(self, method: Any, request: Any) -> Any:
         """Start the stream, and return the answer to its first request."""
-        self._call = method(timeout=self._context.timeout, metadata=request_id())
+        self._call = method(timeout=self._context.timeout, metadata=carried())
         self._watchdog.start()
         with self._watchdog.listening():  # a connection that does not come about is silence too
             await self._write(request)

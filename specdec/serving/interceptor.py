@@ -1,4 +1,4 @@
-"""The interceptor around every call: binds the request id, and turns exceptions into statuses.
+"""The interceptor around every call: binds what it carries on, and turns exceptions into statuses.
 
 Streaming handlers are coroutines that write to their context, not generators: a cancelled call then ends them where
 they wait, at once.
@@ -7,8 +7,7 @@ they wait, at once.
 from __future__ import annotations
 
 import inspect
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,38 +16,13 @@ from google.protobuf.message import DecodeError
 
 from specdec.serving.errors import InternalError, InvalidRequestError, as_service_error, to_status
 from specdec.serving.opening import Openings
+from specdec.serving.propagation import bind_metadata, bound_request_id
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 
 log = structlog.get_logger()
 
-REQUEST_ID = "x-request-id"
-
-
-REQUEST_ID_CHARACTERS = 64
-
 REQUEST_SECONDS = 30.0
 """Seconds for the request of a call with a single one to arrive: a long prompt over a slow line takes some time."""
-
-
-def bound_request_id() -> str:
-    """Return the id of the request being served; empty outside of any."""
-    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
-
-
-def request_id() -> tuple[tuple[str, str], ...]:
-    """Return the request id of the call being served, as metadata for the calls that it makes."""
-    bound = bound_request_id()
-    return ((REQUEST_ID, bound),) if bound else ()
-
-
-def bind_request_id(metadata: Mapping[str, Any]) -> None:
-    """Bind the id of the call that is served from here on: its caller's, or a new one if that is missing or unsound."""
-    given = metadata.get(REQUEST_ID)
-    sound = (
-        isinstance(given, str) and 0 < len(given) <= REQUEST_ID_CHARACTERS and given.isascii() and given.isprintable()
-    )
-    structlog.contextvars.bind_contextvars(request_id=given if sound else uuid.uuid4().hex[:16])
-
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,7 +32,7 @@ anything of it is read; raises the error that it is refused with."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Binds the caller's request id (or a new one) and answers errors with rich statuses.
+    """Binds what the caller's metadata carries on (`propagation.py`), and answers errors with rich statuses.
 
     A call with a single request is served as a stream of one message: so its wait for the request is bounded, and a
     request that cannot be decoded is answered here, like any other that is wrong.
@@ -79,7 +53,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: gRPC answers
             return handler
-        bind_request_id(dict(handler_call_details.invocation_metadata or ()))
+        bind_metadata(dict(handler_call_details.invocation_metadata or ()))
         method = str(handler_call_details.method)
 
         def check(context: Context) -> None:

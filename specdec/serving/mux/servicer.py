@@ -12,9 +12,10 @@ import structlog
 
 from specdec.serving.echo import echo
 from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
-from specdec.serving.interceptor import bind_request_id, guarded
+from specdec.serving.interceptor import guarded
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
 from specdec.serving.mux.stream import Stream, Traffic
+from specdec.serving.propagation import bind_metadata
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 log = structlog.get_logger()
@@ -168,7 +169,7 @@ class MuxConnection:
 
     async def _run(self, served: ServedStream) -> None:
         """Serve one stream with its method, wrapped as the interceptor wraps a call."""
-        bind_request_id(served.begin.metadata)
+        bind_metadata(served.begin.metadata)
         try:
             async with asyncio.timeout(served.time_remaining()):
                 await guarded(served.method.stream_stream)(served.requests(), served)

@@ -1,0 +1,85 @@
+"""Context propagation: what the calls made on behalf of a call carry on, as metadata.
+
+That is the request's id, and its trace context as W3C Trace Context has it. Both are taken from the caller's metadata
+when a call begins, whether it comes by itself or on a multiplexed connection.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import structlog
+
+REQUEST_ID = "x-request-id"
+
+REQUEST_ID_CHARACTERS = 64
+
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+
+TRACESTATE_CHARACTERS = 512
+
+Metadata = tuple[tuple[str, str], ...]
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-[!-~]{0,64})?")
+
+_trace_context: ContextVar[Metadata] = ContextVar("trace_context", default=())
+
+
+def bound_request_id() -> str:
+    """Return the id of the request being served; empty outside of any."""
+    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
+
+
+def bound_trace_context() -> Metadata:
+    """Return the trace context of the call being served; empty if it has none."""
+    return _trace_context.get()
+
+
+def carried() -> Metadata:
+    """Return the metadata of calls that are made on behalf of the call being served."""
+    bound = bound_request_id()
+    return (((REQUEST_ID, bound),) if bound else ()) + bound_trace_context()
+
+
+def bind_metadata(metadata: Mapping[str, Any]) -> None:
+    """Take what is carried on from the metadata of the call that is served from here on: its caller's request id, or a
+    new one if that is missing or unsound, and its trace context if that is sound."""
+    given = metadata.get(REQUEST_ID)
+    sound = _printable(given, REQUEST_ID_CHARACTERS) and given
+    structlog.contextvars.bind_contextvars(request_id=given if sound else uuid.uuid4().hex[:16])
+    bind_trace_context(trace_context_of(metadata))
+
+
+def bind_trace_context(context: Metadata) -> None:
+    """Have calls made from here on carry this trace context, and logs the id of its trace."""
+    _trace_context.set(context)
+    if context:
+        structlog.contextvars.bind_contextvars(trace_id=trace_id_of(context))
+    else:
+        structlog.contextvars.unbind_contextvars("trace_id")
+
+
+def trace_context_of(metadata: Mapping[str, Any]) -> Metadata:
+    """Return the trace context in metadata. A `traceparent` that is not as W3C has it is ignored, with its
+    `tracestate`."""
+    parent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
+    found = _TRACEPARENT.fullmatch(parent) if isinstance(parent, str) else None
+    if found is None or found[1] == "ff" or (found[1] == "00" and found[4]):
+        return ()
+    if not int(found[2], 16) or not int(found[3], 16):
+        return ()
+    kept = ((TRACESTATE, str(state)),) if state and _printable(state, TRACESTATE_CHARACTERS) else ()
+    return ((TRACEPARENT, found[0]), *kept)
+
+
+def trace_id_of(context: Metadata) -> str:
+    """Return the id of the trace of a trace context; empty if it has none."""
+    return context[0][1].split("-")[1] if context else ""
+
+
+def _printable(value: object, most: int) -> bool:
+    return isinstance(value, str) and len(value) <= most and value.isascii() and value.isprintable()
