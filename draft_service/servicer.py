@@ -22,6 +22,8 @@ from specdec.serving.identity import pod_info
 from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
+from specdec.serving.timeline import Timeline
+from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
     MAX_BRANCHES,
     MAX_DEPTH,
@@ -49,6 +51,7 @@ class DraftServicer(
     draft_pb2_grpc.DraftServiceServicer,
 ):
     name = "specdec.v2.DraftService"
+    timeline_name = "draft"
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class DraftServicer(
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
+        TraceServicer("draft", self.timelines).register(server)
 
     async def Draft(  # type: ignore[override]
         self,
@@ -108,13 +112,16 @@ class DraftServicer(
             serving=self.works,
         )
 
-    def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse]) -> None:
+    def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
         def emit(extension: Extension) -> None:
+            timeline.first("first_candidates")
+            timeline.add(messages=1, candidates=len(extension.paths.tokens))
             extend = paths_message(extension.base, extension.paths)
             extend.base_age_us = int(1e6 * extension.held)
             responses.send(draft_pb2.DraftResponse(extend=extend))
 
         self._loop.attach(RunningSession(session, emit, responses.send, lambda: not responses.full))
+        timeline.event("admitted")
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)

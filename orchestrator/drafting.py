@@ -71,6 +71,7 @@ class Drafting:
         if self._pods is None and context.sample.needs_draft:
             self._given_up = _draft_required("there is no draft service")
         self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
+        self._late = False  # candidates of the draft have come too late for a step
         self.undrafted_tokens = 0  # of steps that should have had candidates of a draft, and had none
 
     @property
@@ -112,6 +113,9 @@ class Drafting:
         if sample.speculation.remote and not sample.needs_draft:
             # Of a session that it believes to have no draft, a verifier counts none.
             tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
+            if tokens and self._state.drafted and not self._late:
+                self._late = True
+                self._context.timeline.event("draft_late")
             self.undrafted_tokens += tokens
         now = time.monotonic()
         if self._last_commit is not None and (reason := self._fallback_reason(commit)):
@@ -181,6 +185,7 @@ class Drafting:
         # It opens with the text as it is now: commits from here on are queued for it.
         session = self._session = DraftSession(stream, self._context, self._state)
         await session.open()
+        self._context.timeline.event("draft_opened", pod=str(stream.pod))
         await self._set_drafted(True)
         async for extend in stream.candidates():
             session.check(extend)
@@ -235,6 +240,7 @@ class Drafting:
             self._undrafted = True
             self._why_undrafted = reason
             log.info("undrafted", reason=reason, why=why)
+            self._context.timeline.event("undrafted", reason=reason)
         await self._set_drafted(False)
 
 

@@ -1,4 +1,5 @@
-"""Failover events: changes of pods under a text, and of its draft's being used. Each is logged and counted."""
+"""Failover events: changes of pods under a text, and of its draft's being used. Each is logged, counted and
+recorded."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from collections import Counter
 from typing import Literal
 
 import structlog
+
+from orchestrator.request_timeline import SampleTimeline
 
 log = structlog.get_logger()
 
@@ -20,12 +23,14 @@ EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "
 class FailoverEvents:
     """The failover events of one sample. `of_all` counts those of all samples."""
 
-    def __init__(self, of_all: Counter[str] | None = None) -> None:
+    def __init__(self, timeline: SampleTimeline, of_all: Counter[str] | None = None) -> None:
         self.counts: Counter[str] = Counter()
         self._of_all: Counter[str] = Counter() if of_all is None else of_all
+        self._timeline = timeline
 
     def record(self, reason: FailoverReason, pod: object, why: str = "") -> None:
         self.counts[reason] += 1
         self._of_all[reason] += 1
+        self._timeline.failover(reason, str(pod))
         tell = log.info if reason in EXPECTED else log.warning
         tell("failover", reason=reason, pod=str(pod), why=why)

@@ -15,6 +15,7 @@ from orchestrator.failover_events import FailoverEvents
 from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
+from orchestrator.request_timeline import SampleTimeline
 from orchestrator.resolved import resolved
 from orchestrator.sample import Sample
 from orchestrator.sample_context import SampleContext
@@ -30,13 +31,19 @@ class Generation:
     """Runs one sample. It is the `CandidateSink` of its drafting: what that has for a verifier goes to verification."""
 
     def __init__(
-        self, sample: Sample, model: Model, peers: Peers, deadline: float | None, stats: OrchestratorStats
+        self,
+        sample: Sample,
+        model: Model,
+        peers: Peers,
+        deadline: float | None,
+        stats: OrchestratorStats,
+        timeline: SampleTimeline,
     ) -> None:
-        granted, events = GrantedLimits(sample.speculation), FailoverEvents(stats.failover_events)
+        granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._stats = stats
         text = CommittedText(sample)
         self._context = SampleContext(
-            sample, model, peers, deadline, text, events, granted, fallback_seconds=stats.fallback_seconds
+            sample, model, peers, deadline, text, events, granted, timeline, fallback_seconds=stats.fallback_seconds
         )
         self._transcript = Transcript(sample, model)
         self._drafting = Drafting(self._context, sink=self)
@@ -47,7 +54,8 @@ class Generation:
         client has read this one, or will read it with the next."""
         first = True
         await self._transcript.resume()
-        with self._stats.sample(self._transcript) as came:
+        timeline = self._context.timeline
+        with self._stats.sample(self._transcript) as came, timeline.figures(self._transcript):
             async with self._drafting, aclosing(self._verification.messages()) as messages:
                 async for message in messages:
                     if isinstance(message, verifier_pb2.VerifyOpened):
@@ -63,8 +71,10 @@ class Generation:
                         response.model_fingerprint = self._verification.revision
                         response.resolved.CopyFrom(resolved(self._context.sample))
                         first = False
+                        timeline.first_commit()
                     if response.HasField("finish"):
                         self._sign(response.finish)
+                        timeline.finish(response.finish)
                         yield response
                         return
                     yield response

@@ -11,6 +11,7 @@ from orchestrator.failover_events import FailoverEvents
 from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
+from orchestrator.request_timeline import SampleTimeline
 from orchestrator.sample import Sample
 
 
@@ -25,6 +26,7 @@ class SampleContext:
     text: CommittedText
     events: FailoverEvents
     granted: GrantedLimits
+    timeline: SampleTimeline
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds for which texts have gone on without a draft that they wanted, by reason: those of all samples."""
 

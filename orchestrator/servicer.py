@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -22,13 +22,16 @@ from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.readiness import VERIFIER, Readiness
 from orchestrator.request import parse
+from orchestrator.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.sample import Request
 from orchestrator.stats import OrchestratorStats, pod_view
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.tokenization import tokenize
+from orchestrator.trace import OrchestratorTraceServicer
 from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Context
+from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
@@ -68,6 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._readiness = Readiness(peers, model)
         self._started = time.monotonic()
         self._stats = OrchestratorStats()
+        self.timelines = Timelines()
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
@@ -87,6 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+        OrchestratorTraceServicer(self.timelines, self._peers).register(server)
 
     async def close(self) -> None:
         self._short.close()
@@ -101,12 +106,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
         account = self._accounts.of(context)
-        with self._stats.request(account.tenant_class), account.request():
-            self._peers.check_room()
-            valid = await self._parse(request, account)
+        with self._request(request, account, streamed=True) as timeline:
+            valid = await self._parse(request, account, timeline)
             account.spend_tokens(valid.prompt_tokens)
             first = True
-            async with aclosing(self._responses(valid, context)) as responses:
+            async with aclosing(self._responses(valid, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
                     if first:
@@ -120,13 +124,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
         account = self._accounts.of(context)
-        with self._stats.request(account.tenant_class), account.request():
-            self._peers.check_room()
-            valid = await self._parse(request.request, account, streamed=False)
+        with self._request(request.request, account, streamed=False) as timeline:
+            valid = await self._parse(request.request, account, timeline, streamed=False)
             account.spend_tokens(valid.prompt_tokens)
             answer = generation_pb2.CompleteResponse(seed=valid.seed)
             completions = [answer.completions.add() for _ in valid.samples]
-            async with aclosing(self._responses(valid, context)) as responses:
+            async with aclosing(self._responses(valid, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
                     if response.HasField("resolved"):
@@ -207,13 +210,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _check_caller(self, method: str, context: Context) -> None:
         """Refuse calls of this service without a tenant's API key, and of others what concerns all tenants."""
-        if method == f"/{self.name}/GetStats":
+        if method == f"/{self.name}/GetStats" or method.startswith(f"/{OrchestratorTraceServicer.name}/"):
             self._accounts.check_operator(context)
         elif method.startswith(f"/{self.name}/"):
             self._accounts.of(context)
 
+    @contextmanager
+    def _request(
+        self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool
+    ) -> Iterator[Timeline]:
+        """Count a request of an account, and record it unless there is no room for it."""
+        with self._stats.request(account.tenant_class), account.request():
+            self._peers.check_room()
+            with self.timelines.begin(
+                "generate", operation=operation(request), model=self._model.name, stream=streamed
+            ) as timeline:
+                yield timeline
+
     async def _parse(
-        self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool = True
+        self,
+        request: generation_pb2.GenerateRequest,
+        account: Account,
+        timeline: Timeline,
+        *,
+        streamed: bool = True,
     ) -> Request:
         """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
         size = request.ByteSize()
@@ -228,16 +248,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             arrived=self._clock(),
         )
         if request.WhichOneof("prompt") == "tokens" and size <= SHORT_BYTES:
-            return work()
-        return await (self._short if size <= LONG_BYTES else self._long).run(work)
+            parsed = work()
+        else:
+            parsed = await (self._short if size <= LONG_BYTES else self._long).run(work)
+        record_parsed(timeline, parsed)
+        return parsed
 
-    def _responses(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Responses:
+    def _responses(
+        self, request: Request, context: grpc.aio.ServicerContext[Any, Any], timeline: Timeline
+    ) -> Responses:
         """Return the responses of all samples as they come."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
+        several = len(request.samples) > 1
+        recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
         runs = [
-            coalesced(Generation(sample, self._model, self._peers, deadline, self._stats).run())
-            for sample in request.samples
+            coalesced(Generation(sample, self._model, self._peers, deadline, self._stats, each).run())
+            for sample, each in zip(request.samples, recorded, strict=True)
         ]
         return runs[0] if len(runs) == 1 else _merged(runs)
 

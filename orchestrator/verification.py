@@ -127,6 +127,7 @@ class Verification:
             self._context.events.record("numerics_changed", pod, why)
         self._preemptions.append(0)
         self._not_opened.pop(pod, None)
+        self._context.timeline.event("verifier_opened", pod=str(pod))
         self._stream = stream
         await stream.set_policy(self._policy)  # it may have changed since the session was opened
         return opened
@@ -148,6 +149,7 @@ class Verification:
         elif self._not_opened.get(pod) != why:  # it is tried again and again while there is no other
             self._not_opened[pod] = why
             log.info("verifier_not_opened", pod=str(pod), why=why)
+            self._context.timeline.event("verifier_not_opened", pod=str(pod))
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
         """Note that a verifier's model has failed on this text, or that it finds invalid what another one has begun:

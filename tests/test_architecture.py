@@ -12,7 +12,8 @@ import pytest
 from draft_service.servicer import DraftServicer
 from orchestrator.servicer import GenerationServicer
 from specdec.serving import errors
-from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
+from specdec.serving.tracing.servicer import TraceServicer
+from specdec.v2 import draft_pb2, generation_pb2, trace_pb2, verifier_pb2
 from verifier_service.servicer import VerifierServicer
 
 ROOT = Path(__file__).parent.parent
@@ -163,6 +164,7 @@ def test_verification_and_drafting_know_nothing_of_each_other() -> None:
         (DraftServicer, draft_pb2.DESCRIPTOR.services_by_name["DraftService"]),
         (VerifierServicer, verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]),
         (GenerationServicer, generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]),
+        (TraceServicer, trace_pb2.DESCRIPTOR.services_by_name["TraceService"]),
     ],
 )
 def test_every_rpc_is_implemented(servicer: type, descriptor: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import grpc
@@ -17,9 +18,11 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError, TenantLimitError
 from specdec.serving.identity import pod_info
-from specdec.serving.messages import lookahead_from, paths_from, sampler_from, sampling_from
+from specdec.serving.messages import finish_name, lookahead_from, paths_from, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
+from specdec.serving.timeline import Timeline
+from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
     LEAST_WEIGHT,
     MAX_NODES_A_MESSAGE,
@@ -62,6 +65,7 @@ class VerifierServicer(
     verifier_pb2_grpc.VerifierServiceServicer,
 ):
     name = "specdec.v2.VerifierService"
+    timeline_name = "verify"
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class VerifierServicer(
 
     def register(self, server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
+        TraceServicer("verifier", self.timelines).register(server)
 
     async def Verify(  # type: ignore[override]
         self,
@@ -89,8 +94,14 @@ class VerifierServicer(
     ) -> None:
         await self.run(request_iterator, context)
 
-    def attach(self, session: BackendSession, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
-        self._backend.serve(session, responses, response)
+    def attach(
+        self,
+        session: BackendSession,
+        responses: ResponseQueue[verifier_pb2.VerifyResponse],
+        timeline: Timeline,
+    ) -> None:
+        timeline.event("queued")
+        self._backend.serve(session, responses, partial(recorded_response, timeline), timeline)
 
     def admit(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> None:
         super().admit(request, deadline)
@@ -285,6 +296,20 @@ def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str
         if model_pb2.DRAFTER_LOOKAHEAD not in policy.drafters:
             violations.append(("policy.lookahead", "is set, needs the drafter LOOKAHEAD"))
     return violations
+
+
+def recorded_response(timeline: Timeline, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
+    """Record a verify result, and return its response. Runs on the event loop."""
+    timeline.add(
+        steps=result.steps,
+        tokens=len(result.tokens),
+        offered=result.offered,
+        accepted=result.accepted,
+        undrafted_tokens=result.undrafted,
+    )
+    if result.finish:
+        timeline.event("finish", reason=finish_name(result.finish))
+    return response(result, times)
 
 
 def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:

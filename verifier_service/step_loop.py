@@ -19,6 +19,7 @@ from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.session_backend import MakeCommit, MemoryUse, SessionBackend
@@ -119,8 +120,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
 
     # --- actions: called in the loop's thread -------------------------------------------------------
 
-    def serve(self, session: Session, responses: ResponseQueue[Any], commit: MakeCommit) -> None:
-        self.attach(RunningSession(session, responses, commit))
+    def serve(self, session: Session, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:
+        self.attach(RunningSession(session, responses, commit, timeline=timeline))
 
     def attach(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if nothing can be computed."""
@@ -220,6 +221,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         for entry, result in results:
             self._queue.shares.got_tokens(entry, len(result.tokens))
             entry.awaiting_draft = entry.session.policy.remote
+            if entry.computing_prompt:
+                entry.computing_prompt = False
+                entry.timeline.event("prompt_computed")
             if result.finish:
                 self._finish(entry)
 

@@ -24,11 +24,13 @@ from orchestrator.generation import Generation
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
+from orchestrator.request_timeline import SampleTimeline
 from orchestrator.sample import Sample
 from orchestrator.stats import OrchestratorStats
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
 from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.serving.timeline import Timeline
 from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import model_pb2
 from testing import clock
@@ -133,7 +135,7 @@ class Deployment:
             rule=Rule.COUPLED,
             contrast=model_pb2.Contrast(),
         )
-        generation = Generation(sample, self._model, self._peers, None, OrchestratorStats())
+        generation = Generation(sample, self._model, self._peers, None, OrchestratorStats(), SampleTimeline(Timeline()))
         tokens: list[int] = []
         async for response in generation.run():
             tokens += response.tokens

@@ -26,6 +26,7 @@ from draft_service.session import RootMove
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
@@ -143,8 +144,13 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         vocabulary = self.identity.vocabulary_size
         return VerifierSession(plain.request, plain.policy, self._limits.max_nodes, vocabulary)
 
-    def attach(self, session: BackendSession, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
-        self._backend.serve(session, responses, _free_of_charge)
+    def attach(
+        self,
+        session: BackendSession,
+        responses: ResponseQueue[verifier_pb2.VerifyResponse],
+        timeline: Timeline,
+    ) -> None:
+        self._backend.serve(session, responses, _free_of_charge, timeline)
 
     def _policy(self, message: verifier_pb2.VerifyPolicy) -> Policy:
         """Return the policy without step delay, since a draft sends one answer only, and without the speculation

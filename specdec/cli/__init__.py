@@ -21,6 +21,7 @@ from specdec.cli.generate import generate
 from specdec.cli.services import draft, orchestrator, up, verifier, warm_up
 from specdec.cli.stats import stats
 from specdec.cli.tokenize import tokenize
+from specdec.cli.trace import trace
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command whose options are read elsewhere."""
@@ -52,6 +53,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, up, warm_up):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (doctor, export, stats, generate, tokenize, api_key):
+for command in (doctor, export, stats, trace, generate, tokenize, api_key):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

@@ -233,6 +233,7 @@ def _complete(client: Client, waiting: Waiting, prompt: str | None, options: dic
     console = Console(highlight=False, soft_wrap=True)
     report = Report()
     with client.generate(prompt, **options) as stream, waiting:
+        report.request_id = stream.request_id
         for chunk in stream:
             waiting.heard()
             report.take(chunk)
@@ -252,7 +253,8 @@ def _complete(client: Client, waiting: Waiting, prompt: str | None, options: dic
         err.print(
             f"[dim]{count} tokens in {seconds:.2f} s ({count / seconds:.0f}/s), "
             f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
-            f"{without_draft(s, options)}{finish.reason}, seed {report.seed}[/dim]"
+            f"{without_draft(s, options)}{finish.reason}, seed {report.seed}, "
+            f"request {report.request_id}[/dim]"
         )
 
 

@@ -78,6 +78,7 @@ async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard:
         try:
             left = None if timeout is None else max(0.001, deadline - time.monotonic())
             async with client.generate(prompt.text, timeout=left, **prompt.options) as stream:
+                report.request_id = stream.request_id
                 async for chunk in stream:
                     heard()
                     report.take(chunk)

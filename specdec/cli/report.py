@@ -12,6 +12,7 @@ class Report:
     """The report of one completion of one sample: begun when it is asked for, filled chunk by chunk."""
 
     def __init__(self) -> None:
+        self.request_id = ""  # what logs and traces call the request
         self._start = time.monotonic()
         self._first: float | None = None
         self.tokens: list[int] = []
@@ -47,6 +48,7 @@ class Report:
             "finish_reason": finish.reason,
             "usage": {"prompt_tokens": finish.prompt_tokens, "completion_tokens": finish.completion_tokens},
             "seed": self.seed,
+            "request_id": self.request_id,
             "speculation": {
                 "steps": s.steps,
                 "offered": s.offered,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack, cast
 
 import grpc
 
 from specdec.client.completion import Chunk, Model, Result, read_models, read_result
-from specdec.client.endpoint import Endpoint
+from specdec.client.endpoint import Endpoint, Metadata
 from specdec.client.errors import Cancelled
 from specdec.client.options import GenerateOptions, Message, takes_options
 from specdec.client.request import build_request
@@ -35,14 +37,17 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         prompt: str | None = None,
         *,
         timeout: float | EllipsisType | None = ...,
+        request_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Ask for a completion, chunk by chunk. The request is sent at once.
 
-        `prompt` is text to continue. `timeout` (seconds) replaces the client's own.
+        `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` is what the logs and
+        traces of services are to call the request; by default a new one, which the stream tells.
         """
+        request_id, metadata = self._identified(request_id)
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return AsyncStream(self._send, transcript)
+        return AsyncStream(partial(self._send, metadata=metadata), transcript, request_id)
 
     @takes_options
     async def complete(
@@ -50,11 +55,14 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         prompt: str | None = None,
         *,
         timeout: float | EllipsisType | None = ...,
+        request_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result:
         """Ask for a completion and wait for all of it. Takes what `generate` takes."""
         request = CompleteRequest(request=build_request(prompt, **options))
-        return read_result(await self._ask(lambda stub: stub.Complete, request, timeout))
+        request_id, metadata = self._identified(request_id)
+        answer = await self._ask(lambda stub: stub.Complete, request, timeout, metadata)
+        return replace(read_result(answer), request_id=request_id)
 
     async def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
         """Return the models that requests may name."""
@@ -105,20 +113,21 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
             self._channels[address] = channel
         return cast("GenerationServiceAsyncStub", GenerationServiceStub(channel))
 
-    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None) -> _Call:
-        return self._stub(address).Generate(request, timeout=timeout, metadata=self._metadata)
+    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None, metadata: Metadata) -> _Call:
+        return self._stub(address).Generate(request, timeout=timeout, metadata=metadata)
 
     async def _ask(
         self,
         method: Callable[[GenerationServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Request, Answer]],
         request: Request,
         timeout: float | EllipsisType | None,
+        metadata: Metadata | None = None,
     ) -> Answer:
         retries = self._retries(timeout)
         while True:
             ask = method(self._stub(retries.address))
             try:
-                answer = await ask(request, timeout=retries.seconds_left, metadata=self._metadata)
+                answer = await ask(request, timeout=retries.seconds_left, metadata=metadata or self._metadata)
             except grpc.RpcError as error:
                 pause = retries.pause(error)
             except asyncio.CancelledError as error:
@@ -144,8 +153,10 @@ class _Send(Protocol):
 class AsyncStream:
     """A stream of the chunks of a completion. Leaving its context cancels what is not finished."""
 
-    def __init__(self, send: _Send, transcript: Transcript) -> None:
+    def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
         """Send the request; made by `AsyncClient.generate`."""
+        self.request_id = request_id
+        """What logs and traces of services call the request."""
         self._send = send
         self._transcript = transcript
         self._cancelled = asyncio.Event()

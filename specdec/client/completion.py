@@ -129,6 +129,7 @@ class Result:
     completions: list[Completion]
     seed: int
     resolved: Resolved  # how the request was understood
+    request_id: str = ""  # what logs and traces of services call the request
 
     @property
     def text(self) -> str:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from specdec.client.address import parse_addresses
+from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
 from specdec.client.retries import Retries
 from specdec.client.rotation import Rotation
 
@@ -34,6 +35,8 @@ _OPTIONS: dict[str, int | str] = {
 
 
 _LONGEST_TIMEOUT = 1e7  # seconds
+
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
 
@@ -67,11 +70,21 @@ class Endpoint(Generic[Channel]):
         self._timeout = _checked(timeout)
         self._max_retries = max_retries
         self._credentials = credentials
-        self._metadata = (*metadata, *_authorization(api_key))
+        self._metadata: Metadata = (*metadata, *_authorization(api_key))
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
         self._closed = 0  # times
         self._connecting = threading.Lock()  # threads may share a synchronous client
+
+    def _identified(self, request_id: str | None) -> tuple[str, Metadata]:
+        """Return the id of a request, and the metadata of its calls: the id that is given, or the one that goes with
+        every call, or a new one. ValueError if services would not take it."""
+        usual = next((value for key, value in self._metadata if key == REQUEST_ID), None)
+        found = request_id if request_id is not None else usual if isinstance(usual, str) else new_request_id()
+        if not is_request_id(found):
+            raise ValueError(f"request_id = {found!r}: must be 1 to 64 printable ASCII characters")
+        others: Metadata = tuple(each for each in self._metadata if each[0] != REQUEST_ID)
+        return found, ((REQUEST_ID, found), *others)
 
     def _retries(self, timeout: float | EllipsisType | None) -> Retries:
         timeout = self._timeout if timeout is ... else _checked(timeout)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import EllipsisType, TracebackType
 from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
 from specdec.client.completion import Chunk, Model, Result, read_models, read_result
-from specdec.client.endpoint import Endpoint
+from specdec.client.endpoint import Endpoint, Metadata
 from specdec.client.errors import Cancelled
 from specdec.client.options import GenerateOptions, Message, takes_options
 from specdec.client.request import build_request
@@ -33,14 +35,17 @@ class Client(Endpoint[grpc.Channel]):
         prompt: str | None = None,
         *,
         timeout: float | EllipsisType | None = ...,
+        request_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Ask for a completion, chunk by chunk. The request is sent at once.
 
-        `prompt` is text to continue. `timeout` (seconds) replaces the client's own.
+        `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` is what the logs and
+        traces of services are to call the request; by default a new one, which the stream tells.
         """
+        request_id, metadata = self._identified(request_id)
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return Stream(self._send, transcript)
+        return Stream(partial(self._send, metadata=metadata), transcript, request_id)
 
     @takes_options
     def complete(
@@ -48,11 +53,14 @@ class Client(Endpoint[grpc.Channel]):
         prompt: str | None = None,
         *,
         timeout: float | EllipsisType | None = ...,
+        request_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result:
         """Ask for a completion and wait for all of it. Takes what `generate` takes."""
         request = CompleteRequest(request=build_request(prompt, **options))
-        return read_result(self._ask(lambda stub: stub.Complete, request, timeout))
+        request_id, metadata = self._identified(request_id)
+        answer = self._ask(lambda stub: stub.Complete, request, timeout, metadata)
+        return replace(read_result(answer), request_id=request_id)
 
     def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
         """Return the models that requests may name."""
@@ -104,20 +112,21 @@ class Client(Endpoint[grpc.Channel]):
                 self._channels[address] = channel
             return GenerationServiceStub(channel)
 
-    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None) -> _Call:
-        return self._stub(address).Generate(request, timeout=timeout, metadata=self._metadata)
+    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None, metadata: Metadata) -> _Call:
+        return self._stub(address).Generate(request, timeout=timeout, metadata=metadata)
 
     def _ask(
         self,
         method: Callable[[GenerationServiceStub], grpc.UnaryUnaryMultiCallable[Request, Answer]],
         request: Request,
         timeout: float | EllipsisType | None,
+        metadata: Metadata | None = None,
     ) -> Answer:
         retries = self._retries(timeout)
         while True:
             ask = method(self._stub(retries.address))
             try:
-                answer = ask(request, timeout=retries.seconds_left, metadata=self._metadata)
+                answer = ask(request, timeout=retries.seconds_left, metadata=metadata or self._metadata)
             except grpc.RpcError as error:
                 time.sleep(retries.pause(error))
             else:
@@ -140,8 +149,10 @@ class _Send(Protocol):
 class Stream:
     """A stream of the chunks of a completion. Leaving its context, or dropping it, cancels what is not finished."""
 
-    def __init__(self, send: _Send, transcript: Transcript) -> None:
+    def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
         """Send the request; made by `Client.generate`."""
+        self.request_id = request_id
+        """What logs and traces of services call the request."""
         self._send = send
         self._transcript = transcript
         self._cancelled = threading.Event()

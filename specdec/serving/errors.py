@@ -3,6 +3,7 @@
 ServiceError
 ├── InvalidRequestError      INVALID_ARGUMENT      the caller's fields, each with its limit
 ├── UnknownModelError        NOT_FOUND             no such model here
+├── UnknownRequestError      NOT_FOUND             nothing is recorded of this request
 ├── NotBuiltError            UNIMPLEMENTED         a feature of the contract that does not exist yet
 ├── UnauthenticatedError     UNAUTHENTICATED       the API key is missing or not known
 ├── PermissionDeniedError    PERMISSION_DENIED     the caller may not ask for this
@@ -92,6 +93,12 @@ class InvalidRequestError(ServiceError):
 
 class UnknownModelError(ServiceError):
     reason = "UNKNOWN_MODEL"
+
+
+class UnknownRequestError(ServiceError):
+    """Nothing is recorded here of the request that is asked for."""
+
+    reason = "UNKNOWN_REQUEST"
 
 
 class NotBuiltError(ServiceError):
@@ -193,6 +200,7 @@ class InternalError(ServiceError):
 STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     NotBuiltError: grpc.StatusCode.UNIMPLEMENTED,
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,

@@ -18,6 +18,16 @@ LOGPROB_UNIT = 1.0 / 96.0
 fine where a child is likely, so that long paths add up right, and coarse where it is not."""
 
 
+_FINISHES: dict[int, str] = {
+    number: name.removeprefix("FINISH_REASON_").lower() for name, number in model_pb2.FinishReason.items()
+}
+
+
+def finish_name(reason: int) -> str:
+    """Return the name of a FinishReason, as in "length"; "unspecified" for one that is not known here."""
+    return _FINISHES.get(reason, "unspecified")
+
+
 def sampling_from(message: model_pb2.Sampling) -> Sampling:
     return Sampling(
         repetition_penalty=message.repetition_penalty or 1.0,

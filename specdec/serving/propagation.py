@@ -7,16 +7,13 @@ when a call begins, whether it comes by itself or on a multiplexed connection.
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import structlog
 
-REQUEST_ID = "x-request-id"
-
-REQUEST_ID_CHARACTERS = 64
+from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 
@@ -49,8 +46,7 @@ def bind_metadata(metadata: Mapping[str, Any]) -> None:
     """Take what is carried on from the metadata of the call that is served from here on: its caller's request id, or a
     new one if that is missing or unsound, and its trace context if that is sound."""
     given = metadata.get(REQUEST_ID)
-    sound = _printable(given, REQUEST_ID_CHARACTERS) and given
-    structlog.contextvars.bind_contextvars(request_id=given if sound else uuid.uuid4().hex[:16])
+    structlog.contextvars.bind_contextvars(request_id=given if is_request_id(given) else new_request_id())
     bind_trace_context(trace_context_of(metadata))
 
 
@@ -72,14 +68,10 @@ def trace_context_of(metadata: Mapping[str, Any]) -> Metadata:
         return ()
     if not int(found[2], 16) or not int(found[3], 16):
         return ()
-    kept = ((TRACESTATE, str(state)),) if state and _printable(state, TRACESTATE_CHARACTERS) else ()
-    return ((TRACEPARENT, found[0]), *kept)
+    sound = isinstance(state, str) and 0 < len(state) <= TRACESTATE_CHARACTERS and state.isascii()
+    return ((TRACEPARENT, found[0]), *(((TRACESTATE, str(state)),) if sound and str(state).isprintable() else ()))
 
 
 def trace_id_of(context: Metadata) -> str:
     """Return the id of the trace of a trace context; empty if it has none."""
     return context[0][1].split("-")[1] if context else ""
-
-
-def _printable(value: object, most: int) -> bool:
-    return isinstance(value, str) and len(value) <= most and value.isascii() and value.isprintable()

@@ -23,6 +23,7 @@ from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolErr
 from specdec.serving.interceptor import Gate
 from specdec.serving.opening import Openings
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.serving.worker import Worker
 from specdec.v2 import model_pb2
@@ -58,9 +59,13 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._sessions = 0
         self._submitted = 0  # to the worker, of all sessions so far
         self._taken = 0  # of these, by the worker; written in its thread
+        self.timelines = Timelines()
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
+
+    timeline_name = "session"
+    """Name of the timelines of its sessions."""
 
     max_request_bytes = MAX_MESSAGE_BYTES
 
@@ -101,9 +106,9 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         monotonic time."""
 
     @abstractmethod
-    def attach(self, session: Session, responses: ResponseQueue[Response]) -> None:
-        """Give a session memory and let the worker work on it; PoolFullError if there is none. Runs in the worker's
-        thread."""
+    def attach(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
+        """Give a session memory and let the worker work on it, and record what happens to it; PoolFullError if there is
+        no memory. Runs in the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Session) -> None:
@@ -135,9 +140,10 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self.admit(first, deadline)
         self._sessions += 1
         try:
-            long = first.ByteSize() > LONG_BYTES
-            session = await asyncio.to_thread(self.parse, first, deadline) if long else self.parse(first, deadline)
-            await self._serve(session, requests, context)
+            with self.timelines.begin(self.timeline_name) as timeline:
+                long = first.ByteSize() > LONG_BYTES
+                session = await asyncio.to_thread(self.parse, first, deadline) if long else self.parse(first, deadline)
+                await self._serve(session, requests, context, timeline)
         finally:
             self._sessions -= 1
 
@@ -146,11 +152,12 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         session: Session,
         requests: AsyncIterator[Request],
         context: grpc.aio.ServicerContext[Request, Response],
+        timeline: Timeline,
     ) -> None:
         """Serve a session that was parsed, until its stream ends."""
         responses: ResponseQueue[Response] = ResponseQueue()
         self._submitted += 1
-        self._worker.submit(partial(self._take, session, responses))
+        self._worker.submit(partial(self._take, session, responses, timeline))
         reader: asyncio.Task[None] | None = None
         try:
             await context.write(self.opened(session))
@@ -164,11 +171,11 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 reader.cancel()
             self._worker.submit(partial(self.detach, session))
 
-    def _take(self, session: Session, responses: ResponseQueue[Response]) -> None:
+    def _take(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
         """Attach a session; runs in the worker's thread."""
         self._taken += 1
         try:
-            self.attach(session, responses)
+            self.attach(session, responses, timeline)
         except PoolFullError as full:
             responses.send(OverloadedError(f"the key/value memory is full: {full}"))
         except Exception as error:  # it ends this session, not the worker

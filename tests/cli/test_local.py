@@ -124,6 +124,7 @@ def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
                 "finish_reason",
                 "usage",
                 "seed",
+                "request_id",
                 "speculation",
                 "seconds",
                 "time_to_first_token",

@@ -13,6 +13,7 @@ class ThreadedStream:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self.request_id = stream.request_id
 
     def __aiter__(self) -> Self:
         return self

@@ -104,6 +104,39 @@ async def test_lists_models(connect: Any) -> None:
         ]
 
 
+async def test_a_request_has_one_id_however_often_it_is_sent(connect: Any) -> None:
+    acts = [Act(3, "abort"), Act(), Act(), Act(), Act()]
+    async with FakeServer(*acts) as server, connect(server) as client:
+        async with client.generate("hi") as stream:
+            assert written([chunk async for chunk in stream]) == (TEXT, TOKENS)
+        drawn = (await client.complete("hi")).request_id
+        given = (await client.complete("hi", request_id="mine")).request_id
+        await client.complete("hi", request_id="mine too")
+    assert len({stream.request_id, drawn, given}) == 3
+    ids = [stream.request_id, stream.request_id, drawn, "mine", "mine too"]
+    assert [call.metadata["x-request-id"] for call in server.calls] == ids
+
+
+async def test_an_id_of_all_calls_is_that_of_a_request_unless_it_has_its_own(connect: Any) -> None:
+    async with FakeServer() as server, connect(server, metadata=[("x-request-id", "all"), ("a", "b")]) as client:
+        assert (await client.complete("hi")).request_id == "all"
+        assert (await client.complete("hi", request_id="one")).request_id == "one"
+    assert [call.metadata["x-request-id"] for call in server.calls] == ["all", "one"]
+    assert [call.metadata["a"] for call in server.calls] == ["b", "b"]
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 65, "\N{SNOWMAN}", "a\nb"])
+async def test_an_id_that_services_would_not_take_is_refused_before_anything_is_sent(
+    connect: Any, request_id: str
+) -> None:
+    async with FakeServer() as server, connect(server) as client:
+        with pytest.raises(ValueError, match=r"request_id = .*: must be 1 to 64 printable ASCII characters"):
+            client.generate("hi", request_id=request_id)
+        with pytest.raises(ValueError, match="request_id = "):
+            await client.complete("hi", request_id=request_id)
+    assert server.calls == []
+
+
 async def test_streams_several_samples(connect: Any) -> None:
     async with FakeServer() as server, connect(server) as client:
         chunks = [chunk async for chunk in client.generate("hi", n=2)]

@@ -11,10 +11,12 @@ from orchestrator.granted import GrantedLimits
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
+from orchestrator.request_timeline import SampleTimeline
 from orchestrator.sample import Sample
 from orchestrator.sample_context import SampleContext
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Speculation
+from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2
 
 VOCABULARY, CONTEXT, END = 50, 40, 7
@@ -46,4 +48,6 @@ def context(peers: Peers | None = None, **fields: Any) -> SampleContext:
     """The context of a sample with these fields, that has no deadline."""
     wanted = sample(**fields)
     text, granted = CommittedText(wanted), GrantedLimits(wanted.speculation)
-    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, text, FailoverEvents(), granted)
+    timeline = SampleTimeline(Timeline())
+    events = FailoverEvents(timeline)
+    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, text, events, granted, timeline)

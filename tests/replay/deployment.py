@@ -28,6 +28,7 @@ from draft_service.servicer import Limits as DraftLimits
 from orchestrator.draft_control import DraftControl, first_min_probability
 from specdec.engine.engine import Engine
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 from tests.replay.clock import Clock
 from tests.replay.engines import HabitEngine, TimedEngine
@@ -306,7 +307,7 @@ class Deployment:
         request = verifier_pb2.VerifyRequest(open=opening)
         self._count(request)
         text.verifier = self._verifier.parse(request, None)
-        self._verifier.attach(text.verifier, text.verifier_mail)
+        self._verifier.attach(text.verifier, text.verifier_mail, Timeline())
         opened = self._verifier.opened(text.verifier).opened
         price = opened.min_candidate_probability if opened.drafting_wanted else 1.0
         self._line(f"{text.number} opens price={price:.5f}")
@@ -326,7 +327,7 @@ class Deployment:
         request = draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(**self._common(text), policy=policy))
         self._count(request)
         text.draft = self._drafts.parse(request, None)
-        self._drafts.attach(text.draft, text.draft_mail)
+        self._drafts.attach(text.draft, text.draft_mail, Timeline())
 
     def _to_verifier(self, text: Text, request: verifier_pb2.VerifyRequest) -> None:
         if not text.over:

@@ -203,6 +203,10 @@ async def test_a_completion_says_how_often_it_lost_its_memory(directories: Direc
         assert preemptions[0] == 0
         assert sum(preemptions) == loop.stats.preemptions > 0
         assert (await load_of(services)).preemptions == loop.stats.preemptions
+        timelines = services.verifiers[0].service.timelines
+        events = [event.name for each in (*timelines._ended, *timelines._running) for event in each.events]
+        assert events.count("preempted") == loop.stats.preemptions
+        assert events.count("admitted") == len(texts) + loop.stats.preemptions
         want = [list((await begin(services, prompt, 40)).tokens) for prompt in texts]
     check(directories, texts, want, [list(completion.tokens) for completion in completions])
 

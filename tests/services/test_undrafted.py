@@ -14,6 +14,7 @@ from draft_service.servicer import Limits as DraftLimits
 from draft_service.session import Session
 from specdec.client.errors import from_rpc
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, REMOTE, stack, until
@@ -30,7 +31,7 @@ REJECTION = model_pb2.ACCEPTANCE_RULE_REJECTION
 class Mute(DraftServicer):
     """Reads, works and sends heartbeats, but no candidates."""
 
-    def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse]) -> None:
+    def attach(self, session: Session, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
         self._loop.attach(RunningSession(session, lambda extension: None, responses.send, lambda: True))
 
 

@@ -16,12 +16,12 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.client.request_id import REQUEST_ID
 from specdec.serving.errors import OverloadedError, ProtocolError, from_rpc
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream, Traffic
 from specdec.serving.process.server import CHANNEL_OPTIONS
-from specdec.serving.propagation import REQUEST_ID
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 from tests.stack import Pod, running
 

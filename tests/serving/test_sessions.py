@@ -12,6 +12,7 @@ from specdec.serving.errors import DeadlineError, EngineLostError
 from specdec.serving.opening import Openings
 from specdec.serving.response_queue import MAX_WAITING, ResponseQueue
 from specdec.serving.session_stream import INBOX_REQUESTS, SessionServicer
+from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
 from specdec.v2 import verifier_pb2
 
@@ -43,7 +44,7 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> Any:
         return object()
 
-    def attach(self, session: Any, responses: ResponseQueue[verifier_pb2.VerifyResponse]) -> None:
+    def attach(self, session: Any, responses: ResponseQueue[verifier_pb2.VerifyResponse], timeline: Timeline) -> None:
         pass
 
     def detach(self, session: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
 from verifier_service.backend.request import Policy, SessionRequest
@@ -59,7 +60,7 @@ class Counting(SessionBackend):
     def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Count:
         return Count(request, policy)
 
-    def serve(self, session: Count, responses: ResponseQueue[Any], commit: MakeCommit) -> None:
+    def serve(self, session: Count, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:
         session.responses, session.commit = responses, commit
         self.running.append(session)
 

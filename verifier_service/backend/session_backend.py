@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.backend.result import StepTimes, VerifyResult
@@ -73,9 +74,10 @@ class SessionBackend(Worker):
         A draft may have `max_nodes` candidates alive in it, of a `vocabulary` of so many tokens."""
 
     @abstractmethod
-    def serve(self, session: Any, responses: ResponseQueue[Any], commit: MakeCommit) -> None:
-        """Give a session memory as soon as there is some, and send its commits until it has ended or is detached.
-        EngineLostError if nothing can be computed. In the worker's thread."""
+    def serve(self, session: Any, responses: ResponseQueue[Any], commit: MakeCommit, timeline: Timeline) -> None:
+        """Give a session memory as soon as there is some, and send its commits until it has ended or is detached;
+        record when it gets memory, loses it, and has its prompt computed. EngineLostError if nothing can be computed.
+        In the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Any) -> None:

@@ -153,6 +153,8 @@ class RunQueue:
             self._stats.cached_tokens += session.cached_tokens
             self._stats.queue_seconds.observe(now - entry.waiting_since)
             self.shares.got_prompt(entry, session.tree.base - session.computed)
+        entry.timeline.event("admitted", cached_tokens=session.computed)
+        entry.computing_prompt = True
         self._count()
         return True
 
@@ -166,6 +168,7 @@ class RunQueue:
         self._waiting.append(entry)
         self._stats.preemptions += 1
         self._count()
+        entry.timeline.event("preempted", text_tokens=entry.session.tree.base)
         log.info("preempted", tokens=entry.session.tree.base, running=len(self.running))
 
     def _take_memory(self, session: Session, *, wipe: bool = False) -> None:

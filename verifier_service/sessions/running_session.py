@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.sessions.session import Session
@@ -29,6 +30,8 @@ class RunningSession:
     drafting_wanted: bool = False  # as was sent with it
     admitted_at: float = 0.0  # when it last got memory
     awaiting_draft: bool = False  # it has a draft, and its last step is not counted in `draft_ready_steps` yet
+    timeline: Timeline = field(default_factory=Timeline)
+    computing_prompt: bool = False  # it has memory, and no step has chosen a token of it since
 
     def count_draft_ready(self, stats: VerifierStats) -> None:
         """Count whether the draft's next candidates came while the last step was under way: the coming step has not

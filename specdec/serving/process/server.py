@@ -33,6 +33,7 @@ from specdec.serving.process import logs
 from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.log_stream import guard_stderr
 from specdec.serving.tls import server_credentials
+from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.settings import settings as started_with
 from specdec.v2 import mux_pb2_grpc
@@ -155,7 +156,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     reporting = asyncio.create_task(report_health(service, checks))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     if settings.reflection:
-        reflection.enable_server_reflection((service.name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        told = (service.name, TraceServicer.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(told, server)
     port = listen(server, settings.host, settings.port, credentials)
     if settings.health_port is not None:
         servers.append(probed := grpc.aio.server(options=options))

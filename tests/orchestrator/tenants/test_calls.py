@@ -22,7 +22,7 @@ from orchestrator.tenants.file import TenantsFile
 from specdec import AsyncClient, api_keys
 from specdec.client.errors import AccessDenied, Overloaded
 from specdec.engine.model_directory import ModelDirectory
-from specdec.v2 import generation_pb2, generation_pb2_grpc
+from specdec.v2 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
 from tests.captured_logs import captured_logs
 from tests.stack import served, until
 
@@ -128,6 +128,17 @@ async def test_only_operators_see_what_concerns_all(address: str) -> None:
     code, message = await status(address, "GetStats", ("authorization", f"Bearer {ACME}"))
     assert (code, message) == (grpc.StatusCode.PERMISSION_DENIED, "tenant 'acme' is no operator")
     assert (await status(address, "GetStats", ("authorization", f"Bearer {WATCHER}")))[0] is grpc.StatusCode.OK
+
+
+async def test_only_operators_see_traces(address: str) -> None:
+    """Which tell of anybody's request whose id is known."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
+        codes = []
+        for metadata in ((), (("authorization", f"Bearer {ACME}"),), (("authorization", f"Bearer {WATCHER}"),)):
+            call = stub.GetTrace(trace_pb2.GetTraceRequest(request_id="any"), metadata=metadata, timeout=20)
+            codes.append(await call.code())
+    assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.NOT_FOUND]
 
 
 async def test_keys_and_limits_change_without_a_restart(address: str, site: Site) -> None:

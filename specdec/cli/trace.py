@@ -1,0 +1,63 @@
+"""`specdec trace`: what happened to a request, in all services."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import grpc
+import typer
+
+from specdec import ports
+from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.failure import fail, status_of
+from specdec.cli.stats_table import printable
+from specdec.cli.trace_table import TraceTable
+from specdec.client.address import Address
+from specdec.client.errors import from_rpc
+from specdec.command_line import address, duration
+from specdec.v2.trace_pb2 import GetTraceRequest
+from specdec.v2.trace_pb2_grpc import TraceServiceStub
+
+
+def trace(
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="The request's id: what `specdec generate`, the clients (`request_id`), errors and logs call it.",
+        ),
+    ],
+    at: Annotated[
+        Address,
+        typer.Option(
+            "--address",
+            parser=address,
+            metavar="ADDRESS",
+            help="Address of the orchestrator, which also asks its pods; or of a pod, which tells its own part.",
+        ),
+    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # the parser takes it as it takes others
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    timeout: Annotated[float, duration("Seconds to wait for an answer.", min=0.001)] = 5.0,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key_file: ApiKeyFile = None,
+) -> None:
+    """Show what happened to a request, when and in which service.
+
+    Services keep this of requests that run and of the last few hundred that have ended.
+    """
+    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    with allowed.channel(at.target) as opened:
+        stub: Any = TraceServiceStub(opened)
+        try:
+            told = stub.GetTrace(GetTraceRequest(request_id=request_id), timeout=timeout, metadata=allowed.metadata)
+        except grpc.RpcError as error:
+            fail(f"{at.target}: {printable(str(from_rpc(error)))}", status_of(error.code()))
+    table = TraceTable(told)
+    if json_output:
+        print(json.dumps({"request_id": request_id, **table.as_json()}))
+    else:
+        print(*table.lines(), sep="\n")

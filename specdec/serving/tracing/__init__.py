@@ -1,0 +1,1 @@
+"""What is recorded of requests, told: by TraceService, and to OpenTelemetry."""

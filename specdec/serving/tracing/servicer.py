@@ -1,0 +1,66 @@
+"""TraceService: tells what a service has recorded of a request."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+
+from specdec.serving.echo import echo
+from specdec.serving.errors import UnknownRequestError
+from specdec.serving.timeline import KEPT, Timeline, Timelines
+from specdec.v2 import trace_pb2, trace_pb2_grpc
+
+
+class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
+    """Tells what one service has recorded."""
+
+    name = "specdec.v2.TraceService"
+
+    def __init__(self, service: str, timelines: Timelines) -> None:
+        """`service` is what the timelines are of: "orchestrator", "verifier" or "draft"."""
+        self._service = service
+        self._timelines = timelines
+
+    def register(self, server: grpc.aio.Server) -> None:
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(self, server)
+
+    async def GetTrace(
+        self,
+        request: trace_pb2.GetTraceRequest,
+        context: grpc.aio.ServicerContext[trace_pb2.GetTraceRequest, trace_pb2.GetTraceResponse],
+    ) -> trace_pb2.GetTraceResponse:
+        return self.told(self.find(request.request_id))
+
+    def find(self, request_id: str) -> list[Timeline]:
+        """Return the timelines of a request; UnknownRequestError if there is none."""
+        if found := self._timelines.find(request_id):
+            return found
+        raise UnknownRequestError(
+            f"request_id: nothing is recorded here of {echo(request_id)}. Each process keeps requests that run and the "
+            f"last {KEPT} that have ended since it started; one that was refused for want of room leaves nothing"
+        )
+
+    def told(self, timelines: list[Timeline]) -> trace_pb2.GetTraceResponse:
+        now = time.monotonic()
+        return trace_pb2.GetTraceResponse(timelines=[self._message(each, now) for each in timelines])
+
+    def _message(self, timeline: Timeline, now: float) -> trace_pb2.Timeline:
+        message = trace_pb2.Timeline(
+            service=self._service,
+            trace_id=timeline.trace_id,
+            age_us=_age(timeline.began, now),
+            end_age_us=None if timeline.ended is None else _age(timeline.ended, now),
+            error=timeline.error,
+            dropped_events=timeline.dropped_events,
+        )
+        message.attributes.update(dict(timeline.attributes))
+        for each in list(timeline.events):  # the worker's thread may add to them meanwhile
+            event = message.events.add(age_us=_age(each.at, now), name=each.name)
+            event.attributes.update(each.attributes)
+        return message
+
+
+def _age(at: float, now: float) -> int:
+    """Return microseconds; 0 for what has happened since `now`."""
+    return max(0, round(1e6 * (now - at)))

@@ -1,0 +1,112 @@
+"""An orchestrator's TraceService: its own part of a request and those of pods, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.trace import LONGEST_US, OrchestratorTraceServicer
+from specdec.serving.propagation import bind_metadata
+from specdec.serving.timeline import Timelines
+from specdec.serving.tracing.servicer import TraceServicer
+from specdec.v2 import trace_pb2, trace_pb2_grpc
+from tests.stack import served
+
+SECOND = 1_000_000
+
+
+class Telling(TraceServicer):
+    """A pod that says what it is told to say, after a while. It is not asked by anybody else."""
+
+    def __init__(self, *, ages: tuple[int, int] | None = None, seconds: float = 0.0) -> None:
+        super().__init__("verifier", Timelines())
+        self.asked: list[str] = []
+        self._ages = ages
+        self._seconds = seconds
+
+    async def close(self) -> None:
+        pass
+
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.GetTraceResponse:
+        self.asked.append(request.request_id)
+        await asyncio.sleep(self._seconds)
+        if self._ages is None:
+            return await super().GetTrace(request, context)
+        begin, event = self._ages
+        timeline = trace_pb2.Timeline(service="verifier", age_us=begin, end_age_us=event)
+        timeline.events.add(age_us=event, name="queued")
+        return trace_pb2.GetTraceResponse(timelines=[timeline])
+
+
+class Orchestrator(OrchestratorTraceServicer):
+    async def close(self) -> None:
+        pass
+
+
+async def trace(*pods: Telling, others: tuple[str, ...] = (), asked: str = "r") -> trace_pb2.GetTraceResponse:
+    """What an orchestrator tells of the request `r`, which has used these pods, and pods at other addresses."""
+    async with AsyncExitStack() as exits:
+        addresses = [(await exits.enter_async_context(served(pod)))[0] for pod in pods]
+        peers = Peers(Pods([*addresses, *others[:1]], connect=grpc.aio.insecure_channel))
+        timelines = Timelines()
+        bind_metadata({"x-request-id": "r"})
+        with timelines.begin("generate") as timeline:
+            for address in (*addresses, *others):
+                timeline.event("verifier_opened", pod=address)
+                timeline.event("failover", reason="verifier_lost", pod=address)
+        address, _ = await exits.enter_async_context(served(Orchestrator(timelines, peers)))
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
+        stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
+        try:
+            answer: trace_pb2.GetTraceResponse = await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=asked))
+        finally:
+            await peers.close()
+        return answer
+
+
+async def test_every_pod_is_asked_once_and_its_ages_are_those_of_the_answer() -> None:
+    """The slower one has told its ages before the other one did; they grow by the time since."""
+    quick, slow = Telling(ages=(5 * SECOND, 4 * SECOND)), Telling(ages=(5 * SECOND, 4 * SECOND), seconds=0.4)
+    told = await trace(quick, slow)
+    assert (quick.asked, slow.asked) == (["r"], ["r"])
+    own, of_quick, of_slow = told.timelines
+    assert (own.service, own.pod, own.clock_error_us) == ("orchestrator", "", 0)
+    assert [event.name for event in own.events] == 2 * ["verifier_opened", "failover"]
+    assert of_quick.pod
+    assert of_slow.pod != of_quick.pod
+    for part in (of_quick, of_slow):
+        # Whenever in its answer a pod has looked at its clock, that is within the error that is told.
+        assert part.age_us >= 5 * SECOND
+        assert part.age_us - part.end_age_us == SECOND
+        assert part.events[0].age_us == part.end_age_us
+    assert of_slow.clock_error_us >= 0.2 * SECOND
+    assert of_quick.age_us >= 5.3 * SECOND
+
+
+async def test_parts_that_are_missing_are_told_with_the_reason(unused_tcp_port: int) -> None:
+    nowhere = f"127.0.0.1:{unused_tcp_port}"
+    told = await trace(Telling(), others=(nowhere, "gone:1"))
+    reasons = {each.pod: each.reason for each in told.missing}
+    assert reasons[nowhere] == "it does not answer (UNAVAILABLE)"
+    assert reasons["gone:1"] == "its address is known no more"
+    (started_anew,) = set(reasons) - {nowhere, "gone:1"}
+    assert reasons[started_anew].startswith("it has nothing of this request")
+    assert len(told.timelines) == 1
+
+
+async def test_a_pod_may_say_anything() -> None:
+    told = await trace(Telling(ages=(2**64 - 1, 2**64 - 1)))
+    assert told.timelines[1].age_us == LONGEST_US
+
+
+async def test_an_unknown_request_is_named_with_the_reason_why_it_may_be_gone() -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await trace(asked="other")
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "'other'. Each process keeps requests that run and the last 256" in str(refused.value.details())
