@@ -18,7 +18,12 @@ DAY = 86_400.0
 
 
 def duration(help: str, *, min: float = 0.0, max: float = DAY) -> Any:
-    """Return an option for a duration. A value that does not fit is refused with the option, the value and the limits;
+    """Return an option for a duration, in seconds."""
+    return number(help, min=min, max=max)
+
+
+def number(help: str, *, min: float, max: float) -> Any:
+    """Return an option for a number. A value that does not fit is refused with the option, the value and the limits;
     "nan" never fits."""
 
     def check(value: float | None) -> float | None:

@@ -26,6 +26,9 @@ EXTRAS = {
     "onnx": "export",
     "onnxruntime": "draft",
     "onnxscript": "export",
+    "opentelemetry": "otel",
+    "opentelemetry.exporter": "otel",
+    "opentelemetry.sdk": "otel",
     "packaging": "cli",
     "prometheus_client": "service",
     "rich": "cli",
@@ -43,8 +46,9 @@ EXTRAS = {
 HELD = {"cli": frozenset({"cli"}), "service": frozenset({"cli", "service"})}
 HELD |= {role: HELD["service"] | {role} for role in ("draft", "verifier", "orchestrator")}
 HELD["export"] = HELD["verifier"] | {"export"}
+HELD["otel"] = HELD["service"] | {"otel"}
 HELD["all"] = HELD["draft"] | HELD["orchestrator"] | HELD["export"]
-HELD["dev"] = HELD["all"] | {"bench", "cuda", "parallel"}
+HELD["dev"] = HELD["all"] | {"bench", "cuda", "parallel", "otel"}
 """Extras to those that they hold, themselves included."""
 
 NEEDED = {

@@ -129,6 +129,7 @@ class Stack:
 
     address: str
     stub: Any
+    orchestrator: GenerationServicer
     verifiers: list[VerifierPod]
     drafts: list[DraftPod]
     model: Model
@@ -286,10 +287,11 @@ async def stack(
             drafts_are_trusted=True,
         )
         model = Model.of(ModelDirectory(target))
-        address, _ = await exits.enter_async_context(served(GenerationServicer(model, peers)))
+        orchestrator = GenerationServicer(model, peers)
+        address, _ = await exits.enter_async_context(served(orchestrator))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        yield Stack(address, stub, verifying, drafting, model, peers)
+        yield Stack(address, stub, orchestrator, verifying, drafting, model, peers)
 
 
 def peers_at(services: Stack, draft: str) -> Peers:

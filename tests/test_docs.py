@@ -88,6 +88,7 @@ SOURCES = "\n".join(
 )
 WORDS = frozenset(re.findall(r"\w+", SOURCES))
 FOREIGN = frozenset({"OMP_NUM_THREADS", "TORCH_INDEX", "VLLM_BATCH_INVARIANT", "XDG_CACHE_HOME"})
+FOREIGN |= {"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_RESOURCE_ATTRIBUTES"}
 """Names of other programs, and of the Makefile."""
 
 

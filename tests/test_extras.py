@@ -38,6 +38,9 @@ OF_EXPORT = ("rich", "numpy", "structlog", "torch", "transformers", "onnx", "onn
 
 PACKAGES = {"google.rpc": "googleapis-common-protos", "llvmlite": "numba", "yaml": "pyyaml"}
 PACKAGES["prometheus_client"] = "prometheus-client"
+PACKAGES["opentelemetry"] = "opentelemetry-api"
+PACKAGES["opentelemetry.sdk"] = "opentelemetry-sdk"
+PACKAGES["opentelemetry.exporter"] = "opentelemetry-exporter-otlp-proto-grpc"
 PACKAGES |= {name: name.replace("_", "io-") for name in EXTRAS if name.startswith("grpc_")}
 PACKAGES |= {"grpc_health": "grpcio-health-checking"}
 """Module to the distribution that brings it, where it has another name."""
@@ -98,6 +101,7 @@ def test_commands_that_need_an_extra_are_commands() -> None:
         ("typer", ("draft_service", *SERVING), "draft"),
         ("grpc_health", ("draft_service", *SERVING), "draft"),
         ("onnxruntime", ("draft_service", *SERVING), "draft"),
+        ("opentelemetry", ("draft_service", *SERVING, "--otlp-endpoint", "h:1"), "otel"),
         ("torch", ("verifier_service", *SERVING), "verifier"),
         ("numba", ("verifier_service", *SERVING), "verifier"),
         ("yaml", ("verifier_service", *SERVING), "verifier"),

@@ -23,6 +23,7 @@ from specdec.serving import checksum
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.messages import logprobs_message
 from specdec.serving.process.server import ServerSettings, run
+from specdec.serving.timeline import Timelines
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2, verifier_pb2_grpc
 
@@ -105,6 +106,7 @@ class Echo:
     gates = ()
     works = True
     needs: Mapping[str, bool] = MappingProxyType({})
+    timelines = Timelines()
 
     def metrics(self) -> list[Metric]:
         return []

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2
 from prometheus_client.metrics_core import Metric
 
 from specdec.serving.process.server import NOT_SERVING, SERVING, report_health
+from specdec.serving.timeline import Timelines
 
 
 class Service:
@@ -23,6 +24,7 @@ class Service:
 
     def __init__(self) -> None:
         self.needs: dict[str, bool] = {}
+        self.timelines = Timelines()
 
     def metrics(self) -> list[Metric]:
         return []

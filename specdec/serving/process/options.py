@@ -9,8 +9,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from specdec.client.address import Address
 from specdec.client.tls_files import TlsFiles
-from specdec.command_line import Host, LogLevel, duration
+from specdec.command_line import Host, LogLevel, address, duration, number
 from specdec.serving.process.server import ServerSettings
 
 SERVER = "server"
@@ -52,6 +53,23 @@ def server_settings(
             min=0, max=65535, help="Port on which Prometheus finds metrics, at /metrics, by HTTP without TLS."
         ),
     ] = None,
+    otlp_endpoint: Annotated[
+        Address | None,
+        typer.Option(
+            parser=address,
+            metavar="ADDRESS",
+            help="Address of an OpenTelemetry collector, HOST:PORT, that takes traces by OTLP over gRPC, without TLS. "
+            "By default none are sent. Needs the extra `otel`.",
+        ),
+    ] = None,
+    trace_ratio: Annotated[
+        float,
+        number(
+            "With --otlp-endpoint: share of requests that are traced, where their callers have not decided it.",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = 1.0,
     reflection: Annotated[
         bool, typer.Option(help="Answer gRPC reflection: tools such as grpcurl then need no proto files.")
     ] = False,
@@ -82,6 +100,8 @@ def server_settings(
         tls_client_names=tuple(tls_client_name or ()),
         health_port=health_port,
         metrics_port=metrics_port,
+        otlp_endpoint=otlp_endpoint,
+        trace_ratio=trace_ratio,
         reflection=reflection,
     )
 

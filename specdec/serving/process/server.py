@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc
 import structlog
@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.metrics_core import Metric
 
+from specdec.client.address import Address
 from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.extras import NEEDED, needed_by
 from specdec.serving.certificate_names import CertificateNames
@@ -32,11 +33,15 @@ from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
 from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.log_stream import guard_stderr
+from specdec.serving.timeline import Timelines
 from specdec.serving.tls import server_credentials
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.settings import settings as started_with
 from specdec.v2 import mux_pb2_grpc
+
+if TYPE_CHECKING:  # it brings OpenTelemetry
+    from specdec.serving.tracing.spans import SpanExporter
 
 log = structlog.get_logger()
 
@@ -94,6 +99,9 @@ class Service(Servicer, Protocol):
     def metrics(self) -> Iterable[Metric]:
         """Return its metrics for Prometheus. Called in the event loop."""
 
+    timelines: Timelines
+    """What it has recorded of requests."""
+
     @property
     def works(self) -> bool:
         """True while it can serve requests; else the process is NOT_SERVING."""
@@ -119,6 +127,8 @@ class ServerSettings:
     reflection: bool = False  # tell anybody which services and messages there are
     health_port: int | None = None  # of a server that answers health checks alone, without encryption
     metrics_port: int | None = None  # of a server that answers Prometheus
+    otlp_endpoint: Address | None = None  # of the collector that takes traces; None: they are not sent
+    trace_ratio: float = 1.0  # share of traces that are sent
 
 
 async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
@@ -136,6 +146,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     if settings.metrics_port:
         bound(settings.host, settings.metrics_port, option="--metrics-port").close()
     credentials = None if settings.tls is None else server_credentials(settings.tls)
+    exporter = span_exporter(settings, service_name)
 
     # 2. Load, then take calls.
     loading = asyncio.ensure_future(load())
@@ -145,6 +156,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         log.info("stopped_while_loading")
         os._exit(0)  # the loading thread cannot be ended
     service = loading.result()
+    if exporter is not None:
+        service.timelines.exporter = exporter
     log_settings()  # a start that fails tells its reason alone
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     names = [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else []
@@ -185,6 +198,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     if endpoint is not None:
         await endpoint.close()
     await service.close()
+    if exporter is not None:
+        await exporter.close()
     log.info("stopped")
 
 
@@ -220,6 +235,15 @@ def serve_metrics(settings: ServerSettings, collect: Callable[[], Iterable[Metri
         raise ListenError.of(settings.host, settings.metrics_port, error, "--metrics-port") from error
     log.info("serving_metrics", address=f"{settings.host}:{endpoint.port}")
     return endpoint
+
+
+def span_exporter(settings: ServerSettings, service_name: str) -> SpanExporter | None:
+    """Return what sends traces, if they are to be sent; ModuleNotFoundError without the extra `otel`."""
+    if settings.otlp_endpoint is None:
+        return None
+    from specdec.serving.tracing.spans import SpanExporter  # it brings OpenTelemetry
+
+    return SpanExporter(service_name, settings.otlp_endpoint.target, settings.trace_ratio)
 
 
 def log_settings() -> None:
