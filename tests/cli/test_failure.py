@@ -7,7 +7,6 @@ import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable
-from functools import partial
 
 import grpc
 import pytest
@@ -65,9 +64,7 @@ def test_what_typer_says_stays() -> None:
 async def test_an_interrupted_command_ends_without_a_word() -> None:
     async with FakeServer(Act(0, "hold")) as server:
         command = (sys.executable, "-m", "specdec.cli", "generate", "hi", "--address", server.address)
-        # A test run in the background ignores SIGINT, and its children with it.
-        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, preexec_fn=heed)
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
         async with asyncio.timeout(60):
             await server.held.wait()
             process.send_signal(signal.SIGINT)

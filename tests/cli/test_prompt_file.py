@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from contextlib import aclosing, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ def written(path: Path, *entries: dict[str, Any]) -> Path:
 
 async def start(server: FakeServer, *arguments: object) -> asyncio.subprocess.Process:
     command = [sys.executable, "-m", "specdec.cli", "generate", "--address", server.address, *map(str, arguments)]
-    # A test run in the background ignores SIGINT, and its children with it.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1, preexec_fn=heed)
+    return await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1)
 
 
 async def run(server: FakeServer, *arguments: object) -> tuple[int | None, str, str]:

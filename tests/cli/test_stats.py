@@ -10,7 +10,6 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from functools import partial
 
 import grpc
 import pytest
@@ -126,9 +125,7 @@ async def test_another_grpc_server_is_one_line() -> None:
 
 async def test_a_watch_goes_on_until_it_is_interrupted(services: dict[str, str]) -> None:
     command = (sys.executable, "-m", "specdec.cli", "stats", services["draft"], "--watch", "0.1", "--json")
-    # A test run in the background ignores SIGINT, and its children with it.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, preexec_fn=heed)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     async with asyncio.timeout(60):
         looks = [json.loads(await process.stdout.readline()) for _ in range(3)]
