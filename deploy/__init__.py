@@ -1,1 +1,1 @@
-"""What runs beside the services: rules and an example configuration for Prometheus, a dashboard for Grafana."""
+"""Monitoring of the services: rules and an example configuration for Prometheus, a dashboard for Grafana."""

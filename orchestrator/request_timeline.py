@@ -1,4 +1,4 @@
-"""What is recorded of a request: what it asks for, and what happens to each of its samples."""
+"""The timeline of a request: what it asks for, and what happens to each of its samples."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ VERIFIER = ("--kv-tokens", str(MEMORY), "--threads", "1")
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request."""
+    """The outcome of a request."""
 
     first: float | None  # seconds to the first token; None: there was none
     seconds: float  # to the end

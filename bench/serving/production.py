@@ -9,7 +9,6 @@ same texts. Idle ones cost next to nothing; processor time, unlike time, is litt
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 import urllib.request
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import trustme
 
 from bench.arguments import parser_of
+from bench.systems.http_server import free_port
 from bench.systems.processor_time import processor_seconds
 from demo.prompts import held_out
 from specdec import api_keys
@@ -106,7 +106,7 @@ class Deployment:
             return 1e3 * (processor_seconds(self._sessions) - before) / tokens
 
     async def _scrape(self) -> None:
-        """As Prometheus would every second, which is often."""
+        """Fetch all metrics every second, more often than Prometheus usually does."""
         while self._scraped:
             for url in self._scraped:
                 await asyncio.to_thread(_fetch, url)
@@ -116,12 +116,6 @@ class Deployment:
 def _fetch(url: str) -> bytes:
     with urllib.request.urlopen(url) as answer:
         return bytes(answer.read())
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 async def measure(plain: Deployment, featured: Deployment, streams: int, rounds: int) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""What a tenant uses of its limits now."""
+"""A tenant's account: what it uses of its limits now."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specdec import strict_yaml
-from specdec.client.tls_files import Version, version_of
+from specdec.client.file_version import Version, version_of
 from specdec.serving.echo import echo
 from specdec.serving.validation import LEAST_WEIGHT, MOST_WEIGHT
 
@@ -53,7 +53,7 @@ class Tenant:
 
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 SPELLED = {each.name: "class" if each.name == "tenant_class" else each.name for each in fields(Tenant)}
-"""What an attribute of a tenant is called in the file."""
+"""Entries of the file, by the attributes of a tenant that they set."""
 
 Tenants = Mapping[str, Tenant]
 """Tenants by the hash of each of their keys, as the file spells it."""

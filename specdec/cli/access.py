@@ -37,7 +37,7 @@ ApiKeyFile = Annotated[
 
 @dataclass(frozen=True)
 class Access:
-    """What it takes to be served."""
+    """Credentials of a command's calls: for TLS, and an API key."""
 
     credentials: grpc.ChannelCredentials | None  # None: no TLS
     api_key: str | None = field(default=None, repr=False)
@@ -50,7 +50,7 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with each call."""
+        """Metadata of each call."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
 

@@ -156,7 +156,7 @@ class AsyncStream:
     def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
         """Send the request; made by `AsyncClient.generate`."""
         self.request_id = request_id
-        """What logs and traces of services call the request."""
+        """Id of the request in logs and traces of the services."""
         self._send = send
         self._transcript = transcript
         self._cancelled = asyncio.Event()

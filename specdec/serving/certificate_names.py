@@ -9,7 +9,7 @@ from specdec.serving.errors import PermissionDeniedError
 from specdec.serving.interceptor import Context
 
 ALTERNATIVE_NAME = "x509_subject_alternative_name"
-"""Where gRPC keeps the names that a certificate is for: hosts, addresses and URIs (SPIFFE ids are URIs)."""
+"""Key of gRPC's auth context for the names that a certificate is for: hosts, addresses, URIs (as SPIFFE ids are)."""
 
 
 class CertificateNames:

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
-from specdec.client.tls_files import Version
+from specdec.client.file_version import Version
 
 log = structlog.get_logger()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from verifier_service.sessions.running_session import RunningSession
 
@@ -45,9 +46,11 @@ class Shares:
         if self._sessions[entry.tenant]:
             return
         del self._sessions[entry.tenant]
-        idle = len(self._counters) - len(self._sessions)
-        for tenant in [each for each in self._counters if each not in self._sessions][: max(0, idle - REMEMBERED)]:
-            del self._counters[tenant]
+        forgotten = len(self._counters) - len(self._sessions) - REMEMBERED
+        if forgotten > 0:
+            idle = (each for each in self._counters if each not in self._sessions)
+            for tenant in list(islice(idle, forgotten)):
+                del self._counters[tenant]
 
     def got_prompt(self, entry: RunningSession, tokens: int) -> None:
         """Count tokens of a prompt that are to be computed."""
@@ -88,10 +91,10 @@ def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens
     """Return the session to preempt so that `entry`, which waits, gets memory for `tokens` tokens: the youngest of the
     tenant that holds most for its weight, if that then still holds `IMBALANCE` times what the tenant of `entry` does;
     None: nobody has so much."""
-    shares = held(running)
     others = [each for each in spared(running) if each.tenant != entry.tenant]
     if not others:
         return None
+    shares = held(running)
     victim = max(reversed(others), key=lambda each: shares[each.tenant])
     left = shares[victim.tenant] - len(victim.session.slots) / victim.weight
     return victim if IMBALANCE * (shares[entry.tenant] + tokens / entry.weight) <= left else None

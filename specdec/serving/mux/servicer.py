@@ -38,7 +38,7 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        """Of all streams so far."""
+        """Bytes of all streams so far."""
         self._methods: dict[str, Any] = {}
         self._connections: set[MuxConnection] = set()
         self._draining = False

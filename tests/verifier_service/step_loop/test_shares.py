@@ -13,6 +13,7 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.errors import TooLateError
 from tests.verifier_service.fakes import Client, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import check_over, client, turns
+from verifier_service.scheduling.shares import REMEMBERED
 from verifier_service.step_loop import StepLoop
 
 SHORT, LONG = 40, 70
@@ -140,6 +141,16 @@ def test_no_step_is_spent_on_a_text_that_cannot_be_finished_in_time() -> None:
     assert not late.tokens
     late.mail.error = None
     check_over(loop, engine, first, patient, begun)
+
+
+def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
+    """The latest ones keep their counters: whoever leaves with much and returns at once is not given it anew."""
+    loop = step_loop(TextEngine(8))
+    shares = loop._queue.shares
+    gone = [client(loop, 5, seed, 1, tenant=f"tenant {seed}") for seed in range(REMEMBERED + 50)]
+    for each in gone:
+        each.cancel()
+    assert set(shares._counters) == {each.session.request.tenant for each in gone[50:]}
 
 
 @settings(max_examples=30, deadline=None)
