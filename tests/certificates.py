@@ -32,7 +32,7 @@ class Authority:
             os.replace(new, file)
         return certificate, key
 
-    def contents(self, name: str) -> Contents:
+    def contents(self, name: str, *hosts: str) -> Contents:
         """Return what a client with a certificate of this name needs."""
-        certificate, key = self.issue(name)
+        certificate, key = self.issue(name, *hosts)
         return Contents(certificate.read_bytes(), key.read_bytes(), self.file.read_bytes())

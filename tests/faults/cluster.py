@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import grpc
+
+from specdec.client.tls_files import channel_credentials
 from tests.faults.pods import Pod, free_address
 from tests.faults.security import Security
 
@@ -89,6 +92,12 @@ class Cluster:
     def address(self) -> str:
         """For clients: of all orchestrators."""
         return ",".join(pod.address for pod in self.of("orchestrator"))
+
+    def channel(self, pod: Pod) -> grpc.aio.Channel:
+        """A channel to a pod, as orchestrators have one."""
+        if self.security is None:
+            return grpc.aio.insecure_channel(pod.address)
+        return grpc.aio.secure_channel(pod.address, channel_credentials(self.security.contents("orchestrator")))
 
     @property
     def died(self) -> list[str]:

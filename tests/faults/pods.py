@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -27,6 +28,8 @@ SHUTDOWN_SECONDS = 30.0
 PRELOAD = ["tests.faults.warm"]
 
 _PR_SET_PDEATHSIG = 1
+
+_ports = random.SystemRandom()
 
 
 class Pod:
@@ -142,7 +145,9 @@ def _be(module: str, options: tuple[str, ...], log: Path, stdin: Connection, std
 
 
 def free_address() -> str:
-    """Free now, and kept by nobody: the kernel is far from giving the port to another soon."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        return "127.0.0.1:{1}".format(*holder.getsockname())
+    """Free now, and not among the ports that the kernel gives to who asks for any: nobody gets it by chance while its
+    pod loads, or between two of its lives."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", _ports.randrange(20_000, 32_000)))
+            return "127.0.0.1:{1}".format(*probe.getsockname())

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from specdec import api_keys
-from specdec.client.tls_files import channel_credentials
+from specdec.client.tls_files import Contents, channel_credentials
 from tests.certificates import Authority
 
 HOST = "127.0.0.1"
+
+TENANTS = {
+    "tests": "",
+    "limited": ", max_concurrent_requests: 2, requests_per_minute: 600, tokens_per_minute: 20000",
+    "operating": ", operator: true, weight: 0.5",
+}
+"""Tenants and, as YAML, what is said of each besides its keys; those who only want texts are "tests"."""
 
 
 class Security:
@@ -20,7 +27,7 @@ class Security:
         self._authority = Authority(folder)
         self._tenants = folder / "tenants.yaml"
         self._issued: list[str] = []  # names of pods
-        self._key = ""
+        self.keys: dict[str, str] = {}  # of tenants
         self.renew_keys()
 
     def options(self, name: str) -> tuple[str, ...]:
@@ -37,7 +44,24 @@ class Security:
     @property
     def client_options(self) -> dict[str, Any]:
         """What a client needs now."""
-        return {"credentials": channel_credentials(self._authority.contents("client")), "api_key": self._key}
+        return {"credentials": channel_credentials(self.contents("client")), "api_key": self.keys["tests"]}
+
+    @property
+    def authorities(self) -> Path:
+        """The file of whom everybody trusts."""
+        return self._authority.file
+
+    def contents(self, who: str) -> Contents:
+        """What who calls needs: an "orchestrator", which pods answer, a "client", which they do not, or "nobody", who
+        has no certificate."""
+        if who == "nobody":
+            return Contents(None, None, self.authorities.read_bytes())
+        certificate, key = self.files(who)
+        return Contents(certificate.read_bytes(), key.read_bytes(), self.authorities.read_bytes())
+
+    def files(self, who: str) -> tuple[Path, Path]:
+        """Certificate and key of who calls."""
+        return self._authority.issue(f"calling-{who}", HOST, f"{who}.test")
 
     def renew(self) -> None:
         """Replace the certificates of all pods, and have new clients use another key, beside that of those before."""
@@ -46,10 +70,13 @@ class Security:
         self.renew_keys()
 
     def renew_keys(self) -> None:
-        self._key, before = api_keys.new(), self._key
-        keys = [api_keys.hash_of(each) for each in (self._key, before) if each]
+        before, self.keys = self.keys, {tenant: api_keys.new() for tenant in TENANTS}
+        lines = ["tenants:"]
+        for tenant, limits in TENANTS.items():
+            keys = [api_keys.hash_of(each[tenant]) for each in (self.keys, before) if each]
+            lines.append(f"  {tenant}: {{api_keys: {keys}{limits}}}")
         new = self._tenants.with_suffix(".new")
-        new.write_text(f"tenants:\n  tests: {{api_keys: {keys}}}\n")
+        new.write_text("\n".join(lines) + "\n")
         os.replace(new, self._tenants)
 
     def _issue(self, name: str) -> tuple[Path, Path]:

@@ -11,16 +11,16 @@ from typing import TypeVar
 import grpc
 
 from tests.hostile.conduct import CONDUCTS, METADATA, Metadata
-from tests.hostile.conversations import DRAFT, METHODS, VERIFY, draft, verify
+from tests.hostile.conversations import DRAFT, ENCRYPTED_ROLES, METHODS, VERIFY, draft, verify
 from tests.hostile.distortion import DISTORTIONS
 from tests.hostile.frames import MISUSES, misused
-from tests.hostile.raw_bytes import NOISES
+from tests.hostile.raw_bytes import HTTP_NOISES, NOISES
 
 CARRY = "/specdec.v2.MuxService/Connect"
 CARRIED = {"verifier": (VERIFY, verify), "draft": (DRAFT, draft)}
 """The stream that the multiplexer of a role carries."""
 
-ROLES = ("verifier", "draft", "orchestrator")
+ROLES = (*ENCRYPTED_ROLES, "health", "metrics")
 
 Choice = TypeVar("Choice")
 
@@ -62,7 +62,7 @@ def kinds() -> list[str]:
     return [
         *DISTORTIONS,
         *(f"frames: {_words(misuse)}" for misuse in MISUSES),
-        *(f"raw: {_words(noise)}" for noise in NOISES),
+        *(f"raw: {_words(noise)}" for noise in dict.fromkeys((*NOISES, *HTTP_NOISES))),
     ]
 
 
@@ -95,8 +95,8 @@ def _misuse_of_frames(number: int, generator: random.Random) -> Attack:
 
 def _noise(number: int, generator: random.Random) -> Attack:
     """Bytes on a connection of their own."""
-    noise = generator.choice(NOISES)
     role = generator.choice(ROLES)
+    noise = generator.choice(HTTP_NOISES if role == "metrics" else NOISES)
     return Attack(number, f"raw: {_words(noise)}", role, generator, partial(noise, generator))
 
 

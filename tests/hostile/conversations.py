@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from specdec.v2 import draft_pb2, generation_pb2, model_pb2, mux_pb2, verifier_pb2
+from specdec.v2 import draft_pb2, generation_pb2, model_pb2, mux_pb2, trace_pb2, verifier_pb2
 from tests.models import VOCABULARY
 
 VERIFY = "/specdec.v2.VerifierService/Verify"
@@ -152,6 +152,15 @@ def carry_of(method: str, inner: Conversation) -> Conversation:
     return carry
 
 
+def find_prefix(generator: random.Random) -> list[Message]:
+    hashes = [generator.getrandbits(64) for _ in range(generator.choice((0, 1, 40)))]
+    return [verifier_pb2.FindPrefixRequest(block_hashes=hashes)]
+
+
+def get_trace(generator: random.Random) -> list[Message]:
+    return [trace_pb2.GetTraceRequest(request_id=generator.choice(("", "unknown", "0" * 16, "r" * 4000)))]
+
+
 def health(generator: random.Random) -> list[Message]:
     return [health_pb2.HealthCheckRequest(service=generator.choice(("", "specdec.v2.VerifierService", "nobody")))]
 
@@ -180,16 +189,22 @@ class Method:
         return self.path.rpartition("/")[2] or "(none)"
 
 
+ENCRYPTED_ROLES = ("verifier", "draft", "orchestrator")
+"""Those whose ports are encrypted where anything is. Besides, each pod has a port for health checks, and one for
+metrics, which speaks HTTP."""
+
 _OF_ALL = (
     ("/grpc.health.v1.Health/Check", health),
     ("/grpc.health.v1.Health/Watch", health),
     ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", reflect),
+    ("/specdec.v2.TraceService/GetTrace", get_trace),
     ("/specdec.v2.VerifierService/Nothing", get_stats),
     ("/", list_models),
 )
 
 METHODS: tuple[Method, ...] = (
     Method("verifier", VERIFY, verify, weight=12),
+    Method("verifier", "/specdec.v2.VerifierService/FindPrefix", find_prefix, weight=2),
     Method("verifier", "/specdec.v2.VerifierService/GetStats", get_stats, weight=2),
     Method("verifier", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify), weight=12),
     Method("draft", DRAFT, draft, weight=12),
@@ -201,6 +216,6 @@ METHODS: tuple[Method, ...] = (
     Method("orchestrator", "/specdec.v2.GenerationService/Tokenize", tokenize, weight=4),
     Method("orchestrator", "/specdec.v2.GenerationService/GetStats", get_stats, weight=2),
     Method("orchestrator", "/specdec.v2.MuxService/Connect", carry_of(VERIFY, verify)),
-    *(Method(role, path, said) for role in ("verifier", "draft", "orchestrator") for path, said in _OF_ALL),
+    *(Method(role, path, said) for role in (*ENCRYPTED_ROLES, "health") for path, said in _OF_ALL),
 )
 """Every method behind every port, those that do not exist included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from specdec.v2 import mux_pb2
+from tests.hostile.access import Access
 from tests.hostile.attacks import CARRY, Attack, attack
 from tests.hostile.conduct import CONDUCTS, Talk
 from tests.hostile.raw_bytes import send
@@ -23,8 +25,6 @@ AT_ONCE = 24
 LONGEST_ATTACK = 20.0
 """Seconds, after which an attack is taken for stuck; none waits for longer than its deadline."""
 
-OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
-
 ANY = ""
 """Kind of attack."""
 
@@ -32,8 +32,9 @@ ANY = ""
 class Fuzzer:
     """Attacks the addresses of each role, and keeps count in `tally`."""
 
-    def __init__(self, addresses: Mapping[str, Sequence[str]], seed: int) -> None:
+    def __init__(self, addresses: Mapping[str, Sequence[str]], seed: int, access: Access) -> None:
         self.tally = Tally()
+        self._access = access
         self.stuck: list[str] = []  # attacks that did not end
         self._addresses = addresses
         self._seed = seed
@@ -55,7 +56,7 @@ class Fuzzer:
 
     async def _attack_on(self, on: Callable[[], bool], kind: str) -> None:
         """With connections of its own."""
-        async with Connections() as connections:
+        async with Connections(self._access) as connections:
             while on():
                 found = attack(self._seed, next(self._numbers))
                 if kind in (ANY, found.kind):
@@ -73,15 +74,17 @@ class Fuzzer:
 
     async def _send_noise(self, attack: Attack) -> None:
         address = attack.generator.choice(self._addresses[attack.role])
-        end = await send(address, attack.pieces(), attack.generator, lambda: self.tally.sent(attack.method))
+        tls = self._access.tls(attack.role, attack.generator)
+        end = await send(address, attack.pieces(), attack.generator, lambda: self.tally.sent(attack.method), tls)
         self.tally.statuses[attack.method, end] += 1
 
     async def _call(self, attack: Attack, connections: Connections) -> None:
         generator, carries = attack.generator, attack.path == CARRY
         address = generator.choice(self._addresses[attack.role])
-        channel = await connections.to(address, anew=generator.random() < 0.02)
+        channel = await connections.to(attack.role, address, generator)
         begin: Any = channel.stream_stream(attack.path)
-        call = begin(timeout=attack.deadline, metadata=attack.metadata, compression=attack.compression)
+        metadata = (*attack.metadata, *self._access.metadata(attack.role, generator))
+        call = begin(timeout=attack.deadline, metadata=metadata, compression=attack.compression)
 
         def sent(message: bytes) -> None:
             self.tally.sent(attack.method)
@@ -113,7 +116,8 @@ def _frames_in(message: bytes) -> int:
 class Connections:
     """Channels of one attacker, which share no connection with those of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> Connections:
@@ -123,10 +127,10 @@ class Connections:
         for channel in self._channels.values():
             await channel.close()
 
-    async def to(self, address: str, *, anew: bool) -> grpc.aio.Channel:
-        """The one to an address; `anew` leaves that of before."""
-        if anew and address in self._channels:
+    async def to(self, role: str, address: str, generator: random.Random) -> grpc.aio.Channel:
+        """The one to an address; now and then another than before."""
+        if generator.random() < 0.02 and address in self._channels:
             await self._channels.pop(address).close()
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=OPTIONS)
+            self._channels[address] = self._access.channel(role, address, generator)
         return self._channels[address]

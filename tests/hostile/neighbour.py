@@ -22,8 +22,9 @@ ASKS: tuple[Mapping[str, Any], ...] = (
 class Neighbour:
     """Knows what its texts are; `faults` are the times when they were not, or were late."""
 
-    def __init__(self, address: str) -> None:
-        self._client = AsyncClient(address, timeout=MOST_SECONDS, max_retries=12)
+    def __init__(self, address: str, **options: Any) -> None:
+        """`options` are a client's, such as its API key."""
+        self._client = AsyncClient(address, timeout=MOST_SECONDS, max_retries=12, **options)
         self._wanted: list[list[int]] = []
         self.seconds: list[float] = []  # that the two took, each time
         self.faults: list[str] = []

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 
@@ -178,6 +179,33 @@ def goodbye(generator: random.Random) -> list[bytes]:
     return [HELLO, call(1, bytes(5)), frame(GOAWAY, 0, 0, bytes(8)), call(3, bytes(5))]
 
 
+def http_requests(generator: random.Random) -> list[bytes]:
+    """Requests for metrics, right and wrong, several on one connection."""
+    lines = (
+        b"GET /metrics HTTP/1.1",
+        b"GET /metrics?name[]=x&name[]=" + b"y" * 200 + b" HTTP/1.1",
+        b"GET /../../etc/passwd HTTP/1.1",
+        b"POST /metrics HTTP/1.1\r\nContent-Length: 1000000000",
+        b"POST /metrics HTTP/1.1\r\nTransfer-Encoding: chunked",
+        b"HEAD / HTTP/1.0",
+        b"OPTIONS * HTTP/1.1",
+        b"DELETE /metrics HTTP/9.9",
+        b"GET /metrics",
+        b"GET /metrics HTTP/1.1\r\nAccept: " + b"application/openmetrics-text," * 300,
+        b"GET /metrics HTTP/1.1\r\nAccept-Encoding: gzip;q=\xff",
+        b"G" * 70_000,
+    )
+    return [generator.choice(lines) + b"\r\nHost: x\r\n\r\n" for _ in range(generator.randrange(1, 5))]
+
+
+def half_a_request(generator: random.Random) -> list[bytes]:
+    return [b"GET /metrics HTTP/1.1\r\nHost: x\r\nX: "[: generator.randrange(1, 38)]]
+
+
+def endless_request(generator: random.Random) -> list[bytes]:
+    return [b"GET /metrics HTTP/1.1\r\n", *[b"X-%d: y\r\n" % number * 30 for number in range(20)]]
+
+
 NOISES: tuple[Noise, ...] = (
     nothing,
     noise,
@@ -198,12 +226,34 @@ NOISES: tuple[Noise, ...] = (
     goodbye,
 )
 
+HTTP_NOISES: tuple[Noise, ...] = (
+    nothing,
+    noise,
+    other_protocols,
+    any_frames,
+    http_requests,
+    half_a_request,
+    endless_request,
+)
+"""For the port of metrics."""
 
-async def send(address: str, pieces: list[bytes], generator: random.Random, sent: Callable[[], None]) -> str:
-    """Say this on a connection of its own, wait a little for an answer, and leave in one way or another; how the
-    connection ended."""
+
+async def send(
+    address: str,
+    pieces: list[bytes],
+    generator: random.Random,
+    sent: Callable[[], None],
+    tls: ssl.SSLContext | None = None,
+) -> str:
+    """Say this on a connection of its own, encrypted if `tls` says how, wait a little for an answer, and leave in one
+    way or another; how the connection ended."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+    except (ssl.SSLError, ConnectionError):
+        if tls is None:
+            raise
+        return "no handshake"
     try:
         return await _said(reader, writer, pieces, generator, sent)
     except TimeoutError:
@@ -229,7 +279,7 @@ async def _said(
         writer.write(piece)
         sent()
         await asyncio.wait_for(writer.drain(), 1.0)
-    if generator.random() < 0.3:
+    if generator.random() < 0.3 and writer.can_write_eof():  # TLS cannot
         writer.write_eof()
     async with asyncio.timeout(generator.choice((0.01, 0.1, 0.3))):
         while await reader.read(1 << 16):

@@ -13,8 +13,9 @@ from statistics import median
 import pytest
 
 from tests.faults.cluster import Cluster, Models
+from tests.faults.security import Security
 from tests.hostile import vitals
-from tests.hostile.deployment import deployed, fuzzer_of
+from tests.hostile.deployment import deployed
 from tests.hostile.fuzz import Fuzzer
 from tests.hostile.neighbour import Neighbour
 
@@ -35,12 +36,20 @@ orchestrator that tokenise keep what the longest text took: three times as many 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "messages",
-    [1_500, pytest.param(100_000, marks=[pytest.mark.verify, pytest.mark.timeout(2400)])],
+    ("messages", "secured"),
+    [
+        (1_500, False),
+        pytest.param(100_000, False, marks=[pytest.mark.verify, pytest.mark.timeout(2400)]),
+        pytest.param(30_000, True, marks=[pytest.mark.verify, pytest.mark.timeout(2400)]),
+    ],
+    ids=["few", "many", "secured"],
 )
-async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, messages: int) -> None:
-    async with deployed(models, tmp_path) as cluster:
-        fuzzer, neighbour = fuzzer_of(cluster, SEED), Neighbour(cluster.address)
+async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, messages: int, secured: bool) -> None:
+    """Secured, each call is by mutual TLS and clients have API keys, and so have most attackers."""
+    security = Security(tmp_path / "security") if secured else None
+    async with deployed(models, tmp_path, security) as deployment:
+        cluster, fuzzer = deployment.cluster, deployment.fuzzer(SEED)
+        neighbour = Neighbour(cluster.address, **(security.client_options if security else {}))
         await neighbour.first()
         asking = asyncio.create_task(neighbour.ask_on())
         weights = [await weight_after(cluster, fuzzer, messages // ROUNDS) for _ in range(ROUNDS)]

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.cluster import Models
 from tests.hostile import vitals
 from tests.hostile.attacks import kinds
-from tests.hostile.deployment import deployed, fuzzer_of
+from tests.hostile.deployment import deployed
 
 ATTACKS = 48
 """Of each kind; most have a handful of messages."""
@@ -24,9 +24,9 @@ the longest strings that are sent."""
 async def test_no_attack_fills_the_logs(models: Models, tmp_path: Path) -> None:
     """One kind of attack after the other."""
     written = {}
-    async with deployed(models, tmp_path) as cluster:
+    async with deployed(models, tmp_path) as deployment:
         for kind in kinds():
-            fuzzer = fuzzer_of(cluster, seed=1)
+            fuzzer, cluster = deployment.fuzzer(seed=1), deployment.cluster
             before = sum(vitals.log_bytes(cluster).values())
             await fuzzer.run_only(kind, ATTACKS)
             await vitals.at_rest(cluster)

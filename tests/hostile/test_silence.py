@@ -52,7 +52,8 @@ class End:
 
 @pytest.mark.timeout(300)
 async def test_silent_sessions_are_ended(models: Models, tmp_path: Path) -> None:
-    async with deployed(models, tmp_path) as cluster:
+    async with deployed(models, tmp_path) as deployment:
+        cluster = deployment.cluster
         ends = await asyncio.gather(
             *(_silent_call(cluster, role, path, SESSION_SECONDS) for role, path in SESSIONS),
             *(_silent_stream(cluster, role, SESSION_SECONDS) for role in CARRIED),
@@ -64,7 +65,8 @@ async def test_silent_sessions_are_ended(models: Models, tmp_path: Path) -> None
 @pytest.mark.verify
 @pytest.mark.timeout(300)
 async def test_silent_requests_are_ended(models: Models, tmp_path: Path) -> None:
-    async with deployed(models, tmp_path) as cluster:
+    async with deployed(models, tmp_path) as deployment:
+        cluster = deployment.cluster
         ends = await asyncio.gather(
             *(_silent_call(cluster, role, path, SINGLE_REQUEST_SECONDS) for role, path in SINGLE_REQUESTS)
         )

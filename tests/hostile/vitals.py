@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.v2 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -70,7 +69,7 @@ async def at_rest(cluster: Cluster) -> None:
     for role, sessions in (("verifier", _verifier_sessions), ("draft", _draft_sessions)):
         for pod in cluster.of(role):
             async with asyncio.timeout(REST_SECONDS):
-                while await sessions(pod):
+                while await sessions(cluster, pod):
                     await asyncio.sleep(0.05)
 
 
@@ -79,7 +78,7 @@ async def serving(cluster: Cluster) -> list[str]:
     found = []
     for role, service in SERVICES.items():
         for pod in cluster.of(role):
-            async with grpc.aio.insecure_channel(pod.address) as channel:
+            async with cluster.channel(pod) as channel:
                 stub: Any = health_pb2_grpc.HealthStub(channel)
                 answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0)
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
@@ -87,15 +86,15 @@ async def serving(cluster: Cluster) -> list[str]:
     return found
 
 
-async def _verifier_sessions(pod: Pod) -> int:
-    async with grpc.aio.insecure_channel(pod.address) as channel:
+async def _verifier_sessions(cluster: Cluster, pod: Pod) -> int:
+    async with cluster.channel(pod) as channel:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         load = await stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=5.0)
     return int(load.running + load.waiting)
 
 
-async def _draft_sessions(pod: Pod) -> int:
-    async with grpc.aio.insecure_channel(pod.address) as channel:
+async def _draft_sessions(cluster: Cluster, pod: Pod) -> int:
+    async with cluster.channel(pod) as channel:
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
         stats = await stub.GetStats(draft_pb2.DraftServiceGetStatsRequest(), timeout=5.0)
     return int(stats.sessions)

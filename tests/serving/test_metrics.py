@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import re
+import socket
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
@@ -75,7 +79,7 @@ async def test_a_stuck_event_loop_fails_the_scrape(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(endpoint, "COLLECT_SECONDS", 0.1)
     serving = MetricsEndpoint("127.0.0.1", 0, list)
     try:
-        with pytest.raises(urllib.error.HTTPError, match="500"):
+        with pytest.raises(urllib.error.HTTPError, match="503"):
             get(serving.port)
         await scraped(serving.port)
     finally:
@@ -105,3 +109,40 @@ def test_names_and_helps_are_as_prometheus_asks_for() -> None:
 
 def test_the_page_has_this_table() -> None:
     assert table() in PAGE.read_text()
+
+
+async def test_connections_beyond_the_limit_are_closed_and_places_are_given_back() -> None:
+    serving = MetricsEndpoint("127.0.0.1", 0, list)
+    try:
+        silent = [await asyncio.open_connection("127.0.0.1", serving.port) for _ in range(endpoint.MOST_CONNECTIONS)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", serving.port)
+        assert await asyncio.wait_for(reader.read(), 5.0) == b""
+        for _, each in [*silent, (reader, writer)]:
+            each.close()
+        async with asyncio.timeout(5.0):
+            while True:
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    assert "python_info" in await asyncio.to_thread(get, serving.port)
+                    break
+                await asyncio.sleep(0.01)
+    finally:
+        await serving.close()
+
+
+async def test_who_breaks_off_or_says_nothing_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(endpoint._Handler, "timeout", 0.05)
+    serving = MetricsEndpoint("127.0.0.1", 0, list)
+    try:
+        broken = socket.create_connection(("127.0.0.1", serving.port))
+        broken.sendall(b"GET /metr")
+        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves with a reset
+        broken.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", serving.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\n")
+        assert await asyncio.wait_for(reader.read(), 5.0) == b""
+        writer.close()
+    finally:
+        await serving.close()
+    assert "Traceback" not in capfd.readouterr().err

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
+import structlog
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+log = structlog.get_logger()
+
 COLLECT_SECONDS = 5.0
 """Seconds after which a scrape fails, since the service's event loop does nothing."""
+
+REQUEST_SECONDS = 10.0
+"""Seconds of silence after which a connection is closed."""
+
+MOST_CONNECTIONS = 32
+"""Connections at the same time, each with a thread; more are closed at once."""
 
 
 class ServiceCollector(Collector):
@@ -32,7 +47,7 @@ class ServiceCollector(Collector):
 
 
 class MetricsEndpoint:
-    """An HTTP server with threads of its own, which answers GET /metrics. Made in the service's event loop."""
+    """An HTTP server with threads of its own, which answers requests for metrics. Made in the service's event loop."""
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:
         """Serve from now on; OSError if the port cannot be had."""
@@ -41,10 +56,61 @@ class MetricsEndpoint:
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
         registry.register(ServiceCollector(collect, asyncio.get_running_loop()))
-        self._server, self._thread = start_http_server(port, host, registry)
+        self._server = _Server(host, port)
+        self._server.set_app(_refusing_when_stuck(make_wsgi_app(registry)))
         self.port: int = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     async def close(self) -> None:
         """End the server. Called in the event loop, which a scrape under way may be waiting for."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    """Handles a connection, and logs no requests."""
+
+    timeout = REQUEST_SECONDS
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A server that stands whatever is sent to it: its port has no TLS, and anybody inside may come."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Note that a connection broke or made no sense, which is its caller's concern."""
+        log.debug("scrape_broken", why=repr(sys.exc_info()[1]))
+
+
+def _refusing_when_stuck(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a WSGI application that answers 503 while the service's event loop does nothing."""
+
+    def answer_or_refuse(environ: Any, start_response: Any) -> Any:
+        try:
+            return answer(environ, start_response)
+        except TimeoutError:
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+            return [b"the service's event loop does nothing\n"]
+
+    return answer_or_refuse
