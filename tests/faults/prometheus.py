@@ -32,6 +32,11 @@ def hurried(rules: str) -> str:
     return re.sub(r"\[\d+m\]", f"[{WINDOW}]", rules).replace("offset 1d", "offset 20s")
 
 
+def here(expression: str) -> str:
+    """Return an expression of a panel or a rule with what Grafana enters, and with the ranges of hurried rules."""
+    return hurried(expression.replace("$__rate_interval", WINDOW).replace("$job", ".*"))
+
+
 class Prometheus:
     """Used as a context manager: leaving it ends the process."""
 
@@ -89,9 +94,17 @@ class Prometheus:
 
     async def has_values(self, expression: str, since: float) -> bool:
         """Return True if an expression has had a value that is a number at any second since that time of the day."""
-        asked = {"query": expression, "start": since, "end": time.time(), "step": 1}
-        found = await self._ask("query_range", **asked)
-        return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+        found = await self.values(expression, since, 1)
+        return any(math.isfinite(value) for _, values in found for value in values.values())
+
+    async def values(self, expression: str, since: float, every: int) -> list[tuple[dict[str, str], dict[int, float]]]:
+        """Return the series of an expression: labels, and values by seconds `since` a time of the day, one for `every`
+        so many seconds."""
+        found = await self._ask("query_range", query=expression, start=since, end=time.time(), step=every)
+        return [
+            (series["metric"], {round(float(at) - since): float(value) for at, value in series["values"]})
+            for series in found
+        ]
 
     async def until(self, expression: str) -> None:
         """Wait until an expression has a value again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -13,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from specdec.client import AsyncClient
-from specdec.client.errors import Overloaded, SpecdecError
+from specdec.client.errors import Overloaded
 from tests.deploy.expressions import RULES, alerts, curves
 from tests.faults.cluster import Cluster, Models
+from tests.faults.disturbances import asking, foreign, stuttering
 from tests.faults.pods import Pod, free_address
-from tests.faults.prometheus import WINDOW, Prometheus, hurried
+from tests.faults.prometheus import Prometheus, here, hurried
 
 pytestmark = [
     pytest.mark.verify,
@@ -78,34 +78,6 @@ class Watch:
 
 
 @contextlib.asynccontextmanager
-async def asking(client: AsyncClient, count: int, tokens: int) -> AsyncIterator[None]:
-    """Have so many clients ask again and again, every other one with a draft in any case; errors are expected."""
-
-    async def ask(number: int) -> None:
-        seed = 0
-        while True:
-            seed += 1
-            try:
-                await client.complete(
-                    f"text {number}",
-                    max_tokens=tokens,
-                    ignore_end_token=True,
-                    seed=seed,
-                    speculation="always" if number % 2 else "auto",
-                )
-            except SpecdecError:
-                await asyncio.sleep(0.1)
-
-    tasks = [asyncio.create_task(ask(number)) for number in range(count)]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-@contextlib.asynccontextmanager
 async def begun(client: AsyncClient, count: int) -> AsyncIterator[None]:
     """Have so many texts of which the first tokens have come, and many more are to come."""
     async with contextlib.AsyncExitStack() as texts:
@@ -117,15 +89,6 @@ async def begun(client: AsyncClient, count: int) -> AsyncIterator[None]:
             except Overloaded:
                 await asyncio.sleep(0.1)
         yield
-
-
-def foreign(models: Models, folder: Path) -> Path:
-    """Return the draft with another tokenizer."""
-    shutil.copytree(models.draft, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"][0]["content"] = "<other>"
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
 
 
 async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path) -> None:
@@ -199,28 +162,3 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
         expressions = [expression for alert in alerts() for expression in alert.operands] + curves()
         empty = [each for each in expressions if not await prometheus.has_values(here(each), begin)]
     assert not empty, "\n".join(empty)
-
-
-def here(expression: str) -> str:
-    """Return an expression of a panel or a rule with what Grafana enters, and with the ranges of hurried rules."""
-    return hurried(expression.replace("$__rate_interval", WINDOW).replace("$job", ".*"))
-
-
-@contextlib.asynccontextmanager
-async def stuttering(pod: Pod) -> AsyncIterator[None]:
-    """Have a pod stand still for most of each second: a step lasts long, and nobody believes it to be lost."""
-
-    async def stutter() -> None:
-        while True:
-            pod.freeze()
-            await asyncio.sleep(0.7)
-            pod.thaw()
-            await asyncio.sleep(0.05)
-
-    task = asyncio.create_task(stutter())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        pod.thaw()

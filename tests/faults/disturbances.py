@@ -1,0 +1,72 @@
+"""What happens to a cluster: load, and a pod that is not what it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from specdec.client import AsyncClient
+from specdec.client.errors import SpecdecError
+from tests.faults.cluster import Models
+from tests.faults.pods import Pod
+
+
+@contextlib.asynccontextmanager
+async def asking(client: AsyncClient, count: int, tokens: int) -> AsyncIterator[None]:
+    """Have so many clients ask again and again, every other one with a draft in any case; errors are expected."""
+
+    async def ask(number: int) -> None:
+        seed = 0
+        while True:
+            seed += 1
+            try:
+                await client.complete(
+                    f"text {number}",
+                    max_tokens=tokens,
+                    ignore_end_token=True,
+                    seed=seed,
+                    speculation="always" if number % 2 else "auto",
+                )
+            except SpecdecError:
+                await asyncio.sleep(0.1)
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(count)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def foreign(models: Models, folder: Path) -> Path:
+    """Return the draft with another tokenizer."""
+    shutil.copytree(models.draft, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<other>"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def stuttering(pod: Pod) -> AsyncIterator[None]:
+    """Have a pod stand still for most of each second: a step lasts long, and nobody believes it to be lost."""
+
+    async def stutter() -> None:
+        while True:
+            pod.freeze()
+            await asyncio.sleep(0.7)
+            pod.thaw()
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(stutter())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        pod.thaw()
