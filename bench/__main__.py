@@ -32,6 +32,7 @@ ROOMS = {
         "fairness": "what a tenant notices of another that floods the verifier",
         "goodput": "requests complete before their deadline, by how many come",
         "overload": "who is served and who is refused under ten times the load",
+        "prefix-routing": "how much of chats is computed again where several verifiers share the work",
         "production": "processor time that TLS, API keys and metrics cost",
         "overhead": "where the time of a verifier's step goes, by profile",
     },

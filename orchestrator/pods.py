@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import grpc
 import structlog
@@ -91,15 +92,16 @@ class Pods:
         rather_not: Collection[Pod] = (),
         numerics: str = "",
         no_trial: bool = False,
+        cached: Mapping[Pod, int] = MappingProxyType({}),
     ) -> Pod | None:
         """Choose the pod with the fewest sessions, of those that are not in `but` and that circuit breakers let
         through; None if there is none. Preferred are, in this order, pods that are not in `rather_not`, with `no_trial`
-        those that have not failed lately, and those of the given numerics."""
+        those that have not failed lately, those of the given numerics, and those with the most tokens `cached`."""
 
-        def cost(pod: Pod) -> tuple[bool, bool, bool, int, int]:
+        def cost(pod: Pod) -> tuple[bool, bool, bool, int, int, int]:
             trial = no_trial and pod.breaker.state != "closed"
             foreign = bool(numerics and pod.numerics and pod.numerics != numerics)
-            return (pod in rather_not, trial, foreign, pod.load.sessions, pod.turn)
+            return (pod in rather_not, trial, foreign, -cached.get(pod, 0), pod.load.sessions, pod.turn)
 
         chosen = min((pod for pod in self.willing if pod not in but), key=cost, default=None)
         if chosen is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import structlog
 
@@ -10,6 +11,7 @@ from orchestrator.admission import LeftAloneError
 from orchestrator.backoff import Backoff
 from orchestrator.pod_errors import LostError
 from orchestrator.pods import Pod
+from orchestrator.prefix_routing import cached_tokens, preferred
 from orchestrator.sample_context import SampleContext
 from specdec.serving.errors import DeadlineError, OverloadedError, PeerLostError, ServiceError
 
@@ -33,11 +35,13 @@ class VerifierChoice:
         if there is no hope. Pods of these numerics are preferred; a text that is `resumed` tries no pod that has failed
         lately, if there is another: its client has seen one pause, and that is enough."""
         while True:
+            cached = await self._cached()
             pod = self._pods.choose(
                 but=self._tried.keys() | self._unfit.keys(),
                 rather_not=() if self._left is None else (self._left,),
                 numerics=numerics,
                 no_trial=resumed,
+                cached=cached,
             )
             if pod is not None:
                 return pod
@@ -45,6 +49,15 @@ class VerifierChoice:
             self._despair(resumed)
             await self._pause()
             self._tried.clear()
+
+    async def _cached(self) -> Mapping[Pod, int]:
+        """Return verifiers that the text should rather go to, and how many of its tokens they have cached."""
+        sample, text = self._context.sample, self._context.text
+        known = (pod for pod in self._pods.willing if pod.breaker.state == "closed")
+        asked = [pod for pod in known if pod not in self._tried and pod not in self._unfit]
+        tokens = [*sample.prompt, *text.generated]
+        cached = await cached_tokens(asked, tokens, sample.tenant)
+        return preferred(cached, len(tokens), self._pods.willing)
 
     def _despair(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to be tried."""

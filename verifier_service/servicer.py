@@ -138,6 +138,14 @@ class VerifierServicer(
         fitting = 0 if waiting else self._backend.fitting(tokens)
         return waiting + self.arriving - fitting
 
+    async def FindPrefix(
+        self,
+        request: verifier_pb2.FindPrefixRequest,
+        context: grpc.aio.ServicerContext[verifier_pb2.FindPrefixRequest, verifier_pb2.FindPrefixResponse],
+    ) -> verifier_pb2.FindPrefixResponse:
+        known = self._backend.known_prefix(request.block_hashes)
+        return verifier_pb2.FindPrefixResponse(cached_tokens=known, capacity=self.capacity())
+
     async def GetStats(
         self,
         request: verifier_pb2.GetStatsRequest,

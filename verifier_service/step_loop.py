@@ -8,7 +8,7 @@ without speculation.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -108,6 +108,9 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     def memory(self) -> MemoryUse:
         pool = self.pool
         return MemoryUse(pool.usable * BLOCK, pool.held * BLOCK, pool.cached * BLOCK)
+
+    def known_prefix(self, hashes: Iterable[int]) -> int:
+        return self.pool.known_prefix(hashes)
 
     def fitting(self, tokens: float) -> int:
         return int(self.pool.available * BLOCK / tokens)

@@ -93,6 +93,11 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             base += 2
             await context.write(verifier_pb2.VerifyResponse(commit=commit))
 
+    async def FindPrefix(
+        self, request: verifier_pb2.FindPrefixRequest, context: Any
+    ) -> verifier_pb2.FindPrefixResponse:
+        return verifier_pb2.FindPrefixResponse()
+
     async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
         return verifier_pb2.GetStatsResponse(identity=_identity())
 

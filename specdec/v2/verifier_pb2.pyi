@@ -430,6 +430,54 @@ class TokenLogprobs(google.protobuf.message.Message):
 global___TokenLogprobs = TokenLogprobs
 
 @typing.final
+class FindPrefixRequest(google.protobuf.message.Message):
+    """Asks for the cached prefix of a text."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    @property
+    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Block hashes of the text, first to last: of every 64 tokens, as far as they are full. The hash of a block is the
+        8-byte BLAKE2b digest, as a little-endian number, of the hash before it (8 bytes, little-endian) and the block's
+        tokens (4 bytes each, little-endian); the first block continues the digest of the tenant's name in UTF-8.
+        """
+
+    def __init__(
+        self,
+        *,
+        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes"]) -> None: ...
+
+global___FindPrefixRequest = FindPrefixRequest
+
+@typing.final
+class FindPrefixResponse(google.protobuf.message.Message):
+    """Tells the cached prefix of a text."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    cached_tokens: builtins.int
+    """Leading tokens of the text that are in memory, in whole blocks."""
+    @property
+    def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
+        """How full the pod is."""
+
+    def __init__(
+        self,
+        *,
+        cached_tokens: builtins.int = ...,
+        capacity: specdec.v2.model_pb2.PodCapacity | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "capacity", b"capacity"]) -> None: ...
+
+global___FindPrefixResponse = FindPrefixResponse
+
+@typing.final
 class GetStatsRequest(google.protobuf.message.Message):
     """Asks for a pod's statistics."""
 

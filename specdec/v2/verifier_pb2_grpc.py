@@ -40,6 +40,11 @@ class VerifierServiceStub(object):
                 request_serializer=specdec_dot_v2_dot_verifier__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=specdec_dot_v2_dot_verifier__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.FindPrefix = channel.unary_unary(
+                '/specdec.v2.VerifierService/FindPrefix',
+                request_serializer=specdec_dot_v2_dot_verifier__pb2.FindPrefixRequest.SerializeToString,
+                response_deserializer=specdec_dot_v2_dot_verifier__pb2.FindPrefixResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/specdec.v2.VerifierService/GetStats',
                 request_serializer=specdec_dot_v2_dot_verifier__pb2.GetStatsRequest.SerializeToString,
@@ -59,6 +64,14 @@ class VerifierServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindPrefix(self, request, context):
+        """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
+        nothing, and waits for no step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """How full and how busy this pod is.
         """
@@ -73,6 +86,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=specdec_dot_v2_dot_verifier__pb2.VerifyRequest.FromString,
                     response_serializer=specdec_dot_v2_dot_verifier__pb2.VerifyResponse.SerializeToString,
+            ),
+            'FindPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindPrefix,
+                    request_deserializer=specdec_dot_v2_dot_verifier__pb2.FindPrefixRequest.FromString,
+                    response_serializer=specdec_dot_v2_dot_verifier__pb2.FindPrefixResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -108,6 +126,33 @@ class VerifierService(object):
             '/specdec.v2.VerifierService/Verify',
             specdec_dot_v2_dot_verifier__pb2.VerifyRequest.SerializeToString,
             specdec_dot_v2_dot_verifier__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v2.VerifierService/FindPrefix',
+            specdec_dot_v2_dot_verifier__pb2.FindPrefixRequest.SerializeToString,
+            specdec_dot_v2_dot_verifier__pb2.FindPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,14 @@ class VerifierServiceStub:
     one is a commit with a finish reason, after which the caller closes the stream.
     """
 
+    FindPrefix: grpc.UnaryUnaryMultiCallable[
+        specdec.v2.verifier_pb2.FindPrefixRequest,
+        specdec.v2.verifier_pb2.FindPrefixResponse,
+    ]
+    """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
+    nothing, and waits for no step.
+    """
+
     GetStats: grpc.UnaryUnaryMultiCallable[
         specdec.v2.verifier_pb2.GetStatsRequest,
         specdec.v2.verifier_pb2.GetStatsResponse,
@@ -44,6 +52,14 @@ class VerifierServiceAsyncStub:
     ]
     """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
     one is a commit with a finish reason, after which the caller closes the stream.
+    """
+
+    FindPrefix: grpc.aio.UnaryUnaryMultiCallable[
+        specdec.v2.verifier_pb2.FindPrefixRequest,
+        specdec.v2.verifier_pb2.FindPrefixResponse,
+    ]
+    """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
+    nothing, and waits for no step.
     """
 
     GetStats: grpc.aio.UnaryUnaryMultiCallable[
@@ -63,6 +79,16 @@ class VerifierServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[specdec.v2.verifier_pb2.VerifyResponse], collections.abc.AsyncIterator[specdec.v2.verifier_pb2.VerifyResponse]]:
         """One session. The first request is `open`; the first response is `opened`, which waits for no step; the last
         one is a commit with a finish reason, after which the caller closes the stream.
+        """
+
+    @abc.abstractmethod
+    def FindPrefix(
+        self,
+        request: specdec.v2.verifier_pb2.FindPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[specdec.v2.verifier_pb2.FindPrefixResponse, collections.abc.Awaitable[specdec.v2.verifier_pb2.FindPrefixResponse]]:
+        """How much of a text this pod has in its prefix cache, for a caller that has several pods to choose from. It reserves
+        nothing, and waits for no step.
         """
 
     @abc.abstractmethod

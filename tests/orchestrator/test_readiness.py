@@ -45,6 +45,11 @@ class Verifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         raise NotImplementedError
 
+    async def FindPrefix(
+        self, request: verifier_pb2.FindPrefixRequest, context: Any
+    ) -> verifier_pb2.FindPrefixResponse:
+        return verifier_pb2.FindPrefixResponse()
+
     async def GetStats(self, request: Any, context: Any) -> verifier_pb2.GetStatsResponse:
         self.asked += 1
         return verifier_pb2.GetStatsResponse(identity=self.identity)

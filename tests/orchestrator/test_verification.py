@@ -30,6 +30,11 @@ class Refusing(verifier_pb2_grpc.VerifierServiceServicer):
         self.asked += 1
         await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
 
+    async def FindPrefix(
+        self, request: verifier_pb2.FindPrefixRequest, context: Any
+    ) -> verifier_pb2.FindPrefixResponse:
+        return verifier_pb2.FindPrefixResponse()
+
     async def GetStats(self, request: Any, context: Any) -> verifier_pb2.GetStatsResponse:
         raise NotImplementedError
 

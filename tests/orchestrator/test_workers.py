@@ -82,6 +82,11 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         finally:
             self.open[worker] -= 1
 
+    async def FindPrefix(
+        self, request: verifier_pb2.FindPrefixRequest, context: Any
+    ) -> verifier_pb2.FindPrefixResponse:
+        return verifier_pb2.FindPrefixResponse()
+
     async def GetStats(self, request: verifier_pb2.GetStatsRequest, context: Any) -> verifier_pb2.GetStatsResponse:
         return verifier_pb2.GetStatsResponse()
 

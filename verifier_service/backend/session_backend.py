@@ -7,7 +7,7 @@ backend; another engine with a scheduler of its own is put here, beside it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from specdec.decoding.tree import Paths
@@ -91,6 +91,11 @@ class SessionBackend(Worker):
     @abstractmethod
     def memory(self) -> MemoryUse:
         """Return how the KV cache is used. Any thread may ask."""
+
+    @abstractmethod
+    def known_prefix(self, hashes: Iterable[int]) -> int:
+        """Return how many leading tokens of a text need not be computed, which has these block hashes
+        (`specdec.decoding.block_hashes`). Any thread may ask."""
 
     @abstractmethod
     def fitting(self, tokens: float) -> int:

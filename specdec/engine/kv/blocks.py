@@ -14,14 +14,15 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from specdec.decoding.block_hashes import HASHED_TOKENS, next_hash, root_hash
 from specdec.engine.kv.slots import PoolFullError, Slots
 
-BLOCK = 64
+BLOCK = HASHED_TOKENS
 """Slots in a block, one for each token."""
 
 
@@ -32,6 +33,7 @@ class _Node:
     parent: _Node | None
     key: bytes  # its own BLOCK tokens; a root's: the tenant
     block: int
+    hash: int  # block hash of the text up to its end
     holders: int  # tables that have this block
     suspect: bool = False  # may hold NaN: out of the tree, and never cached again
     children: dict[bytes, _Node] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class BlockPool:
         self._map = bytearray(b"\0" + b"\1" * (blocks - 1))  # 1: free; searching bytes is fast
         self._roots: dict[bytes, _Node] = {}  # only tenants that have something published
         self._cached: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
+        self._hashes: set[int] = set()  # of all nodes
 
     @property
     def cached(self) -> int:
@@ -73,6 +76,16 @@ class BlockPool:
     def available(self) -> int:
         """The number of blocks that tables can still take."""
         return self.free + self.cached
+
+    def known_prefix(self, hashes: Iterable[int]) -> int:
+        """Return how many leading tokens of a text, of which these are the block hashes, are published in whole blocks.
+        Any thread may ask: the answer is as of now, and holds nothing."""
+        known = 0
+        for each in hashes:
+            if each not in self._hashes:
+                break
+            known += BLOCK
+        return known
 
     def open(self, tokens: Sequence[int], tenant: str = "") -> tuple[BlockTable, Slots, Slots]:
         """Open a table that starts with the longest cached prefix of `tokens` without the last, which must be computed.
@@ -161,11 +174,15 @@ class BlockPool:
         return []
 
     def _root(self, tenant: bytes) -> _Node:
-        return self._roots.setdefault(tenant, _Node(None, tenant, 0, 0))
+        root = self._roots.get(tenant)
+        if root is None:
+            root = self._roots[tenant] = _Node(None, tenant, 0, root_hash(tenant.decode()), 0)
+        return root
 
     def _publish(self, parent: _Node, key: bytes, block: int) -> _Node:
-        node = _Node(parent, key, block, holders=1)
+        node = _Node(parent, key, block, next_hash(parent.hash, key), holders=1)
         parent.children[key] = node
+        self._hashes.add(node.hash)
         insort(parent.order, key)
         return node
 
@@ -175,6 +192,7 @@ class BlockPool:
             return
         del parent.children[node.key]
         del parent.order[bisect_left(parent.order, node.key)]
+        self._hashes.discard(node.hash)
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
 
@@ -188,6 +206,7 @@ class BlockPool:
         while stack:
             node = stack.pop()
             node.suspect = True
+            self._hashes.discard(node.hash)
             stack += node.children.values()
             node.children.clear()
             if not node.holders:

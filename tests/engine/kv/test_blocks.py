@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from specdec.decoding.block_hashes import block_hashes
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 
@@ -316,6 +317,17 @@ class Sessions(RuleBasedStateMachine):
             assert rows.tolist() == self.memory.spell(session.tenant, session.tokens[: session.computed])
 
     @invariant()
+    def hashes_tell_which_prefixes_are_known(self) -> None:
+        texts = [(session.tenant, session.tokens) for session in self.sessions]
+        texts += [(tenant, list(tokens)) for tenant, tokens in self.register.entries]
+        for tenant, tokens in texts:
+            blocks = len(tokens) // BLOCK
+            known = (
+                b for b in range(blocks) if (tenant, tuple(tokens[: (b + 1) * BLOCK])) not in self.register.entries
+            )
+            assert self.pool.known_prefix(block_hashes(tokens, tenant)) == BLOCK * next(known, blocks)
+
+    @invariant()
     def counts(self) -> None:
         pool, register = self.pool, self.register
         assert (pool.free, pool.cached, pool.held) == (register.free, register.cached, register.held)
@@ -337,6 +349,7 @@ class Sessions(RuleBasedStateMachine):
         assert sorted(everything.slots.tolist()) == list(range(BLOCK, (self.pool.usable + 1) * BLOCK))
         assert nodes(self.pool) == 0
         assert not self.pool._roots
+        assert not self.pool._hashes
 
 
 TestSessions = Sessions.TestCase
@@ -352,6 +365,7 @@ def nodes(pool: BlockPool) -> int:
         assert all(child.parent is node for child in node.children.values())
         assert node.parent is None or bool(node.holders) != (node in pool._cached)
         count += node.parent is not None
+        assert node.parent is None or node.hash in pool._hashes
         stack += node.children.values()
     return count
 

@@ -1,0 +1,177 @@
+"""Measure how much of a conversation is computed again where several verifiers share the work.
+
+    python -m bench prefix-routing [--chats 40 --turns 6]
+
+Chats with the same system prompt take their turns through two orchestrators, whichever comes: with one verifier, then
+with three, of which one is killed once all chats are half way. Between two turns their users think.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from bench.arguments import parser_of
+from demo.prompts import held_out
+from specdec.client import AsyncClient
+from specdec.local import DEMO
+from specdec.local.child import Child, stop
+from specdec.v2 import verifier_pb2, verifier_pb2_grpc
+
+SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 128, 64, 48
+MEMORY = 40_960
+"""Tokens of KV memory of each verifier: enough for all chats, so that nothing is recomputed for want of memory."""
+THINKING_SECONDS = 2.0
+"""Mean time between an answer and the next turn."""
+START_SECONDS = 120.0
+
+
+@dataclass
+class Turns:
+    """Prompt tokens of all turns with the same number, and how many of them were cached."""
+
+    prompt: int = 0
+    cached: int = 0
+
+
+@dataclass
+class Found:
+    """What chats met: each turn, and what each verifier that lives did in the end and at the death of another."""
+
+    turns: list[Turns]
+    committed: list[int] = field(default_factory=list)
+    committed_before: list[int] = field(default_factory=list)
+    first_tokens: list[float] = field(default_factory=list)
+
+    def cached_share(self, first: int = 1) -> float:
+        """Return the share of prompt tokens that were cached, from this turn on."""
+        turns = self.turns[first - 1 :]
+        return sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns)
+
+
+@contextmanager
+def services(verifiers: int) -> Iterator[tuple[list[Child], list[str], list[str]]]:
+    """Verifiers and two orchestrators: (processes of the verifiers, their addresses, those of the orchestrators)."""
+    children: list[Child] = []
+
+    def start(role: str, module: str, *options: str) -> Child:
+        usual = ("--port", "0", "--log-level", "warning", "--stop-with-stdin", "--model", str(DEMO / "target"))
+        children.append(Child.start(role, "-m", module, *usual, *options))
+        return children[-1]
+
+    def address(child: Child) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while (found := child.ready_at()) is None:
+            if child.ending() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{child.name} does not start")
+            time.sleep(0.05)
+        return found
+
+    try:
+        pods = [
+            start("verifier", "verifier_service", "--dtype", "float32", "--threads", "1", "--kv-tokens", str(MEMORY))
+            for _ in range(verifiers)
+        ]
+        addresses = [address(pod) for pod in pods]
+        known = [word for each in addresses for word in ("--verifier", each)]
+        fronts = [address(start("orchestrator", "orchestrator", *known)) for _ in range(2)]
+        yield pods, addresses, fronts
+    finally:
+        stop(children)
+
+
+async def committed_tokens(addresses: Sequence[str]) -> list[int]:
+    """Return how many tokens each of these verifiers has committed."""
+    found = []
+    for address in addresses:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+            stats = await stub.GetStats(verifier_pb2.GetStatsRequest())
+            found.append(int(stats.committed_tokens))
+    return found
+
+
+async def converse(verifiers: int, chats: int, turns: int, *, killing: bool) -> Found:
+    found, half = Found([Turns() for _ in range(turns)]), turns // 2
+    system, *said = held_out(1 + chats * turns, tokens=SYSTEM_TOKENS, seed=5)
+    half_way, going_on = asyncio.Barrier(chats + 1), asyncio.Barrier(chats + 1)
+
+    with services(verifiers) as (pods, addresses, fronts):
+        async with AsyncExitStack() as exits:
+            clients = [await exits.enter_async_context(AsyncClient(front, timeout=600)) for front in fronts]
+
+            async def chat(number: int) -> None:
+                dice = random.Random(number)
+                text = list(system)
+                for turn in range(turns):
+                    if turn == half:
+                        await half_way.wait()
+                        await going_on.wait()
+                    await asyncio.sleep(dice.expovariate(1 / THINKING_SECONDS))
+                    text += said[number * turns + turn][:USER_TOKENS]
+                    text += await take(turn, dice.choice(clients), text)
+
+            async def take(turn: int, client: AsyncClient, text: list[int]) -> list[int]:
+                answer: list[int] = []
+                begin = time.perf_counter()
+                async with client.generate(
+                    tokens=text, max_tokens=ANSWER_TOKENS, ignore_end_token=True, speculation="off"
+                ) as chunks:
+                    async for chunk in chunks:
+                        if not answer:
+                            found.first_tokens.append(time.perf_counter() - begin)
+                        answer += chunk.tokens
+                        if chunk.finish is not None:
+                            found.turns[turn].prompt += chunk.finish.prompt_tokens
+                            found.turns[turn].cached += chunk.finish.cached_tokens
+                return answer
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(chats):
+                    group.create_task(chat(number))
+                await half_way.wait()
+                if killing:
+                    pods[0].process.kill()
+                    del addresses[0]
+                found.committed_before = await committed_tokens(addresses)
+                await going_on.wait()
+        found.committed = await committed_tokens(addresses)
+    return found
+
+
+def imbalance(tokens: Sequence[int]) -> float:
+    """Return the load of the busiest over the mean."""
+    return max(tokens) * len(tokens) / sum(tokens)
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("prefix-routing", __doc__)
+    parser.add_argument("--chats", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=6)
+    args = parser.parse_args(given)
+    half = args.turns // 2 + 1
+    alone: Found | None = None
+    for verifiers, killing in ((1, False), (3, False), (3, True)):
+        found = asyncio.run(converse(verifiers, args.chats, args.turns, killing=killing))
+        alone = alone or found
+        name = f"{verifiers} verifiers, one killed" if killing else f"{verifiers} verifiers"
+        since = [after - before for after, before in zip(found.committed, found.committed_before, strict=True)]
+        load = f"since its death {imbalance(since):.2f}" if killing else f"{imbalance(found.committed):.2f}"
+        parts = {"all turns": 1, f"turns {half} on": half, f"turns {half + 1} on": half + 1}
+        cached = {part: (found.cached_share(turn), alone.cached_share(turn)) for part, turn in parts.items()}
+        shares = ", ".join(
+            f"{part} {share:.3f} ({share / best:.3f} of one's)" for part, (share, best) in cached.items()
+        )
+        firsts = sorted(found.first_tokens)
+        print(
+            f"{name}: cached {shares}; load of the busiest over the mean {load}; "
+            f"first token {firsts[len(firsts) // 2]:.3f} s in the median",
+            flush=True,
+        )

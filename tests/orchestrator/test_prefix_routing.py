@@ -1,0 +1,133 @@
+"""Prefix-aware routing: who is asked for cached prefixes, and who is preferred then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.pods import Pod, Pods
+from orchestrator.prefix_routing import ASK_SECONDS, IMBALANCE, SPARE_SESSIONS, cached_tokens, preferred
+from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes
+from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
+
+TEXT = list(range(3 * HASHED_TOKENS + 7))
+
+
+class Holding(verifier_pb2_grpc.VerifierServiceServicer):
+    """A verifier that has so many blocks of any text, for one tenant."""
+
+    def __init__(self, blocks: int, sessions: int = 0) -> None:
+        self.blocks, self.sessions = blocks, sessions
+        self.asked = 0
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+    async def GetStats(self, request: Any, context: Any) -> verifier_pb2.GetStatsResponse:
+        raise NotImplementedError
+
+    async def FindPrefix(
+        self, request: verifier_pb2.FindPrefixRequest, context: Any
+    ) -> verifier_pb2.FindPrefixResponse:
+        self.asked += 1
+        known = min(self.blocks, len(request.block_hashes))
+        assert list(request.block_hashes) == block_hashes(TEXT, "a tenant")
+        capacity = model_pb2.PodCapacity(sessions=self.sessions, room=5)
+        return verifier_pb2.FindPrefixResponse(cached_tokens=HASHED_TOKENS * known, capacity=capacity)
+
+
+class Boasting(Holding):
+    """Says that it has more than there is."""
+
+    async def FindPrefix(self, request: Any, context: Any) -> verifier_pb2.FindPrefixResponse:
+        return verifier_pb2.FindPrefixResponse(cached_tokens=2**32 - 1)
+
+
+class Older(Holding):
+    """Is of a version without prefixes."""
+
+    async def FindPrefix(self, request: Any, context: Any) -> verifier_pb2.FindPrefixResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        raise AssertionError
+
+
+class Silent(Holding):
+    """Never answers."""
+
+    async def FindPrefix(self, request: Any, context: Any) -> verifier_pb2.FindPrefixResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@asynccontextmanager
+async def asking(*verifiers: Holding) -> AsyncIterator[list[Pod]]:
+    async with AsyncExitStack() as exits:
+        addresses = []
+        for verifier in verifiers:
+            server = grpc.aio.server()
+            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            await server.start()
+            exits.push_async_callback(server.stop, None)
+        pods = Pods(addresses, connect=grpc.aio.insecure_channel)
+        exits.push_async_callback(pods.close)
+        yield list(pods)
+
+
+async def test_every_verifier_says_what_it_has_and_how_full_it_is() -> None:
+    async with asking(Holding(2, sessions=4), Holding(0), Boasting(0)) as pods:
+        found = await cached_tokens(pods, TEXT, "a tenant")
+        assert list(found.values()) == [2 * HASHED_TOKENS, 0, len(TEXT)]
+        assert [pod.load.sessions for pod in pods] == [4, 0, 0]
+
+
+async def test_who_does_not_answer_has_nothing_and_delays_nobody_for_long() -> None:
+    async with asking(Holding(3), Silent(3), Older(3)) as pods:
+        begin = time.monotonic()
+        found = await cached_tokens(pods, TEXT, "a tenant")
+        assert time.monotonic() - begin < 20 * ASK_SECONDS
+        assert list(found.values()) == [3 * HASHED_TOKENS, 0, 0]
+
+
+@pytest.mark.parametrize(("verifiers", "text"), [(1, TEXT), (2, TEXT[: HASHED_TOKENS - 1])])
+async def test_nobody_is_asked_when_there_is_nothing_to_choose(verifiers: int, text: list[int]) -> None:
+    asked = [Holding(3) for _ in range(verifiers)]
+    async with asking(*asked) as pods:
+        assert await cached_tokens(pods, text, "a tenant") == {}
+    assert not any(verifier.asked for verifier in asked)
+
+
+def three(sessions: Sequence[int], rooms: Sequence[int] = (9, 9, 9)) -> list[Pod]:
+    pods = [Pod(name, None) for name in "abc"]  # type: ignore[arg-type]
+    for pod, number, room in zip(pods, sessions, rooms, strict=True):
+        pod.load.report(model_pb2.PodCapacity(sessions=number, room=room))
+    return pods
+
+
+def test_a_small_part_of_a_text_does_not_count() -> None:
+    a, b, c = pods = three([0, 0, 0])
+    assert preferred({a: 99, b: 100, c: 0}, 200, pods) == {b: 100}
+
+
+@pytest.mark.parametrize("others", [0, 10, 100])
+def test_who_is_much_busier_than_others_is_not_preferred(others: int) -> None:
+    most = next(
+        sessions
+        for sessions in range(10 * others + 10)
+        if sessions >= IMBALANCE * (1 + sessions + 2 * others) / 3 + SPARE_SESSIONS
+    )
+    a, *_ = pods = three([most - 1, others, others])
+    assert preferred({a: 200}, 200, pods) == {a: 200}
+    a, *_ = pods = three([most, others, others])
+    assert preferred({a: 200}, 200, pods) == {}
+
+
+def test_who_has_no_room_is_not_preferred() -> None:
+    a, b, _ = pods = three([3, 3, 3], rooms=[0, 1, 1])
+    assert preferred({a: 200, b: 100}, 200, pods) == {b: 100}

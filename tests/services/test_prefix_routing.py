@@ -1,0 +1,66 @@
+"""Conversations stay where they are cached, though any verifier could take each of their turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+from specdec.decoding.block_hashes import HASHED_TOKENS
+from tests.services.conftest import Directories
+from tests.stack import Stack, stack
+
+CHATS, TURNS = 12, 3
+
+
+async def turn(services: Stack, text: list[int], tenant: str = "") -> int:
+    """Ask for an answer, add it to the text, and return how many tokens of the text were cached."""
+    answer = await services.generate(text, max_tokens=20, plain=True, ignore_end_token=True, tenant=tenant)
+    text += answer.tokens
+    return answer.finish.usage.cached_tokens
+
+
+def said(chat: int, number: int) -> list[int]:
+    return [1 + (37 * chat + 11 * number + 3 * i) % 200 for i in range(50)]
+
+
+async def test_chats_stay_with_their_verifiers_which_share_them_evenly(directories: Directories) -> None:
+    async with stack(directories.target, None, verifiers=3) as services:
+
+        async def chat(number: int) -> None:
+            text: list[int] = []
+            for each in range(TURNS):
+                known = len(text)
+                text += said(number, each)
+                cached = await turn(services, text)
+                assert cached >= (known - 1) // HASHED_TOKENS * HASHED_TOKENS, (number, each)
+
+        await asyncio.gather(*(chat(number) for number in range(CHATS)))
+        committed = [pod.loop.stats.committed for pod in services.verifiers]
+        assert max(committed) <= 1.3 * sum(committed) / 3
+
+
+async def test_an_orchestrator_that_was_not_there_before_knows_as_much(directories: Directories) -> None:
+    async with stack(directories.target, None, verifiers=3) as services:
+        text = said(0, 0)
+        await turn(services, text)
+        services.peers.verifiers.become([])
+        services.peers.verifiers.become(pod.address for pod in services.verifiers)
+        assert await turn(services, text) >= HASHED_TOKENS
+
+
+async def test_tenants_do_not_find_one_anothers_prefixes(directories: Directories) -> None:
+    async with stack(directories.target, None, verifiers=2) as services:
+        one, other = said(0, 0), said(0, 0)
+        await turn(services, one, tenant="one")
+        assert await turn(services, other, tenant="other") == 0
+        took = [pod.loop.stats.prompt_tokens for pod in services.verifiers]
+        assert took == [len(said(0, 0))] * 2  # they took turns, as texts do that nobody has
+
+
+async def test_a_chat_goes_on_elsewhere_when_its_verifier_is_gone(directories: Directories) -> None:
+    async with stack(directories.target, None, verifiers=2) as services:
+        text = said(0, 0)
+        await turn(services, text)
+        (has_it,) = (pod for pod in services.verifiers if pod.loop.stats.committed)
+        await has_it.stop()
+        assert await turn(services, text) == 0
+        assert await turn(services, text) >= HASHED_TOKENS
