@@ -264,6 +264,8 @@ async def send(
         with contextlib.suppress(OSError):
             if generator.random() < 0.3:
                 _leave_with_a_reset(writer)
+            if tls is not None:
+                writer.transport.abort()  # asyncio leaks the connection where a goodbye of TLS is not answered
             writer.close()
             await writer.wait_closed()
 
@@ -289,4 +291,5 @@ async def _said(
 
 def _leave_with_a_reset(writer: asyncio.StreamWriter) -> None:
     """Not with a goodbye."""
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if (held := writer.get_extra_info("socket")) is not None:  # else the other end was quicker
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
