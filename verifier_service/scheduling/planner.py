@@ -74,6 +74,11 @@ class Planner:
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
         """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
         prompts, plain, speculating = self._sorted(ready)
+        urgent = self._queue.shares.urgent(prompts, [*plain, *speculating])
+        if self._give_way(prompts, urgent, [*plain, *speculating]):
+            prompts, plain, speculating = (
+                [entry for entry in entries if entry.tenant in urgent] for entries in (prompts, plain, speculating)
+            )
         decoding, latency, tree_slots = len(plain) + len(speculating), self._threads.latency, list(self._tree_slots)
         offers = [entry.session.candidates() for entry in speculating]
         chosen, price = select_candidates(offers, latency, decoding, len(tree_slots), spent)
@@ -91,12 +96,7 @@ class Planner:
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
         entries += [(entry, entry.session.plan(packer, 1, [], tree_slots)) for entry in plain]
-        remaining = [entry.session.computable for entry in prompts]
-        taken, slowdown = len(packer.tokens), self._prefill_slowdown.factor
-        tuning = self._tuning.prefill
-        weights = prompt_weights(prompts)
-        chunks = prefill_chunks(remaining, decoding, latency, taken, self._step_rows, slowdown, tuning, weights)
-        for entry, chunk in zip(prompts, chunks, strict=True):
+        for entry, chunk in self._chunks(prompts, urgent, decoding, len(packer.tokens)):
             entries.append((entry, entry.session.plan(packer, chunk, [], tree_slots)))
         taken = len(packer.tokens)
         return StepPlan(packer, entries, taken, latency.of(taken))
@@ -106,6 +106,37 @@ class Planner:
         if plan.has_prefill:
             self._prefill_slowdown.observe(self._threads.latency.of(plan.rows), seconds)
         self._threads.observe(plan.rows, seconds)
+
+    def _chunks(
+        self, prompts: Sequence[RunningSession], urgent: set[str], decoding: int, rows: int
+    ) -> list[tuple[RunningSession, int]]:
+        """Return how many tokens of each prompt are computed beside so many `rows` of `decoding` sessions. Those of
+        `urgent` tenants are not cut up for them."""
+        first = [entry for entry in prompts if entry.tenant in urgent]
+        others = [entry for entry in prompts if entry.tenant not in urgent]
+        latency, tuning = self._threads.latency, self._tuning.prefill
+
+        def chunks(of: Sequence[RunningSession], decoding: int, most: int, whole: int = 0) -> list[int]:
+            remaining, slowdown = [entry.session.computable for entry in of], self._prefill_slowdown.factor
+            return prefill_chunks(
+                remaining, decoding, latency, rows, most, slowdown, tuning, prompt_weights(of), whole=whole
+            )
+
+        whole = chunks(first, 0, max(tuning.min_chunk_tokens, self._step_rows - rows))
+        rest = chunks(others, decoding, self._step_rows, sum(whole))
+        return [*zip(first, whole, strict=True), *zip(others, rest, strict=True)]
+
+    def _give_way(
+        self, prompts: Sequence[RunningSession], urgent: set[str], decoding: Sequence[RunningSession]
+    ) -> bool:
+        """Return whether sessions of other tenants than the `urgent` ones sit out this step, since it is much shorter
+        without them: where rows cost nothing beside each other, as on GPUs, they need not."""
+        rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent)
+        if not rows:
+            return False
+        staying = sum(entry.tenant in urgent for entry in decoding)
+        latency = self._threads.latency
+        return latency.of(rows + len(decoding)) > self._tuning.prefill.worth_a_wait * latency.of(rows + staying)
 
     def _sorted(self, ready: Sequence[RunningSession]) -> tuple[list[RunningSession], ...]:
         """Return the sessions that prefill, those that decode without candidates, and those that may have some."""

@@ -20,8 +20,9 @@ REMEMBERED = 1024
 """Tenants without sessions whose counters are kept. Who leaves with much and returns at once is not given it anew."""
 
 IMBALANCE = 2.0
-"""How many times as much memory for its weight a tenant must have left for some to be taken from it. A text that loses
-its memory is computed again, and smaller differences even out as texts end."""
+"""How many times as much for its weight a tenant must have for another to go before it: memory that is left when some
+is taken from it, or sessions that wait while the other's prompts are computed. A text that loses its memory is computed
+again, and smaller differences even out as texts end."""
 
 
 class Shares:
@@ -63,6 +64,28 @@ class Shares:
     def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
         """Return the waiting session whose turn it is: of the tenant with the smallest counter the first."""
         return min(waiting, key=lambda entry: (self._counters[entry.tenant], entry.precedence), default=None)
+
+    def urgent(self, prompts: Iterable[RunningSession], decoding: Iterable[RunningSession]) -> set[str]:
+        """Return the tenants whose prompts need not wait for the texts of others: every other tenant that decodes has
+        `IMBALANCE` times as many sessions for its weight, and a counter that is not below theirs before these prompts.
+        """
+        decoders = {entry.tenant for entry in decoding}
+        sessions: defaultdict[str, float] = defaultdict(float)
+        asked: defaultdict[str, float] = defaultdict(float)  # what the prompts have added to the counters
+        for entry in (*prompts, *decoding):
+            sessions[entry.tenant] += 1 / entry.weight
+        for entry in prompts:
+            asked[entry.tenant] += entry.session.tree.base / entry.weight
+
+        def has_less(tenant: str, other: str) -> bool:
+            before = self._counters[tenant] - asked[tenant]
+            return IMBALANCE * sessions[tenant] <= sessions[other] and before <= self._counters[other]
+
+        return {
+            tenant
+            for tenant in asked
+            if decoders - {tenant} and all(has_less(tenant, other) for other in decoders - {tenant})
+        }
 
 
 def held(running: Iterable[RunningSession]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 
@@ -11,13 +12,18 @@ from hypothesis import strategies as st
 
 from specdec.engine.kv.blocks import BLOCK
 from specdec.serving.errors import TooLateError
-from tests.verifier_service.fakes import Client, TextEngine, run, step_loop
+from tests.verifier_service.fakes import FREE, Client, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import check_over, client, turns
+from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.shares import REMEMBERED
+from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.step_loop import StepLoop
 
 SHORT, LONG = 40, 70
 """Tokens of prompts that take one block of memory, and two."""
+
+DEAR = StepLatency((1, 500), [1.0, 500.0])
+"""Each row is as dear as the first."""
 
 
 def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
@@ -123,6 +129,63 @@ def test_prompts_share_a_step_by_tenant() -> None:
     assert not any(each.tokens for each in flood)
     run(loop, *flood, other)
     check_over(loop, engine, *flood, other)
+
+
+@pytest.mark.parametrize("decoding", [2, 3])
+def test_a_prompt_is_not_cut_up_for_a_tenant_that_has_much_more(decoding: int) -> None:
+    """Two texts of the other tenant are half of what the flood has, its own prompt included, or more."""
+    engine = TextEngine(200)
+    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    flood = [client(loop, 5, seed, 200, tenant="flood") for seed in range(decoding)]
+    while not all(each.tokens for each in flood):
+        turns(loop, 1)
+    others = [client(loop, 3 * BLOCK, 99 + seed, 2, tenant="other") for seed in range(2)]
+    prompt = client(loop, 3 * BLOCK, 9, 2, tenant="flood")
+    turns(loop, 1)
+    least = DEFAULTS.prefill.min_chunk_tokens
+    assert prompt.session.computed <= least
+    if decoding == 3:
+        assert [each.tokens != [] for each in others] == [True, True]
+    else:
+        assert max(each.session.computed for each in others) <= least
+    for each in flood:
+        each.read()
+    run(loop, *flood, *others, prompt)
+    check_over(loop, engine, *flood, *others, prompt)
+
+
+@pytest.mark.parametrize("latency", [DEAR, FREE], ids=["dear rows", "free rows"])
+def test_texts_of_a_flood_sit_out_a_step_with_a_prompt_of_another_if_it_is_shorter_so(latency: StepLatency) -> None:
+    engine = TextEngine(200)
+    loop = step_loop(engine, latency=copy.deepcopy(latency))
+    flood = [client(loop, 5, seed, 50, tenant="flood") for seed in range(12)]
+    while not all(each.tokens for each in flood):
+        turns(loop, 1)
+    other = client(loop, 6, 99, 2, tenant="other")
+    turns(loop, 1)
+    assert other.tokens
+    assert engine.steps[-1] == (6 if latency is DEAR else 6 + len(flood))
+    run(loop, *flood, other)
+    check_over(loop, engine, *flood, other)
+
+
+def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
+    """Its texts sit out steps only while the other tenant has had no more than it."""
+    engine = TextEngine(200)
+    loop = step_loop(engine, latency=copy.deepcopy(DEAR))
+    flood = [client(loop, 5, seed, 1000, tenant="flood") for seed in range(12)]
+    while not all(each.tokens for each in flood):
+        turns(loop, 1)
+    before = sum(len(each.tokens) for each in flood)
+    others = []
+    for seed in range(100):
+        others.append(client(loop, 30, 100 + seed, 1, tenant="other"))
+        turns(loop, 1)
+        for each in flood:
+            each.read()
+    assert sum(len(each.tokens) for each in flood) - before >= 50 * len(flood)
+    for each in (*flood, *others):
+        each.cancel()
 
 
 def test_no_step_is_spent_on_a_text_that_cannot_be_finished_in_time() -> None:
