@@ -24,15 +24,23 @@ def rate(counter: str, labels: str = "") -> str:
     return f"sum{by} (rate({counter}{JOB}[$__rate_interval]))"
 
 
-def share(part: str, whole: str) -> str:
-    """Return the ratio of the rates of two counters."""
-    return f"{rate(part)} / {rate(whole)}"
+def share(part: str, whole: str, labels: str = "") -> str:
+    """Return the ratio of the rates of two counters; by label, if some are given."""
+    return f"{rate(part, labels)} / {rate(whole, labels)}"
 
 
 def total(gauge: str, labels: str = "") -> str:
     """Return a gauge, summed over all pods; by label, if some are given."""
     by = f" by ({labels})" if labels else ""
     return f"sum{by} ({gauge}{JOB})"
+
+
+def by_role(expression: str) -> dict[str, str]:
+    """Return curves of a metric that every process has, named by role and address."""
+    return {
+        f"{role} {{{{instance}}}}": f"{expression} and on (job, instance) specdec_{role}_serving{JOB}"
+        for role in ("orchestrator", "verifier", "draft")
+    }
 
 
 def quantiles(histogram: str, *wanted: float) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.grafana.panel import JOB, Panel, quantiles, rate, share, total
+from deploy.grafana.panel import JOB, Panel, by_role, quantiles, rate, share, total
 
 ORCHESTRATOR, VERIFIER, DRAFT = "specdec_orchestrator", "specdec_verifier", "specdec_draft"
 
@@ -11,7 +11,7 @@ TRAFFIC = [
         "Requests",
         "reqps",
         {"came": rate(f"{ORCHESTRATOR}_requests_total"), "left": rate(f"{ORCHESTRATOR}_cancelled_requests_total")},
-        "Requests that came, and those whose callers left.",
+        "Requests that came, those included that come again after a refusal; and those whose callers left.",
     ),
     Panel(
         "Failed requests, by reason",
@@ -146,7 +146,18 @@ SPECULATION = [
 ]
 
 VERIFIERS = [
-    Panel("Step time", "s", quantiles(f"{VERIFIER}_step_time_seconds", 0.5, 0.95), "Seconds of a step."),
+    Panel(
+        "Step time",
+        "s",
+        quantiles(f"{VERIFIER}_step_time_seconds", 0.5, 0.95),
+        "Seconds of a step, over all verifiers. A few very long ones show in the mean beside this.",
+    ),
+    Panel(
+        "Mean step time, by pod",
+        "s",
+        {"{{instance}}": share(f"{VERIFIER}_step_time_seconds_sum", f"{VERIFIER}_step_time_seconds_count", "instance")},
+        "Seconds of a step: whether one verifier is slow, or all of them.",
+    ),
     Panel(
         "Where the time goes",
         "percentunit",
@@ -160,19 +171,19 @@ VERIFIERS = [
         "Rows are tokens of a forward pass: roots, candidates, prompts.",
     ),
     Panel(
-        "KV cache",
+        "KV cache of verifiers",
         "percentunit",
         {"{{instance}}": f"{VERIFIER}_kv_cache_usage_perc{JOB}"},
         "Part of the KV cache that sessions hold.",
     ),
     Panel(
-        "KV cache, by use",
+        "KV cache of verifiers, by use",
         "short",
         {"{{state}}": total(f"{VERIFIER}_kv_cache_tokens", "state")},
         "Tokens: held by sessions, cached for prompts that begin alike, free.",
     ),
     Panel(
-        "Sessions",
+        "Sessions of verifiers",
         "short",
         {
             "open": total(f"{VERIFIER}_num_sessions"),
@@ -221,9 +232,20 @@ DRAFTS = [
         {"{{instance}}": rate(f"{DRAFT}_steps_total", "instance")},
         "Forward passes of the draft.",
     ),
-    Panel("Sessions", "short", {"{{instance}}": f"{DRAFT}_num_sessions{JOB}"}, "Texts that a draft pod has open."),
     Panel(
-        "KV cache",
+        "Mean step time of drafts, by pod",
+        "s",
+        {"{{instance}}": share(f"{DRAFT}_busy_seconds_total", f"{DRAFT}_steps_total", "instance")},
+        "Seconds of a forward pass. A draft that lacks processor time takes longer, and is no busier than before.",
+    ),
+    Panel(
+        "Sessions of drafts",
+        "short",
+        {"{{instance}}": f"{DRAFT}_num_sessions{JOB}"},
+        "Texts that a draft pod has open.",
+    ),
+    Panel(
+        "KV cache of drafts",
         "percentunit",
         {"{{instance}}": f"{DRAFT}_kv_cache_usage_perc{JOB}"},
         "Part of the KV cache that sessions hold.",
@@ -235,18 +257,25 @@ FAILURES = [
         "Serving",
         "short",
         {
-            "orchestrators": total(f"{ORCHESTRATOR}_serving"),
-            "verifiers": total(f"{VERIFIER}_serving"),
-            "drafts": total(f"{DRAFT}_serving"),
-            "orchestrators that reach a verifier": total(f"{ORCHESTRATOR}_verifier_reachable"),
+            "orchestrators": f"{total(f'{ORCHESTRATOR}_serving')} or vector(0)",
+            "verifiers": f"{total(f'{VERIFIER}_serving')} or vector(0)",
+            "drafts": f"{total(f'{DRAFT}_serving')} or vector(0)",
+            "orchestrators that reach a verifier": f"{total(f'{ORCHESTRATOR}_verifier_reachable')} or vector(0)",
         },
-        "Pods that take calls.",
+        "Pods that take calls, of those that answer scrapes.",
+    ),
+    Panel(
+        "Scrapes that succeed",
+        "percentunit",
+        {"{{instance}}": f"avg_over_time(up{JOB}[$__rate_interval])"},
+        "0: gone or stuck. In between: it stands still now and then, or its network does.",
     ),
     Panel(
         "Pods as orchestrators see them",
         "short",
         {"{{role}} {{state}}": total(f"{ORCHESTRATOR}_pods", "role, state")},
-        "By the state of their circuit breakers, summed over orchestrators: open ones are left alone.",
+        "By the state of their circuit breakers, summed over orchestrators: open ones are left alone, and tried again "
+        "(half_open). Where trials are refused at once the state is mostly open, where they hang it is often half_open.",
     ),
     Panel(
         "Sessions of orchestrators at pods",
@@ -287,14 +316,14 @@ FAILURES = [
     Panel(
         "Processor time",
         "short",
-        {"{{instance}}": f"rate(process_cpu_seconds_total{JOB}[$__rate_interval])"},
-        "Cores in use. An orchestrator uses one at most.",
+        by_role(f"rate(process_cpu_seconds_total{JOB}[$__rate_interval])"),
+        "Cores in use. An orchestrator uses one at most; a pod that uses few while it is busy lacks cores.",
     ),
-    Panel("Memory", "bytes", {"{{instance}}": f"process_resident_memory_bytes{JOB}"}, "Resident memory of processes."),
+    Panel("Memory", "bytes", by_role(f"process_resident_memory_bytes{JOB}"), "Resident memory of processes."),
     Panel(
         "Since when",
         "s",
-        {"{{instance}}": f"time() - process_start_time_seconds{JOB}"},
+        by_role(f"(time() - process_start_time_seconds{JOB})"),
         "Seconds since the start of each process.",
     ),
 ]
