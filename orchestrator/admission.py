@@ -4,11 +4,15 @@ In a flood, every request would otherwise be sent to the verifier to be refused 
 they matter most. A verifier reports how many more sessions it takes: beyond that number, requests are refused without
 asking it. While the number is unknown, one request goes ahead and finds out; its answer waits for no step. If there is
 no answer, the requests behind it need not find that out one after another.
+
+Sessions that are being opened count against that number, but only for tenants that open some: where there is room at
+all, the first one of a tenant asks for it, however many another tenant opens.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -37,19 +41,21 @@ class Admission:
         self._load = load
         self._breaker = breaker
         self._changed = asyncio.Event()  # an opening is over
+        self._openings: Counter[str] = Counter()  # of each tenant that has some
 
     @asynccontextmanager
-    async def opening(self, *, again: bool = False) -> AsyncIterator[None]:
+    async def opening(self, tenant: str = "", *, again: bool = False) -> AsyncIterator[None]:
         """Wrap the opening of a session. Raise OverloadedError if there is no room, LeftAloneError if waiting for room
         is of no use. A text that is resumed (`again`) does not wait: the verifier takes it in any case."""
         load = self._load
         load.coming += 1
         try:
-            while not (again or self._go_ahead()):
+            while not (again or self._go_ahead(tenant)):
                 await self._changed.wait()
                 if self._breaker.state == "open":
                     raise LeftAloneError("its circuit breaker is open")
             load.opening += 1
+            self._openings[tenant] += 1
             try:
                 yield
             except (TenantLimitError, TooLateError):
@@ -60,23 +66,26 @@ class Admission:
                 raise
             finally:
                 load.opening -= 1
+                self._openings[tenant] -= 1
+                self._openings += Counter()  # without tenants that have none
                 self._changed.set()
                 self._changed = asyncio.Event()
         finally:
             load.coming -= 1
 
-    @property
-    def refusal(self) -> OverloadedError | None:
-        """The error for a request that comes now, if asking the verifier is of no use; else None."""
+    def refusal(self, tenant: str) -> OverloadedError | None:
+        """Return the error for a request of a tenant that comes now, if asking the verifier is of no use; else None."""
         told = self._load.reported
-        if told is None or told.room > self._load.opening:
+        if told is None or told.room > (self._load.opening if self._openings[tenant] else 0):
             return None
         return OverloadedError(f"verifier: has {told.sessions} sessions, no room for more", told.wait_us / 1e6)
 
-    def _go_ahead(self) -> bool:
+    def _go_ahead(self, tenant: str) -> bool:
         """Return True if the verifier may be asked now, False if the caller must wait; OverloadedError if asking is of
         no use."""
-        refusal = self.refusal
+        refusal = self.refusal(tenant)
         if refusal is not None:
             raise refusal
-        return self._load.opening < (1 if self._load.reported is None else MAX_OPENINGS)
+        if self._load.reported is None:
+            return self._load.opening < 1
+        return not self._openings[tenant] or self._load.opening < MAX_OPENINGS

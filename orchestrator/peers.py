@@ -22,10 +22,10 @@ class Peers:
     drafts_are_trusted: bool = False  # to influence what tokens are chosen, as some acceptance rules let them
     discoveries: Sequence[Discovery] = ()  # find the pods
 
-    def check_room(self) -> None:
-        """Raise OverloadedError if every verifier has reported that it has no room. This is known before a request is
-        parsed, and in a flood it is the parsing that takes time."""
-        refusals = [pod.admission.refusal for pod in self.verifiers.willing]
+    def check_room(self, tenant: str) -> None:
+        """Raise OverloadedError if no verifier has reported room for a request of a tenant. This is known before the
+        request is parsed, and in a flood it is the parsing that takes time."""
+        refusals = [pod.admission.refusal(tenant) for pod in self.verifiers.willing]
         found = [refusal for refusal in refusals if refusal is not None]
         if found and len(found) == len(refusals):
             raise min(found, key=lambda refusal: refusal.retry_after)

@@ -53,13 +53,13 @@ async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest) -> int:
     return int(found.cached_tokens)
 
 
-def preferred(cached: Mapping[Pod, int], tokens: int, pods: Collection[Pod]) -> dict[Pod, int]:
-    """Return the verifiers that a text of so many tokens should rather go to, and what they have cached of it: those
-    that have enough of it, and are not much busier than all `pods` are on average."""
+def preferred(cached: Mapping[Pod, int], tokens: int, tenant: str, pods: Collection[Pod]) -> dict[Pod, int]:
+    """Return the verifiers that a tenant's text of so many tokens should rather go to, and what they have cached of it:
+    those that have enough of it, have room, and are not much busier than all `pods` are on average."""
     sessions = 1 + sum(pod.load.sessions for pod in pods)
     most = IMBALANCE * sessions / max(1, len(pods)) + SPARE_SESSIONS
     return {
         pod: known
         for pod, known in cached.items()
-        if known >= LEAST_SHARE * tokens and pod.load.sessions < most and pod.admission.refusal is None
+        if known >= LEAST_SHARE * tokens and pod.load.sessions < most and pod.admission.refusal(tenant) is None
     }

@@ -221,7 +221,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> Iterator[Timeline]:
         """Count a request of an account, and record it unless there is no room for it."""
         with self._stats.request(account.tenant_class), account.request():
-            self._peers.check_room()
+            self._peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
             with self.timelines.begin(
                 "generate", operation=operation(request), model=self._model.name, stream=streamed
             ) as timeline:

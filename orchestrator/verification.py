@@ -116,7 +116,7 @@ class Verification:
 
     async def _open(self, stream: VerifierStream) -> verifier_pb2.VerifyOpened:
         pod = stream.pod
-        async with pod.admission.opening(again=self._resumed):
+        async with pod.admission.opening(self._context.sample.tenant, again=self._resumed):
             pod.breaker.attempt()
             opened = await stream.open(self._policy, attempt=self._attempt, revision=self.revision)
         before, self.identity = self.identity.numerics_fingerprint, opened.identity

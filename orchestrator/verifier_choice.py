@@ -57,7 +57,7 @@ class VerifierChoice:
         asked = [pod for pod in known if pod not in self._tried and pod not in self._unfit]
         tokens = [*sample.prompt, *text.generated]
         cached = await cached_tokens(asked, tokens, sample.tenant)
-        return preferred(cached, len(tokens), self._pods.willing)
+        return preferred(cached, len(tokens), sample.tenant, self._pods.willing)
 
     def _despair(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to be tried."""

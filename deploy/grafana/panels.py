@@ -274,8 +274,8 @@ FAILURES = [
         "Pods as orchestrators see them",
         "short",
         {"{{role}} {{state}}": total(f"{ORCHESTRATOR}_pods", "role, state")},
-        "By the state of their circuit breakers, summed over orchestrators: open ones are left alone, and tried again "
-        "(half_open). Where trials are refused at once the state is mostly open, where they hang it is often half_open.",
+        "By the state of their circuit breakers, summed over orchestrators: open ones are left alone, then tried again "
+        "(half_open). Where trials are refused at once the state is mostly open; where they hang, often half_open.",
     ),
     Panel(
         "Sessions of orchestrators at pods",

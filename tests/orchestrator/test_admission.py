@@ -33,8 +33,8 @@ class Verifier:
         self.asked = 0
         self.answers = asyncio.Event()
 
-    async def open(self, *, again: bool = False) -> None:
-        async with self.admission.opening(again=again):
+    async def open(self, tenant: str = "", *, again: bool = False) -> None:
+        async with self.admission.opening(tenant, again=again):
             self.asked += 1
             await self.answers.wait()
             if not self.room and not again:
@@ -64,6 +64,22 @@ async def test_those_beyond_the_room_are_refused_without_asking() -> None:
     assert verifier.asked == 20
     assert [type(r) for r in results].count(OverloadedError) == 80
     assert all(r.retry_after == 2.5 for r in results if isinstance(r, OverloadedError))
+
+
+async def test_a_tenant_that_opens_many_takes_no_room_from_others() -> None:
+    verifier = Verifier(room=20)
+    verifier.load.report(model_pb2.PodCapacity(room=20, wait_us=2_500_000))
+    flood = [asyncio.create_task(verifier.open("flood")) for _ in range(100)]
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(verifier.open(tenant)) for tenant in ("one", "other", "one")]
+    await asyncio.sleep(0)
+    assert verifier.asked == 22
+    verifier.room = 22
+    verifier.answers.set()
+    results = await asyncio.gather(*flood, *others, return_exceptions=True)
+    refused = [place for place, result in enumerate(results) if isinstance(result, OverloadedError)]
+    assert refused == [*range(20, 100), 102]
+    assert not verifier.admission._openings
 
 
 async def test_no_more_at_once_than_are_good_for_it() -> None:

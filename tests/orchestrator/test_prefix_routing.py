@@ -112,7 +112,7 @@ def three(sessions: Sequence[int], rooms: Sequence[int] = (9, 9, 9)) -> list[Pod
 
 def test_a_small_part_of_a_text_does_not_count() -> None:
     a, b, c = pods = three([0, 0, 0])
-    assert preferred({a: 99, b: 100, c: 0}, 200, pods) == {b: 100}
+    assert preferred({a: 99, b: 100, c: 0}, 200, "", pods) == {b: 100}
 
 
 @pytest.mark.parametrize("others", [0, 10, 100])
@@ -123,11 +123,11 @@ def test_who_is_much_busier_than_others_is_not_preferred(others: int) -> None:
         if sessions >= IMBALANCE * (1 + sessions + 2 * others) / 3 + SPARE_SESSIONS
     )
     a, *_ = pods = three([most - 1, others, others])
-    assert preferred({a: 200}, 200, pods) == {a: 200}
+    assert preferred({a: 200}, 200, "", pods) == {a: 200}
     a, *_ = pods = three([most, others, others])
-    assert preferred({a: 200}, 200, pods) == {}
+    assert preferred({a: 200}, 200, "", pods) == {}
 
 
 def test_who_has_no_room_is_not_preferred() -> None:
     a, b, _ = pods = three([3, 3, 3], rooms=[0, 1, 1])
-    assert preferred({a: 200, b: 100}, 200, pods) == {b: 100}
+    assert preferred({a: 200, b: 100}, 200, "", pods) == {b: 100}
