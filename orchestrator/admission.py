@@ -23,7 +23,7 @@ from specdec.v2 import model_pb2
 
 MAX_OPENINGS = 64
 """Sessions that may be in the course of being opened at a verifier: its answers wait for no step, so that more at once
-would only queue there instead of here."""
+would only queue there instead of here. Twice as many may, if the others are the only ones of their tenants."""
 
 REFUSED_SECONDS = 0.05
 """Seconds in which other requests are refused as well after the verifier has refused one. Every text that ends makes
@@ -88,4 +88,4 @@ class Admission:
             raise refusal
         if self._load.reported is None:
             return self._load.opening < 1
-        return not self._openings[tenant] or self._load.opening < MAX_OPENINGS
+        return self._load.opening < (MAX_OPENINGS if self._openings[tenant] else 2 * MAX_OPENINGS)

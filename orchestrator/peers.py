@@ -23,8 +23,8 @@ class Peers:
     discoveries: Sequence[Discovery] = ()  # find the pods
 
     def check_room(self, tenant: str) -> None:
-        """Raise OverloadedError if no verifier has reported room for a request of a tenant. This is known before the
-        request is parsed, and in a flood it is the parsing that takes time."""
+        """Raise OverloadedError if every verifier has reported that it has no room for a request of this tenant. That
+        is known before the request is parsed, and in a flood it is the parsing that takes time."""
         refusals = [pod.admission.refusal(tenant) for pod in self.verifiers.willing]
         found = [refusal for refusal in refusals if refusal is not None]
         if found and len(found) == len(refusals):

@@ -8,6 +8,7 @@ Thorup and Zadimoghaddam, 2018).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ from specdec.serving.propagation import carried
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 ASK_SECONDS = 0.25
-"""Seconds that verifiers get to answer, which takes a millisecond unless they are very busy. Who does not has nothing
-cached, as far as this text is concerned."""
+"""Seconds that verifiers get to answer, which takes a millisecond unless they are very busy. One that does not answer
+in time counts as having nothing cached."""
 
 LEAST_SHARE = 0.5
 """Share of a text that must be cached at a verifier for this to count. A short beginning that many texts share, such as
@@ -32,22 +33,29 @@ SPARE_SESSIONS = 2
 few sessions, one more makes no step much longer."""
 
 
-async def cached_tokens(pods: Collection[Pod], tokens: Sequence[int], tenant: str) -> dict[Pod, int]:
+async def cached_tokens(
+    pods: Collection[Pod], tokens: Sequence[int], tenant: str, most_seconds: float = math.inf
+) -> dict[Pod, int]:
     """Ask verifiers how many leading tokens of a text they have cached. What they report of their capacity is noted."""
-    hashes = block_hashes(tokens, tenant) if len(pods) > 1 else []
+    hashes = block_hashes(tokens, tenant)
     if not hashes:
         return {}
     request = verifier_pb2.FindPrefixRequest(block_hashes=hashes)
-    answers = await asyncio.gather(*(_ask(pod, request) for pod in pods))
+    answers = await asyncio.gather(*(_ask(pod, request, min(most_seconds, ASK_SECONDS)) for pod in pods))
     return {pod: min(cached, len(tokens)) for pod, cached in zip(pods, answers, strict=True)}
 
 
-async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest) -> int:
+async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float) -> int:
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
     try:
-        found = await stub.FindPrefix(request, timeout=ASK_SECONDS, metadata=carried())
-    except grpc.aio.AioRpcError:  # the session that is opened next finds out what is wrong
+        found = await stub.FindPrefix(request, timeout=seconds, metadata=carried())
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError):  # the session that is opened next finds out what is wrong
         return 0
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return 0  # the pod is gone, and its channel was closed under the call
     if found.HasField("capacity"):
         pod.load.report(found.capacity)
     return int(found.cached_tokens)

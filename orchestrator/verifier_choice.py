@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 
 import structlog
@@ -31,7 +32,8 @@ class VerifierChoice:
         self._left: Pod | None = None  # the last pod that had the text and was left
 
     async def next(self, *, numerics: str, resumed: bool) -> Pod:
-        """Return the next pod: at once if there is one that was not tried, else after a pause. Raise the client's error
+        """Return the next pod: as soon as pods have said what they have cached if there is one that was not tried, else
+        after a pause. Raise the client's error
         if there is no hope. Pods of these numerics are preferred; a text that is `resumed` tries no pod that has failed
         lately, if there is another: its client has seen one pause, and that is enough."""
         while True:
@@ -55,8 +57,10 @@ class VerifierChoice:
         sample, text = self._context.sample, self._context.text
         known = (pod for pod in self._pods.willing if pod.breaker.state == "closed")
         asked = [pod for pod in known if pod not in self._tried and pod not in self._unfit]
-        tokens = [*sample.prompt, *text.generated]
-        cached = await cached_tokens(asked, tokens, sample.tenant)
+        if len(asked) < 2:
+            return {}
+        tokens, left = [*sample.prompt, *text.generated], self._context.timeout
+        cached = await cached_tokens(asked, tokens, sample.tenant, math.inf if left is None else left)
         return preferred(cached, len(tokens), sample.tenant, self._pods.willing)
 
     def _despair(self, resumed: bool) -> None:

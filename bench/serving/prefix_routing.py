@@ -156,6 +156,8 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--chats", type=int, default=40)
     parser.add_argument("--turns", type=int, default=6)
     args = parser.parse_args(given)
+    if args.turns < 4:
+        parser.error("--turns: at least 4, two before a verifier dies and two after")
     half = args.turns // 2 + 1
     alone: Found | None = None
     for verifiers, killing in ((1, False), (3, False), (3, True)):

@@ -29,7 +29,8 @@ PRELOAD = ["tests.faults.warm"]
 
 _PR_SET_PDEATHSIG = 1
 
-_ports = random.SystemRandom()
+_dice = random.SystemRandom()
+_given: set[int] = set()
 
 
 class Pod:
@@ -148,6 +149,9 @@ def free_address() -> str:
     """Free now, and not among the ports that the kernel gives to who asks for any: nobody gets it by chance while its
     pod loads, or between two of its lives."""
     while True:
+        port = _dice.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", _ports.randrange(20_000, 32_000)))
-            return "127.0.0.1:{1}".format(*probe.getsockname())
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return f"127.0.0.1:{port}"

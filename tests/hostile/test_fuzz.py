@@ -66,7 +66,7 @@ async def test_nothing_that_arrives_stops_them(models: Models, tmp_path: Path, m
         print("\n".join(bugs))
 
         assert cluster.died == []
-        assert await vitals.serving(cluster) == []
+        assert await vitals.serving(cluster, deployment.health, deployment.metrics) == []
         assert neighbour.faults == []
         assert fuzzer.tally.broken == {}
         assert fuzzer.stuck == []

@@ -4,10 +4,14 @@ a traceback in what they wrote."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.v2 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -73,9 +77,19 @@ async def at_rest(cluster: Cluster) -> None:
                     await asyncio.sleep(0.05)
 
 
-async def serving(cluster: Cluster) -> list[str]:
-    """Pods whose health is not SERVING."""
+async def serving(cluster: Cluster, health: Sequence[str] = (), metrics: Sequence[str] = ()) -> list[str]:
+    """Pods whose health is not SERVING, and other ports of theirs that do not answer as they should."""
     found = []
+    for address in health:
+        async with grpc.aio.insecure_channel(address) as channel:
+            checks: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await checks.Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        found += [f"health at {address}"] * (answer.status != health_pb2.HealthCheckResponse.SERVING)
+    for address in metrics:
+        with contextlib.suppress(OSError):
+            if b"specdec_" in await asyncio.to_thread(_scraped, address):
+                continue
+        found.append(f"metrics at {address}")
     for role, service in SERVICES.items():
         for pod in cluster.of(role):
             async with cluster.channel(pod) as channel:
@@ -84,6 +98,11 @@ async def serving(cluster: Cluster) -> list[str]:
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 found.append(pod.name)
     return found
+
+
+def _scraped(address: str) -> bytes:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
+        return bytes(answer.read())
 
 
 async def _verifier_sessions(cluster: Cluster, pod: Pod) -> int:

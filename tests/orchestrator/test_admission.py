@@ -66,7 +66,7 @@ async def test_those_beyond_the_room_are_refused_without_asking() -> None:
     assert all(r.retry_after == 2.5 for r in results if isinstance(r, OverloadedError))
 
 
-async def test_a_tenant_that_opens_many_takes_no_room_from_others() -> None:
+async def test_a_tenant_that_opens_many_does_not_keep_out_the_first_of_another() -> None:
     verifier = Verifier(room=20)
     verifier.load.report(model_pb2.PodCapacity(room=20, wait_us=2_500_000))
     flood = [asyncio.create_task(verifier.open("flood")) for _ in range(100)]

@@ -132,7 +132,7 @@ async def test_connections_beyond_the_limit_are_closed_and_places_are_given_back
 async def test_who_breaks_off_or_says_nothing_leaves_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(endpoint._Handler, "timeout", 0.05)
+    monkeypatch.setattr(endpoint, "REQUEST_SECONDS", 0.05)
     serving = MetricsEndpoint("127.0.0.1", 0, list)
     try:
         broken = socket.create_connection(("127.0.0.1", serving.port))

@@ -116,25 +116,25 @@ class Planner:
         others = [entry for entry in prompts if entry.tenant not in urgent]
         latency, tuning = self._threads.latency, self._tuning.prefill
 
-        def chunks(of: Sequence[RunningSession], decoding: int, most: int, whole: int = 0) -> list[int]:
+        def chunks(of: Sequence[RunningSession], waiting: int, most: int, urgent_rows: int = 0) -> list[int]:
             remaining, slowdown = [entry.session.computable for entry in of], self._prefill_slowdown.factor
-            return prefill_chunks(
-                remaining, decoding, latency, rows, most, slowdown, tuning, prompt_weights(of), whole=whole
-            )
+            weights = prompt_weights(of)
+            return prefill_chunks(remaining, waiting, latency, rows, most, slowdown, tuning, weights, urgent_rows)
 
-        whole = chunks(first, 0, max(tuning.min_chunk_tokens, self._step_rows - rows))
-        rest = chunks(others, decoding, self._step_rows, sum(whole))
-        return [*zip(first, whole, strict=True), *zip(others, rest, strict=True)]
+        uncut = chunks(first, 0, max(tuning.min_chunk_tokens, self._step_rows - rows))
+        rest = chunks(others, decoding, self._step_rows, sum(uncut))
+        return [*zip(first, uncut, strict=True), *zip(others, rest, strict=True)]
 
     def _give_way(
         self, prompts: Sequence[RunningSession], urgent: set[str], decoding: Sequence[RunningSession]
     ) -> bool:
-        """Return whether sessions of other tenants than the `urgent` ones sit out this step, since it is much shorter
-        without them: where rows cost nothing beside each other, as on GPUs, they need not."""
+        """Return whether sessions of other tenants than the `urgent` ones sit out this step, since it is shorter so:
+        where rows cost nothing beside each other, as on GPUs, they need not."""
         rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent)
         if not rows:
             return False
         staying = sum(entry.tenant in urgent for entry in decoding)
+        rows = min(rows, self._step_rows)
         latency = self._threads.latency
         return latency.of(rows + len(decoding)) > self._tuning.prefill.worth_a_wait * latency.of(rows + staying)
 

@@ -35,12 +35,12 @@ def prefill_chunks(
     slowdown: float = 1.0,
     tuning: PrefillTuning = DEFAULTS.prefill,
     weights: Sequence[float] | None = None,
-    whole: int = 0,
+    urgent_rows: int = 0,
 ) -> list[int]:
     """Return how many tokens of each prompt to compute: shares by `weights`, equal ones by default; what prompts leave
     of theirs goes to the others.
 
-    `rows` of `decoding` sessions are in the step already, and `whole` rows of prompts that are not cut up for them.
+    `rows` of `decoding` sessions are in the step already, and `urgent_rows` of prompts that are not cut up for them.
     Without any, nobody is held up and `most` is the limit for the prompts. With some, `most`, or the next multiple of
     it that leaves room for `min_chunk_tokens`, limits all rows together, and so does the time that the step may take.
     """
@@ -49,7 +49,7 @@ def prefill_chunks(
         prefills = max(1.0, len(remaining) / decoding)  # for each session that waits
         seconds = max((1.0 + tuning.max_decode_slowdown * prefills) * cost.of(rows), tuning.slice_seconds * prefills)
         full = most * math.ceil((rows + tuning.min_chunk_tokens) / most)
-        budget = max(tuning.min_chunk_tokens, min(full, cost.rows_within(seconds / slowdown)) - rows - whole)
+        budget = max(tuning.min_chunk_tokens, min(full, cost.rows_within(seconds / slowdown)) - rows - urgent_rows)
     weights = weights or [1.0] * len(remaining)
     shares = [0] * len(remaining)
     waiting = sum(weights)

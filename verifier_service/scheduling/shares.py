@@ -8,7 +8,7 @@ comes back after a pause starts at the smallest counter of those who are there: 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from verifier_service.sessions.running_session import RunningSession
@@ -65,7 +65,7 @@ class Shares:
         """Return the waiting session whose turn it is: of the tenant with the smallest counter the first."""
         return min(waiting, key=lambda entry: (self._counters[entry.tenant], entry.precedence), default=None)
 
-    def urgent(self, prompts: Iterable[RunningSession], decoding: Iterable[RunningSession]) -> set[str]:
+    def urgent(self, prompts: Collection[RunningSession], decoding: Collection[RunningSession]) -> set[str]:
         """Return the tenants whose prompts need not wait for the texts of others: every other tenant that decodes has
         `IMBALANCE` times as many sessions for its weight, and a counter that is not below theirs before these prompts.
         """
@@ -75,7 +75,8 @@ class Shares:
         for entry in (*prompts, *decoding):
             sessions[entry.tenant] += 1 / entry.weight
         for entry in prompts:
-            asked[entry.tenant] += entry.session.tree.base / entry.weight
+            if not entry.preemptions:
+                asked[entry.tenant] += (entry.session.tree.base - entry.session.cached_tokens) / entry.weight
 
         def has_less(tenant: str, other: str) -> bool:
             before = self._counters[tenant] - asked[tenant]

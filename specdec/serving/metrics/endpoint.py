@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 import threading
@@ -22,7 +23,7 @@ COLLECT_SECONDS = 5.0
 """Seconds after which a scrape fails, since the service's event loop does nothing."""
 
 REQUEST_SECONDS = 10.0
-"""Seconds of silence after which a connection is closed."""
+"""Seconds after which a connection is closed, whatever it has said."""
 
 MOST_CONNECTIONS = 32
 """Connections at the same time, each with a thread; more are closed at once."""
@@ -39,7 +40,12 @@ class ServiceCollector(Collector):
         async def collected() -> list[Metric]:
             return list(self._collect())
 
-        yield from asyncio.run_coroutine_threadsafe(collected(), self._loop).result(COLLECT_SECONDS)
+        collecting = asyncio.run_coroutine_threadsafe(collected(), self._loop)
+        try:
+            yield from collecting.result(COLLECT_SECONDS)
+        except TimeoutError:
+            collecting.cancel()
+            raise
 
     def describe(self) -> Iterator[Metric]:
         """Name no metrics in advance: the registry would collect them, and wait for the loop that is calling it."""
@@ -70,7 +76,19 @@ class MetricsEndpoint:
 class _Handler(WSGIRequestHandler):
     """Handles a connection, and logs no requests."""
 
-    timeout = REQUEST_SECONDS
+    def setup(self) -> None:
+        super().setup()
+        self._over = threading.Timer(REQUEST_SECONDS, self._hang_up)
+        self._over.daemon = True
+        self._over.start()
+
+    def finish(self) -> None:
+        self._over.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -87,10 +105,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be had
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
