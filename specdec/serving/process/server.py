@@ -173,7 +173,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         reflection.enable_server_reflection(told, server)
     port = listen(server, settings.host, settings.port, credentials)
     if settings.health_port is not None:
-        servers.append(probed := grpc.aio.server(options=options))
+        servers.append(probed := grpc.aio.server(interceptors=[CallInterceptor()], options=options))
         health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
         health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
         log.info("answering_health_checks", address=f"{settings.host}:{health_port}")
