@@ -27,7 +27,7 @@ LEAST_SHARE = 0.5
 """Share of a text that must be cached at a verifier for this to count. A short beginning that many texts share, such as
 a system prompt, must not bring all of them to the verifier that happened to see it first."""
 
-IMBALANCE = 1.25
+LOAD_FACTOR = 1.25
 SPARE_SESSIONS = 2
 """A preferred verifier has at most so many times as many sessions as verifiers have on average, and so many more: with
 few sessions, one more makes no step much longer."""
@@ -65,7 +65,7 @@ def preferred(cached: Mapping[Pod, int], tokens: int, tenant: str, pods: Collect
     """Return the verifiers that a tenant's text of so many tokens should rather go to, and what they have cached of it:
     those that have enough of it, have room, and are not much busier than all `pods` are on average."""
     sessions = 1 + sum(pod.load.sessions for pod in pods)
-    most = IMBALANCE * sessions / max(1, len(pods)) + SPARE_SESSIONS
+    most = LOAD_FACTOR * sessions / max(1, len(pods)) + SPARE_SESSIONS
     return {
         pod: known
         for pod, known in cached.items()

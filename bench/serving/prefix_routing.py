@@ -43,7 +43,7 @@ class Turns:
 
 @dataclass
 class Found:
-    """What chats met: each turn, and what each verifier that lives did in the end and at the death of another."""
+    """Results of a run: of each turn, and tokens committed by each verifier that lives, in the end and half way."""
 
     turns: list[Turns]
     committed: list[int] = field(default_factory=list)
@@ -58,7 +58,8 @@ class Found:
 
 @contextmanager
 def services(verifiers: int) -> Iterator[tuple[list[Child], list[str], list[str]]]:
-    """Verifiers and two orchestrators: (processes of the verifiers, their addresses, those of the orchestrators)."""
+    """Run verifiers and two orchestrators; yield the processes of the verifiers, their addresses, and those of the
+    orchestrators."""
     children: list[Child] = []
 
     def start(role: str, module: str, *options: str) -> Child:

@@ -1,8 +1,8 @@
 """Block hashes: short names of a text's beginnings, by which others can ask which of them a verifier has computed.
 
 A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the tenant, all blocks before it and its
-own tokens, as in vLLM's prefix caching: equal hashes mean equal beginnings. Two of 2**32 different ones may be expected
-to share a hash; then a text is routed less well, and nothing else happens.
+own tokens, as in vLLM's prefix caching: equal hashes mean equal beginnings. Among 2**32 different ones two may be
+expected to share a hash; then a text is routed less well, and nothing else happens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator import prefix_routing
 from orchestrator.pods import Pod, Pods
-from orchestrator.prefix_routing import IMBALANCE, SPARE_SESSIONS, cached_tokens, preferred
+from orchestrator.prefix_routing import LOAD_FACTOR, SPARE_SESSIONS, cached_tokens, preferred
 from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import until
@@ -138,7 +138,7 @@ def test_who_is_much_busier_than_others_is_not_preferred(others: int) -> None:
     most = next(
         sessions
         for sessions in range(10 * others + 10)
-        if sessions >= IMBALANCE * (1 + sessions + 2 * others) / 3 + SPARE_SESSIONS
+        if sessions >= LOAD_FACTOR * (1 + sessions + 2 * others) / 3 + SPARE_SESSIONS
     )
     a, *_ = pods = three([most - 1, others, others])
     assert preferred({a: 200}, 200, "", pods) == {a: 200}

@@ -74,8 +74,9 @@ class Planner:
     def plan(self, packer: Packer, ready: Sequence[RunningSession], spent: float) -> StepPlan:
         """Add the rows of all sessions to an empty batch; proposers have `spent` so many seconds for them."""
         prompts, plain, speculating = self._sorted(ready)
-        urgent = self._queue.shares.urgent(prompts, [*plain, *speculating])
-        if self._give_way(prompts, urgent, [*plain, *speculating]):
+        decoders = [*plain, *speculating]
+        urgent = self._queue.shares.urgent(prompts, decoders)
+        if self._give_way(prompts, urgent, decoders):
             prompts, plain, speculating = (
                 [entry for entry in entries if entry.tenant in urgent] for entries in (prompts, plain, speculating)
             )
@@ -129,7 +130,7 @@ class Planner:
         self, prompts: Sequence[RunningSession], urgent: set[str], decoding: Sequence[RunningSession]
     ) -> bool:
         """Return whether sessions of other tenants than the `urgent` ones sit out this step, since it is shorter so:
-        where rows cost nothing beside each other, as on GPUs, they need not."""
+        where more rows take no more time, they need not."""
         rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent)
         if not rows:
             return False

@@ -69,6 +69,8 @@ class Shares:
         """Return the tenants whose prompts need not wait for the texts of others: every other tenant that decodes has
         `IMBALANCE` times as many sessions for its weight, and a counter that is not below theirs before these prompts.
         """
+        if not prompts or len(self._sessions) < 2:  # as in most steps
+            return set()
         decoders = {entry.tenant for entry in decoding}
         sessions: defaultdict[str, float] = defaultdict(float)
         asked: defaultdict[str, float] = defaultdict(float)  # what the prompts have added to the counters

@@ -100,7 +100,8 @@ class PrefillTuning:
     """Weight of the latest step with prompts in the moving average of `PrefillSlowdown`."""
 
     worth_a_wait: float = 1.1
-    """How many times as long a step with urgent prompts must be for texts of other tenants to sit it out."""
+    """How many times as long a step with urgent prompts must be with the texts of other tenants as without them, for
+    those to sit it out."""
 
     min_chunk_tokens: int = 8
     """Least number of tokens by which all prompts together advance in a step."""
