@@ -20,7 +20,7 @@ with needed_by("draft", "draft"):
     from specdec.engine import fast_paths
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
-    from specdec.engine.memory import share_memory_among_threads
+    from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.identity import identity_of, pod_info
@@ -77,7 +77,7 @@ def main(
     server: ServerSettings,
 ) -> None:
     """Serve a draft model: propose candidates ahead of the target."""
-    share_memory_among_threads()
+    set_memory_policy()
 
     def start() -> DraftServicer:
         (directory,) = check(Wanted(model, Placement(engine, dtype, device, kv_tokens)))

@@ -18,7 +18,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engine import Engine, touch_memory
     from specdec.engine.engines.loading import load_engine
-    from specdec.engine.memory import share_memory_among_threads
+    from specdec.engine.memory import set_memory_policy
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
@@ -145,7 +145,7 @@ def main(
     server: ServerSettings,
 ) -> None:
     """Serve a target model: verify candidates and decide every token."""
-    share_memory_among_threads()
+    set_memory_policy()
 
     def options(ranks: Ranks | None) -> dict[str, Any]:
         most = threads or threads_for(device, sharers=1 if ranks is None else ranks.local_degree)

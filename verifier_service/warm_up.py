@@ -15,7 +15,7 @@ with needed_by("warm-up", "verifier"):
     from specdec.engine import cache_folder, start_phases
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
-    from specdec.engine.memory import share_memory_among_threads
+    from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.process import logs
@@ -42,7 +42,7 @@ def main(
     log_level: LogLevel = "info",
 ) -> None:
     """Compile and check all that a verifier on the CPU keeps in the cache folder, and end: for image builds."""
-    share_memory_among_threads()
+    set_memory_policy()
 
     def fill() -> None:
         (directory,) = check(Wanted(model, Placement("torch", dtype, "cpu", KV_TOKENS)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,18 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
 
 
-def share_memory_among_threads() -> None:
-    """Have all threads of this process allocate from one malloc arena; none of them may have started yet.
+def set_memory_policy() -> None:
+    """Have all threads of this process allocate from one malloc arena, and torch's tensors lie in huge pages. No thread
+    may have started yet, and torch may have allocated nothing.
 
     By default glibc gives each thread an arena of its own, made of pieces of 64 MiB. What does not fit there is taken
     from the system and given back each time, whatever malloc was told to keep: products over 512 rows of 60M parameters
     that took 49 ms in the main thread took 65 to 69 ms in another one, and 50 to 52 ms with a single arena (measured by
     hand). Without glibc nothing is changed.
+
+    Weights in huge pages are laid out in two thirds of the time, and steps over few rows of 230M parameters take 3 to
+    8 % less (measured by hand). Where the system gives huge pages always or never, torch's asking changes nothing.
     """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's own name
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)

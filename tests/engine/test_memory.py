@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,11 +86,13 @@ def test_touched_memory_is_there_at_the_first_write() -> None:
     assert faults(touched=True) < 0.1 * faults(touched=False)
 
 
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
 HEAPS_OF_A_SECOND_THREAD = """
 import threading
-from specdec.engine.memory import share_memory_among_threads
+from specdec.engine.memory import set_memory_policy
 if {shared}:
-    share_memory_among_threads()
+    set_memory_policy()
 kept = []
 def use():
     kept.extend(b"x" * 100_000 for _ in range(20))
@@ -111,3 +114,21 @@ def test_threads_take_memory_from_where_the_main_one_does() -> None:
 
     assert on_the_heap(shared=True) == 20
     assert on_the_heap(shared=False) == 0
+
+
+HUGE_PAGES = """
+from specdec.engine.memory import set_memory_policy
+set_memory_policy()
+import torch
+numbers = torch.ones(16 << 20)
+print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
+"""
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[madvise]" not in THP.read_text(), reason="the system gives huge pages always or never"
+)
+def test_tensors_lie_in_huge_pages() -> None:
+    """64 MiB of numbers; without the policy none of them would."""
+    run = subprocess.run([sys.executable, "-c", HUGE_PAGES], capture_output=True, check=True, text=True)
+    assert int(run.stdout) >= 32 << 10  # kB: the system may be short of some

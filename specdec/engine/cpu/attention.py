@@ -192,36 +192,38 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                 key_at[j], value_at[j] = place * width, place * value_width
             for start in range(0, count, GROUP):
                 members = min(GROUP, count - start)
+                any_begin, any_end = longest, 0  # keys that any of them sees
+                all_begin, all_end = 0, longest  # keys that all of them see
                 for i in range(1 if members == 1 else GROUP):
                     number = start + min(i, members - 1)  # the last query is repeated to fill the group
                     r, head = row + number // shared, kv_head * shared + number % shared
-                    ends[i] = positions[r] + 1
-                    begins[i] = max(0, ends[i] - window)
+                    end = positions[r] + 1
+                    begin = max(0, end - window)
+                    begins[i], ends[i] = begin, end
+                    any_begin, any_end = min(any_begin, begin), max(any_end, end)
+                    all_begin, all_end = max(all_begin, begin), min(all_end, end)
                     for d in range(width):
                         queries[i, d] = query[r, head, d] * scale
                 if members == 1:
-                    begin, end = begins[0], ends[0]
-                    dots_of_one(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                    dots_of_one(queries, flat_keys, key_at, flat_values, value_at, any_begin, any_end, weights)
                 elif count == shared:  # all queries are of one row, which shares its keys with no other
-                    begin, end = begins[0], ends[0]
-                    dots_of_row(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                    dots_of_row(queries, flat_keys, key_at, flat_values, value_at, any_begin, any_end, weights)
                 else:
-                    begin, end = begins.min(), ends.max()
-                    dots_of_rows(queries, flat_keys, key_at, flat_values, value_at, begin, end, weights)
+                    dots_of_rows(queries, flat_keys, key_at, flat_values, value_at, any_begin, any_end, weights)
                 for i in range(members):
                     _soften(weights[i, begins[i] : ends[i]], softcap)
                 sums[:members] = 0
                 if members == 1:
-                    sums_of_one(sums, weights, flat_values, value_at, begin, end)
+                    sums_of_one(sums, weights, flat_values, value_at, any_begin, any_end)
                 else:
                     # Keys that all of them see are summed together. Those that only some see are summed for each
                     # query alone, since what a query does not see may be NaN.
-                    begin, end = begins.max(), max(begins.max(), ends.min())
+                    all_end = max(all_begin, all_end)
                     for i in range(members):
-                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(begin, ends[i]))
-                    sums_of_all(sums, weights, flat_values, value_at, begin, end)
+                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(all_begin, ends[i]))
+                    sums_of_all(sums, weights, flat_values, value_at, all_begin, all_end)
                     for i in range(members):
-                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, end, ends[i])
+                        sums_of_one(sums[i:], weights[i:], flat_values, value_at, all_end, ends[i])
                 for i in range(members):
                     r, head = row + (start + i) // shared, kv_head * shared + (start + i) % shared
                     for d in range(value_width):

@@ -24,17 +24,18 @@ log = structlog.get_logger()
 
 
 @torch.inference_mode()
-def largest_tiles(layers: Iterable[PackedLinear]) -> dict[Shape, int]:
-    """Measure, for each shape of layer, the rows of the quickest tile, with the threads that torch has now."""
+def largest_tiles(layers: Iterable[PackedLinear], clock: Callable[[], float] = time.perf_counter) -> dict[Shape, int]:
+    """Measure, for each shape of layer, the rows of the quickest tile, with the threads that torch has now. The clock
+    tells seconds."""
     shapes: dict[Shape, list[PackedLinear]] = defaultdict(list)
     for layer in layers:
         shapes[layer.in_features, layer.out_features].append(layer)
-    largest = {shape: cheapest(_timing(alike), SIZES[-1]) for shape, alike in shapes.items()}
+    largest = {shape: cheapest(_timing(alike, clock), SIZES[-1]) for shape, alike in shapes.items()}
     log.info("largest_tiles", rows={f"{inputs}x{outputs}": most for (inputs, outputs), most in largest.items()})
     return largest
 
 
-def _timing(layers: list[PackedLinear]) -> Callable[[int], float]:
+def _timing(layers: list[PackedLinear], clock: Callable[[], float]) -> Callable[[int], float]:
     """Return a function that measures the seconds of a tile of `rows`, copying into the joint result included. It runs
     one layer after the other, as a step does."""
     x = torch.zeros(SIZES[-1], layers[0].in_features, dtype=layers[0].dtype)
@@ -43,13 +44,13 @@ def _timing(layers: list[PackedLinear]) -> Callable[[int], float]:
 
     def seconds(rows: int) -> float:
         layer, tiles = next(turns), torch.split(x, rows)
-        start = time.perf_counter()
+        start = clock()
         done = 0
         for tile in tiles:
             result = array_of(layer(tile))
             if len(tiles) > 1:  # by one thread, as `cpu/packed_gemm.py` does
                 together[done : done + len(result)] = result
                 done += len(result)
-        return (time.perf_counter() - start) / len(tiles)
+        return (clock() - start) / len(tiles)
 
     return seconds
