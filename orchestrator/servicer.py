@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -31,6 +29,7 @@ from orchestrator.tokenization import tokenize
 from orchestrator.trace import OrchestratorTraceServicer
 from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Context
+from specdec.serving.interleaved import interleaved
 from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
@@ -206,6 +205,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             vocabulary_size=model.vocabulary,
             chat=model.tokenizer.has_chat_template,
             text_fingerprint=model.text_fingerprint,
+            temperature=model.defaults.sampling.temperature or None,
         )
 
     def _check_caller(self, method: str, context: Context) -> None:
@@ -266,34 +266,4 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             coalesced(Generation(sample, self._model, self._peers, deadline, self._stats, each).run())
             for sample, each in zip(request.samples, recorded, strict=True)
         ]
-        return runs[0] if len(runs) == 1 else _merged(runs)
-
-
-async def _merged(runs: list[Responses]) -> Responses:
-    """Interleave streams; the first that fails ends them all."""
-    queue: asyncio.Queue[generation_pb2.GenerateResponse | None] = asyncio.Queue(maxsize=1)
-
-    async def drain(run: Responses) -> None:
-        async with aclosing(run):
-            async for response in run:
-                await queue.put(response)
-
-    async def drain_all() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for run in runs:
-                    group.create_task(drain(run))
-        except Exception:
-            await queue.put(None)
-            raise
-        await queue.put(None)
-
-    work = asyncio.create_task(drain_all())
-    try:
-        while (response := await queue.get()) is not None:
-            yield response
-        await work  # raises what ended it
-    finally:
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await work
+        return runs[0] if len(runs) == 1 else interleaved(runs)

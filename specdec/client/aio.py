@@ -38,16 +38,18 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         *,
         timeout: float | EllipsisType | None = ...,
         request_id: str | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Ask for a completion, chunk by chunk. The request is sent at once.
 
         `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` is what the logs and
-        traces of services are to call the request; by default a new one, which the stream tells.
+        traces of services are to call the request; by default a new one, which the stream tells. `metadata` goes with
+        this call, in place of the client's own under the same keys.
         """
-        request_id, metadata = self._identified(request_id)
+        request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return AsyncStream(partial(self._send, metadata=metadata), transcript, request_id)
+        return AsyncStream(partial(self._send, metadata=sent), transcript, request_id)
 
     @takes_options
     async def complete(
@@ -56,17 +58,22 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         *,
         timeout: float | EllipsisType | None = ...,
         request_id: str | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
         """Ask for a completion and wait for all of it. Takes what `generate` takes."""
         request = CompleteRequest(request=build_request(prompt, **options))
-        request_id, metadata = self._identified(request_id)
-        answer = await self._ask(lambda stub: stub.Complete, request, timeout, metadata)
+        request_id, sent = self._identified(request_id, metadata)
+        answer = await self._ask(lambda stub: stub.Complete, request, timeout, sent)
         return replace(read_result(answer), request_id=request_id)
 
-    async def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
+    async def models(
+        self, *, timeout: float | EllipsisType | None = ..., metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> list[Model]:
         """Return the models that requests may name."""
-        return read_models(await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout))
+        return read_models(
+            await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata))
+        )
 
     async def tokenize(
         self,

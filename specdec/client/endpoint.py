@@ -76,14 +76,22 @@ class Endpoint(Generic[Channel]):
         self._closed = 0  # times
         self._connecting = threading.Lock()  # threads may share a synchronous client
 
-    def _identified(self, request_id: str | None) -> tuple[str, Metadata]:
+    def _with(self, metadata: Sequence[tuple[str, str | bytes]]) -> Metadata:
+        """Return the metadata of a call: that of all calls, and what goes with this one alone or in its place."""
+        replaced = {key for key, _ in metadata}
+        return tuple([each for each in self._metadata if each[0] not in replaced] + list(metadata))
+
+    def _identified(
+        self, request_id: str | None, metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> tuple[str, Metadata]:
         """Return the id of a request, and the metadata of its calls: the id that is given, or the one that goes with
         every call, or a new one. ValueError if services would not take it."""
-        usual = next((value for key, value in self._metadata if key == REQUEST_ID), None)
+        all_metadata = self._with(metadata)
+        usual = next((value for key, value in all_metadata if key == REQUEST_ID), None)
         found = request_id if request_id is not None else usual if isinstance(usual, str) else new_request_id()
         if not is_request_id(found):
             raise ValueError(f"request_id = {found!r}: must be 1 to 64 printable ASCII characters")
-        others: Metadata = tuple(each for each in self._metadata if each[0] != REQUEST_ID)
+        others: Metadata = tuple(each for each in all_metadata if each[0] != REQUEST_ID)
         return found, ((REQUEST_ID, found), *others)
 
     def _retries(self, timeout: float | EllipsisType | None) -> Retries:

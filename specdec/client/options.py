@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
+Speculation = Literal["auto", "off", "always", "draft", "local"]
+"""Who may propose candidates, in a word."""
+
 
 class Message(TypedDict):
     """One turn of a conversation."""
@@ -57,7 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: Annotated[int | None, "Seed of sampling. Default: drawn by the server, and sent in the first chunk."]
 
     speculation: Annotated[
-        Literal["auto", "off", "always", "draft", "local"] | None,
+        Speculation | None,
         "Who may propose candidates. auto: all drafters, where that pays. draft: draft services alone, where that "
         "pays. always: likewise, even at a loss. local: the verifier's own proposers alone. off: nobody.",
     ]

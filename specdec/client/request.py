@@ -132,7 +132,7 @@ def _put(message: ProtobufMessage, field: str, option: str, value: object) -> No
     """Set a field of any kind, and say which option it was if the value does not fit."""
     try:
         message.MergeFrom(type(message)(**{field: value}))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         wants_text = message.DESCRIPTOR.fields_by_name[field].type == FieldDescriptor.TYPE_STRING
         # Protobuf names the wanted type of all fields but these.

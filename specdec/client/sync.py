@@ -36,16 +36,18 @@ class Client(Endpoint[grpc.Channel]):
         *,
         timeout: float | EllipsisType | None = ...,
         request_id: str | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Ask for a completion, chunk by chunk. The request is sent at once.
 
         `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` is what the logs and
-        traces of services are to call the request; by default a new one, which the stream tells.
+        traces of services are to call the request; by default a new one, which the stream tells. `metadata` goes with
+        this call, in place of the client's own under the same keys.
         """
-        request_id, metadata = self._identified(request_id)
+        request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return Stream(partial(self._send, metadata=metadata), transcript, request_id)
+        return Stream(partial(self._send, metadata=sent), transcript, request_id)
 
     @takes_options
     def complete(
@@ -54,17 +56,20 @@ class Client(Endpoint[grpc.Channel]):
         *,
         timeout: float | EllipsisType | None = ...,
         request_id: str | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
         """Ask for a completion and wait for all of it. Takes what `generate` takes."""
         request = CompleteRequest(request=build_request(prompt, **options))
-        request_id, metadata = self._identified(request_id)
-        answer = self._ask(lambda stub: stub.Complete, request, timeout, metadata)
+        request_id, sent = self._identified(request_id, metadata)
+        answer = self._ask(lambda stub: stub.Complete, request, timeout, sent)
         return replace(read_result(answer), request_id=request_id)
 
-    def models(self, *, timeout: float | EllipsisType | None = ...) -> list[Model]:
+    def models(
+        self, *, timeout: float | EllipsisType | None = ..., metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> list[Model]:
         """Return the models that requests may name."""
-        return read_models(self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout))
+        return read_models(self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata)))
 
     def tokenize(
         self,

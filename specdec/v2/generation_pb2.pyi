@@ -908,6 +908,7 @@ class ServedModel(google.protobuf.message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     TEXT_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TEMPERATURE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     context_tokens: builtins.int
@@ -921,6 +922,10 @@ class ServedModel(google.protobuf.message.Message):
     normaliser, pre-tokeniser, added tokens), the special tokens, the chat template, the end tokens and the defaults of
     generation_config.json. Orchestrators that are asked in turn should have the same.
     """
+    temperature: builtins.float
+    """The temperature of requests that name none, as generation_config.json has it. Unset where that samples nothing: they
+    are greedy then.
+    """
     def __init__(
         self,
         *,
@@ -929,8 +934,11 @@ class ServedModel(google.protobuf.message.Message):
         vocabulary_size: builtins.int = ...,
         chat: builtins.bool = ...,
         text_fingerprint: builtins.str = ...,
+        temperature: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "text_fingerprint", b"text_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_temperature", b"_temperature", "chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "temperature", b"temperature", "text_fingerprint", b"text_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
 
 global___ServedModel = ServedModel
 

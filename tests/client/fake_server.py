@@ -63,7 +63,7 @@ class FakeServer(GenerationServiceServicer):
         self.calls: list[Call] = []
         self.called = asyncio.Event()
         self.held = asyncio.Event()  # a call has sent its tokens and waits
-        self.freed = asyncio.Event()  # a stream's handler is gone; one that holds goes by cancellation only
+        self.freed = asyncio.Event()  # a request's handler is gone; one that holds goes by cancellation only
         self.port = port
         self.server = grpc.aio.server()
 
@@ -95,7 +95,10 @@ class FakeServer(GenerationServiceServicer):
             self.freed.set()
 
     async def Complete(self, request: pb.CompleteRequest, context: Any) -> pb.CompleteResponse:
-        await self._play_end(self._begin(request.request, context), context)
+        try:
+            await self._play_end(self._begin(request.request, context), context)
+        finally:
+            self.freed.set()
         answer = pb.CompleteResponse(seed=request.request.sampling.seed)
         for index in range(max(1, request.request.n)):
             parts = list(responses(request.request, index, None, drawn_seed=0))
@@ -162,9 +165,11 @@ def responses(
     end = len(TOKENS) if most is None else min(begin + most, len(TOKENS))
     for at in range(begin, end, CHUNK):
         tokens = TOKENS[at : min(at + CHUNK, end)]
+        texts = [decoder.decode(bytes([token])) for token in tokens]
         response = pb.GenerateResponse(
             index=index,
-            text=decoder.decode(bytes(tokens)),
+            text="".join(texts),
+            token_texts=texts,
             tokens=tokens,
             sources=[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] * (len(tokens) - 1) + [model_pb2.TOKEN_SOURCE_BONUS],
             timings=pb.ChunkTimings(elapsed_us=1000 * (at - begin + 1), forward_us=200, step_us=300),

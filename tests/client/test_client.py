@@ -117,6 +117,18 @@ async def test_a_request_has_one_id_however_often_it_is_sent(connect: Any) -> No
     assert [call.metadata["x-request-id"] for call in server.calls] == ids
 
 
+async def test_metadata_of_a_call_goes_with_it_alone(connect: Any) -> None:
+    """In place of the client's own under the same key."""
+    async with FakeServer() as server, connect(server, metadata=[("a", "ours"), ("b", "ours")]) as client:
+        await client.complete("hi", metadata=[("a", "its own")])
+        async with client.generate("hi", metadata=[("a", "its own")]) as stream:
+            assert written([chunk async for chunk in stream]) == (TEXT, TOKENS)
+        await client.models(metadata=[("a", "its own")])
+        await client.complete("hi")
+    sent = [(call.metadata["a"], call.metadata["b"]) for call in server.calls]
+    assert sent == [*[("its own", "ours")] * 3, ("ours", "ours")]
+
+
 async def test_an_id_of_all_calls_is_that_of_a_request_unless_it_has_its_own(connect: Any) -> None:
     async with FakeServer() as server, connect(server, metadata=[("x-request-id", "all"), ("a", "b")]) as client:
         assert (await client.complete("hi")).request_id == "all"

@@ -145,7 +145,10 @@ def test_one_stop_string_is_not_its_letters() -> None:
     [
         ("max_tokens", -1, ValueError),
         ("max_tokens", 2**32, ValueError),
+        ("max_tokens", 10**300, ValueError),
         ("max_tokens", "many", TypeError),
+        ("temperature", 10**400, ValueError),
+        ("priority", -(2**70), ValueError),
         ("seed", 2**64, ValueError),
         ("stop_tokens", [-1], ValueError),
         ("stop", ["\ud800"], ValueError),

@@ -29,7 +29,7 @@ def test_every_option_is_a_keyword_parameter_with_its_type_and_meaning(call: Cal
 
 def test_all_calls_take_the_same() -> None:
     first, *others = (inspect.signature(call).parameters for call in CALLS)
-    assert list(first) == ["self", "prompt", "timeout", "request_id", *HINTS]
+    assert list(first) == ["self", "prompt", "timeout", "request_id", "metadata", *HINTS]
     assert all(other == first for other in others)
 
 

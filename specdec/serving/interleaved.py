@@ -1,0 +1,41 @@
+"""Several streams as one, in the order in which their items come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """Yield the items of all streams; the first stream that fails ends them all, and its error is raised."""
+    queue: asyncio.Queue[tuple[Item] | None] = asyncio.Queue(maxsize=1)
+
+    async def drain(stream: AsyncGenerator[Item, None]) -> None:
+        async with aclosing(stream):
+            async for item in stream:
+                await queue.put((item,))
+
+    async def drain_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for stream in streams:
+                    group.create_task(drain(stream))
+        except Exception:
+            await queue.put(None)
+            raise
+        await queue.put(None)
+
+    work = asyncio.create_task(drain_all())
+    try:
+        while (found := await queue.get()) is not None:
+            yield found[0]
+        await work  # raises what ended it
+    finally:
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await work
