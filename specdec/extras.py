@@ -37,8 +37,10 @@ EXTRAS = {
     "tokenizers": "orchestrator",
     "torch": "verifier",
     "transformers": "verifier",
+    "starlette": "openai",
     "triton": "cuda",
     "typer": "cli",
+    "uvicorn": "openai",
     "yaml": "service",
 }
 """Module to the smallest extra that brings it."""
@@ -47,7 +49,8 @@ HELD = {"cli": frozenset({"cli"}), "service": frozenset({"cli", "service"})}
 HELD |= {role: HELD["service"] | {role} for role in ("draft", "verifier", "orchestrator")}
 HELD["export"] = HELD["verifier"] | {"export"}
 HELD["otel"] = HELD["service"] | {"otel"}
-HELD["all"] = HELD["draft"] | HELD["orchestrator"] | HELD["export"]
+HELD["openai"] = HELD["service"] | {"openai"}
+HELD["all"] = HELD["draft"] | HELD["orchestrator"] | HELD["export"] | HELD["openai"]
 HELD["dev"] = HELD["all"] | {"bench", "cuda", "parallel", "otel"}
 """Extras to those that they hold, themselves included."""
 
@@ -56,6 +59,7 @@ NEEDED = {
     "verifier": "verifier",
     "warm-up": "verifier",
     "orchestrator": "orchestrator",
+    "openai": "openai",
     "up": "all",
     "export": "export",
     "bench": "dev",

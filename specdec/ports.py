@@ -8,3 +8,4 @@ from __future__ import annotations
 ORCHESTRATOR = 50050
 VERIFIER = 50051
 DRAFT = 50052
+OPENAI = 8000

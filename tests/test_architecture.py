@@ -26,6 +26,7 @@ SERVICES = ("draft_service", "verifier_service", "orchestrator")
         ("specdec.client", ("torch", "numpy", "transformers", "structlog", "typer")),
         ("orchestrator.__main__", ("torch", "transformers", "onnxruntime")),
         ("draft_service.__main__", ("torch", "transformers")),
+        ("specdec.openai_api.__main__", ("torch", "transformers", "onnxruntime", "tokenizers")),
         ("specdec.engine.onnx.engine", ("torch", "transformers")),
         ("specdec.engine.engines.cpu_engine", ("specdec.engine.gpu.attention", "specdec.engine.gpu.kernels")),  # Triton
         ("specdec.decoding.choice", ("torch", "grpc", "transformers")),

@@ -19,12 +19,14 @@ ANSWER_SECONDS = 5.0
 def description(stack: Stack) -> dict[str, Any]:
     """Return the address to ask, the addresses of all services, and of each what it serves, where, and how large its
     process is."""
-    pods = {role: _pod(address, stack.children[role].process.pid) for role, address in stack.addresses.items()}
+    pods = {role: _pod(role, address, stack.children[role].process.pid) for role, address in stack.addresses.items()}
     return {"address": stack.address, "services": stack.addresses, "pods": pods}
 
 
-def _pod(address: str, process: int) -> dict[str, Any]:
+def _pod(role: str, address: str, process: int) -> dict[str, Any]:
     found: dict[str, Any] = {"address": address, "process_id": process, "memory_bytes": _memory(process)}
+    if role == "openai":  # it has no model
+        return found
     # A service that does not answer now is busy or gone; `Upkeep` sees to it, and the start goes on.
     with contextlib.suppress(grpc.RpcError, NoSuchServiceError), grpc.insecure_channel(address) as channel:
         seen = ask(channel, ANSWER_SECONDS).as_json()
@@ -48,6 +50,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     usual = f"127.0.0.1:{ports.ORCHESTRATOR}"
     asked = "" if found["address"] == usual else f" --address {found['address']}"
     yield f'Ask it: specdec generate "def main("{asked}'
+    if openai := found["services"].get("openai"):
+        yield f"Or with any OpenAI client: OPENAI_BASE_URL=http://{openai}/v1"
     yield "Ctrl-C stops all."
 
 

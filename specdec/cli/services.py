@@ -30,6 +30,11 @@ def orchestrator(context: typer.Context) -> None:
     _serve("orchestrator", context, "orchestrator")
 
 
+def openai(context: typer.Context) -> None:
+    """Serve OpenAI's HTTP API in front of orchestrators."""
+    _serve("specdec.openai_api", context, "openai")
+
+
 def warm_up(context: typer.Context) -> None:
     """Fill the cache folder for a target model and end (for image builds)."""
     run_command(load("verifier_service.warm_up").main, context.command_path, context.args)

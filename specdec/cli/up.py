@@ -70,6 +70,14 @@ def up(
         int | None,
         typer.Option(min=0, max=65535, help=f"Port of the verifier. By default {ports.VERIFIER}."),
     ] = None,
+    openai_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help=f"Serve OpenAI's HTTP API too, at this port ({ports.OPENAI} is usual). By default it is not served.",
+        ),
+    ] = None,
     draft_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help=f"Port of the draft service. By default {ports.DRAFT}."),
@@ -104,6 +112,7 @@ def up(
     of_verifier: Values = {name: value for name, value in given.items() if value is not None} | passed["verifier"]
     of_draft = passed["draft"]
     of_orchestrator: Values = {"host": host} | passed["orchestrator"]
+    of_openai: Values = {"host": host}
     try:
         # 1. What can be known now is not found out by services that load.
         models = Models.chosen(target, draft, local_draft)
@@ -116,6 +125,8 @@ def up(
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
             "--port": (of_orchestrator, port),
         }
+        if openai_port is not None:
+            listening["--openai-port"] = of_openai, openai_port
         for option, (values, at) in listening.items():
             values["port"] = at
             if values is not of_draft or models.draft is not None:
@@ -134,6 +145,7 @@ def up(
             verifier_options=arguments(of_verifier),
             draft_options=arguments(of_draft),
             orchestrator_options=arguments(of_orchestrator),
+            openai_options=None if openai_port is None else arguments(of_openai),
         ) as stack:
             found = description(stack)
             print(json.dumps(found) if json_output else "\n".join(lines(found)), flush=True)

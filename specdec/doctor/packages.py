@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from specdec.extras import DISTRIBUTION, install_command
 
-EXTRAS = ("cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "parallel", "export", "otel")
+EXTRAS = ("cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "parallel", "export", "otel", "openai")
 """Extras that a person installs. Others are for development, or hold several of these."""
 
 

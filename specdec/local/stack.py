@@ -25,13 +25,18 @@ LEAST_FAILOVER_SECONDS = 30.0
 """Seconds that requests wait for a verifier at least. Here they wait for twice the time that its first start took, if
 that is longer: only one can come back, and it must load first."""
 
-PROGRAMS = {"verifier": ("verifier_service",), "draft": ("draft_service",), "orchestrator": ("orchestrator",)}
+PROGRAMS = {
+    "verifier": ("verifier_service",),
+    "draft": ("draft_service",),
+    "orchestrator": ("orchestrator",),
+    "openai": ("specdec.openai_api",),
+}
 """Arguments of `python -m` for each role."""
 
 
 @dataclass
 class Stack:
-    """A verifier, an orchestrator and, if there is one, a draft service, all running."""
+    """A verifier, an orchestrator and, if wanted, a draft service and OpenAI's HTTP API, all running."""
 
     address: str  # of the orchestrator
     children: dict[str, Child]
@@ -54,13 +59,15 @@ class Stack:
         verifier_options: tuple[str, ...] = (),
         draft_options: tuple[str, ...] = (),
         orchestrator_options: tuple[str, ...] = (),
+        openai_options: tuple[str, ...] | None = None,
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
         route: Callable[[str], str] = lambda address: address,
     ) -> Iterator[Stack]:
         """Start the services, wait until they are ready, and end them on leaving; `Models.chosen` says which models
         they serve, `dtype` and `device` are the target's. LocalError if one does not start.
 
-        Verifier and draft take free ports unless their options name one. `say` takes a line for a person when a service
+        With `openai_options` OpenAI's HTTP API is served as well. Verifier, draft and that one take free ports unless
+        their options name one. `say` takes a line for a person when a service
         starts and when it is ready. `programs` holds what to run in each role; `route` turns the address of a service
         into the one that the orchestrator is given. With these, benchmarks run variants of a service, and put a proxy
         between two.
@@ -70,11 +77,12 @@ class Stack:
         addresses: dict[str, str] = {}
         begin = time.monotonic()
 
-        def spawn(role: str, model: Path, *options: str) -> None:
-            say(f"{role} starts: {model}")
+        def spawn(role: str, model: Path | None, *options: str) -> None:
+            say(f"{role} starts" if model is None else f"{role} starts: {model}")
             # Of an option given twice the last one counts.
             common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin", "--drain-seconds", "2")
-            children[role] = Child.start(role, "-m", *programs[role], *common, "--model", str(model), *options)
+            served = () if model is None else ("--model", str(model))
+            children[role] = Child.start(role, "-m", *programs[role], *common, *served, *options)
 
         def starts(role: str, phase: str) -> None:
             say(f"{role} starts: {phase.replace('_', ' ')}")
@@ -107,6 +115,9 @@ class Stack:
             ours = ("--port", str(port), "--trust-drafts")
             spawn("orchestrator", models.target, *ours, *peers, *orchestrator_options)
             await_ready("orchestrator")
+            if openai_options is not None:
+                spawn("openai", None, "--orchestrator", addresses["orchestrator"], *openai_options)
+                await_ready("openai")
             yield cls(addresses["orchestrator"], children, addresses)
         finally:
             stop(children.values())

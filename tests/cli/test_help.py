@@ -14,15 +14,17 @@ import typer
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
+from specdec.openai_api.__main__ import main as openai
 from specdec.roles import environment
 from tests.cli.commands import command_of
 from verifier_service.__main__ import main as verifier
 
 SERVICES = {"draft": command_of(draft), "verifier": command_of(verifier), "orchestrator": command_of(orchestrator)}
+SERVICES |= {"openai": command_of(openai)}
 COMMANDS: dict[str, Any] = {**vars(typer.main.get_command(cli.app))["commands"], **SERVICES}
 PROGRAMS = [("specdec.cli", service, f"specdec {service}") for service in SERVICES]
 PROGRAMS += [(f"{service}_service", "", f"python -m {service}_service") for service in ("draft", "verifier")]
-PROGRAMS += [("orchestrator", "", "python -m orchestrator")]
+PROGRAMS += [("orchestrator", "", "python -m orchestrator"), ("specdec.openai_api", "", "python -m specdec.openai_api")]
 """(module, its first argument, how usage lines call it)"""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -76,7 +77,7 @@ class Up:
 @pytest.fixture(scope="module")
 def up(pair: Pair, exported: object, cache: dict[str, str]) -> Iterator[Up]:
     command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.exported)]
-    command += ["--port", "0"]
+    command += ["--port", "0", "--openai-port", "0"]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
         assert process.stdout is not None
         described = json.loads(process.stdout.readline())
@@ -88,8 +89,18 @@ def up(pair: Pair, exported: object, cache: dict[str, str]) -> Iterator[Up]:
     assert not [pid for pid in running.children if alive(pid)]
 
 
-def test_three_services_run(up: Up) -> None:
-    assert len(up.children) == 3
+def test_all_services_run(up: Up) -> None:
+    assert len(up.children) == 4
+
+
+def test_any_openai_client_is_answered(up: Up, pair: Pair) -> None:
+    address = up.described["services"]["openai"]
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="none") as client:
+        answer = client.completions.create(
+            model=pair.target.name, prompt="hello there", max_tokens=8, extra_body={"ignore_eos": True}
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
 
 
 def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
@@ -98,10 +109,11 @@ def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
     assert [pods[role]["model"] for role in ("verifier", "draft")] == [pair.target.name, pair.exported.name]
     assert (pods["verifier"]["device"], pods["verifier"]["dtype"]) == ("cpu", "float32")
     assert all(pod["process_id"] in up.children and pod["memory_bytes"] > 10_000_000 for pod in pods.values())
-    *services, ask, _ = lines(up.described)
+    *services, ask, openai_too, _ = lines(up.described)
     assert [line.split()[:2] for line in services] == [[role, pod["address"]] for role, pod in pods.items()]
     assert f"{pair.target.name} on cpu in float32" in services[list(pods).index("verifier")]
     assert ask.endswith(f"--address {up.address}")
+    assert openai_too.endswith(f"http://{up.described['services']['openai']}/v1")
 
 
 def test_generate_reports_json(up: Up, tmp_path: Path) -> None:

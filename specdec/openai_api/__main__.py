@@ -1,0 +1,100 @@
+"""`python -m specdec.openai_api`, or `specdec openai`: serve OpenAI's HTTP API in front of orchestrators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from specdec.extras import needed_by
+
+with needed_by("openai", "openai"):
+    import typer
+
+    from specdec import ports
+    from specdec.client.address import Address
+    from specdec.client.tls_files import TlsError, TlsFiles, channel_credentials
+    from specdec.command_line import Host, LogLevel, address, duration, run_command
+    from specdec.openai_api.http_server import MOST_CONNECTIONS
+    from specdec.openai_api.process import Asking, serve
+    from specdec.serving.process.server import ServerSettings, run_program
+
+
+def main(
+    orchestrator: Annotated[
+        list[Address] | None,
+        typer.Option(
+            parser=address,
+            metavar="ADDRESS",
+            help="Address of an orchestrator: HOST:PORT, or as gRPC spells it. dns:///NAME:PORT is an orchestrator at "
+            f"every record of the name. May be repeated. By default 127.0.0.1:{ports.ORCHESTRATOR}.",
+        ),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = ports.OPENAI,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Most connections at the same time; further ones are answered with 503.")
+    ] = MOST_CONNECTIONS,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="PEM file of the server's certificate, intermediate ones after it. With it it speaks HTTPS."),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key, unencrypted.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="PEM file of authorities: only clients that show a certificate of theirs are served."),
+    ] = None,
+    orchestrator_tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the authorities that certificates of orchestrators must be of. With it calls to them use "
+            "TLS."
+        ),
+    ] = None,
+    orchestrator_tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file of the certificate to show to orchestrators that ask for one.")
+    ] = None,
+    orchestrator_tls_key: Annotated[
+        Path | None, typer.Option(help="PEM file of that certificate's key, unencrypted.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port on which Prometheus finds metrics, at /metrics, by HTTP without TLS."
+        ),
+    ] = None,
+    drain_seconds: Annotated[
+        float,
+        duration("Seconds that running requests get to finish when the server is told to stop; the rest is cancelled."),
+    ] = 30.0,
+    log_level: LogLevel = "info",
+    stop_with_stdin: Annotated[
+        bool, typer.Option(help="Stop when stdin closes, so that a child process does not outlive its parent.")
+    ] = False,
+) -> None:
+    """Serve OpenAI's HTTP API (/v1/completions, /v1/chat/completions, /v1/models) in front of orchestrators.
+
+    API keys go on to the orchestrators, which know whose they are and what they may.
+    """
+    asked = orchestrator or [address(f"127.0.0.1:{ports.ORCHESTRATOR}")]
+    files = TlsFiles(tls_cert, tls_key, tls_client_ca)
+    settings = ServerSettings(
+        host,
+        port,
+        drain_seconds,
+        log_level,
+        stop_with_stdin,
+        tls=files if any(files.all) else None,
+        metrics_port=metrics_port,
+    )
+    names = ("--orchestrator-tls-cert", "--orchestrator-tls-key", "--orchestrator-tls-ca")
+    theirs = TlsFiles(orchestrator_tls_cert, orchestrator_tls_key, orchestrator_tls_ca, names)
+    try:
+        credentials = channel_credentials(theirs.read()) if any(theirs.all) else None
+    except TlsError as error:
+        raise typer.BadParameter(str(error)) from None
+    asking = Asking([each.target for each in asked], credentials)
+    run_program(serve(settings, asking, max_connections), "openai")
+
+
+if __name__ == "__main__":
+    run_command(main, service="openai")

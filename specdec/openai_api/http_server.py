@@ -1,0 +1,176 @@
+"""The HTTP server: uvicorn on a socket, with TLS whose certificate may be replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specdec.client.tls_files import TlsError, TlsFiles
+
+log = structlog.get_logger()
+
+MOST_CONNECTIONS = 1024
+
+MOST_HEADER = 64 << 10
+"""Bytes of a request's line and headers."""
+
+IDLE_SECONDS = 30
+"""Seconds after which a connection is closed on which no further request comes."""
+
+HEADER_SECONDS = 10.0
+"""Seconds from a connection, or a request's first byte, until its headers must have come."""
+
+UNREAD_SECONDS = 60.0
+"""Seconds for which a caller may read nothing of what is sent, before the system ends the connection."""
+
+RELOAD_SECONDS = 5.0
+"""Seconds between two looks at whether the files of the certificate have changed."""
+
+
+class HttpServer:
+    """Serves an ASGI application, from `start` until `stop`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        tls: ServerTls | None = None,
+        most_connections: int = MOST_CONNECTIONS,
+        drain_seconds: float = 0.0,
+        header_seconds: float = HEADER_SECONDS,
+        unread_seconds: float = UNREAD_SECONDS,
+    ) -> None:
+        """Serve at the listener's address. Requests beyond `most_connections` are answered with 503."""
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what callers do wrong
+        self.port: int = listener.getsockname()[1]
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # connections too
+        self._listener = listener
+        self._tls = tls
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=_protocol(header_seconds),
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # nothing here depends on where a caller is
+                limit_concurrency=most_connections,
+                timeout_keep_alive=IDLE_SECONDS,
+                timeout_graceful_shutdown=max(1, round(drain_seconds)),
+                h11_max_incomplete_event_size=MOST_HEADER,
+                ssl_context_factory=None if tls is None else lambda *_: tls.context,
+            )
+        )
+
+    async def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._server.serve(sockets=[self._listener]))]
+        if self._tls is not None:
+            self._tasks.append(asyncio.create_task(self._tls.keep_up_to_date()))
+        await self._server.up.wait()
+
+    async def stop(self) -> None:
+        """Take no more connections, give running requests their time, and cancel the rest."""
+        self._server.should_exit = True
+        serving, *others = self._tasks
+        for each in others:
+            each.cancel()
+        await serving
+
+
+def _protocol(header_seconds: float) -> type[H11Protocol]:
+    """Return uvicorn's protocol of connections, with an end to waiting for headers: by itself it waits for ever for
+    those that come slowly."""
+
+    class Protocol(H11Protocol):
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._wait(over=True)
+            super().connection_lost(exc)
+
+        def _wait(self, *, over: bool = False) -> None:
+            """Wait for headers, unless a request is being answered or all is `over`."""
+            cycle = self.cycle
+            if over or not (cycle is None or cycle.response_complete):
+                if self._waiting is not None:
+                    self._waiting.cancel()
+                    self._waiting = None
+            elif self._waiting is None:
+                self._waiting = self.loop.call_later(header_seconds, self.transport.close)
+
+    return Protocol
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to its process, and tells when it is `up`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        finally:
+            self.up.set()
+
+
+class ServerTls:
+    """The TLS of the server. Certificate and key are read again when their files change; what makes no sense then is
+    logged, and the last ones stay."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Read the files; TlsError if they cannot be used."""
+        if files.certificate is None:
+            raise TlsError("{2} is given, {0} and {1} are missing".format(*files.options))
+        files.read()  # says in a line what is wrong
+        self._files = files
+        self._version = files.version()
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.load_cert_chain(files.certificate, files.key)
+        if files.authorities is not None:
+            self.context.load_verify_locations(files.authorities)
+            self.context.verify_mode = ssl.CERT_REQUIRED
+
+    async def keep_up_to_date(self) -> None:
+        """Look at the files every RELOAD_SECONDS. What they hold counts for new connections."""
+        while True:
+            await asyncio.sleep(RELOAD_SECONDS)
+            try:
+                self._reload()
+            except (OSError, TlsError) as error:
+                log.error("not_reloaded", what=self._files.what, why=str(error))
+
+    def _reload(self) -> None:
+        version = self._files.version()
+        if version != self._version:
+            self._files.read()
+            assert self._files.certificate is not None
+            self.context.load_cert_chain(self._files.certificate, self._files.key)
+            self._version = version
+            log.info("reloaded", what=self._files.what)

@@ -1,0 +1,68 @@
+"""What the server tells Prometheus: requests by route and status, and how long they took."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.serving.histogram import Histogram
+from specdec.serving.metrics.families import Families
+
+OTHER = "other"
+"""The route of whatever has none."""
+
+
+class Counted:
+    """An ASGI application whose requests are counted."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[str]) -> None:
+        self._app = app
+        self._routes = frozenset(routes)
+        self.running = 0
+        """Requests being answered."""
+        self._ended: Counter[tuple[str, str]] = Counter()  # by route and status
+        self._seconds = Histogram()
+        self._first_byte = Histogram()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, status, sent = time.monotonic(), 499, False  # 499: the caller left before an answer, as nginx has it
+
+        async def noting(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not sent:
+                sent = True
+                self._first_byte.observe(time.monotonic() - begin)
+            await send(message)
+
+        self.running += 1
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self.running -= 1
+            route = scope["path"] if scope["path"] in self._routes else OTHER
+            self._ended[route, str(status)] += 1
+            self._seconds.observe(time.monotonic() - begin)
+
+    def metrics(self) -> list[Metric]:
+        families = Families("openai")
+        families.gauge("requests_running", "Requests being answered.", self.running)
+        families.counters(
+            "requests",
+            "Requests that are over, by route and HTTP status; 499: the caller left before an answer.",
+            ("route", "status"),
+            self._ended,
+        )
+        families.histogram(
+            "time_to_first_byte_seconds", "Time from a request to the first piece of its answer.", self._first_byte
+        )
+        families.histogram("request_seconds", "Time from a request to the end of its answer.", self._seconds)
+        return families.made

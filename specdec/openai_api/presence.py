@@ -1,0 +1,35 @@
+"""Whether whoever asked is still there: work for a caller who has left is cancelled at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+Result = TypeVar("Result")
+
+
+class CallerLeftError(Exception):
+    """The connection is closed: nobody reads an answer."""
+
+
+async def while_present(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work` and return its result; CallerLeftError, and the work is cancelled, once the caller leaves. The body of
+    the request must have been read."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise CallerLeftError
+        return working.result()
+    finally:
+        for each in (working, leaving):
+            each.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,67 @@
+"""The life of the server's process: listen, serve, drain, exit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from specdec.client import AsyncClient
+from specdec.openai_api.app import ROUTES, make_app
+from specdec.openai_api.gateway import Gateway
+from specdec.openai_api.http_server import HttpServer, ServerTls
+from specdec.openai_api.metrics import Counted
+from specdec.openai_api.orchestrators import Orchestrators
+from specdec.serving.process import logs
+from specdec.serving.process.listening import bound
+from specdec.serving.process.server import (
+    STOP_SIGNALS,
+    ServerSettings,
+    announce,
+    log_settings,
+    serve_metrics,
+    stop_asked_for,
+)
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How orchestrators are reached."""
+
+    targets: Sequence[str]
+    credentials: grpc.ChannelCredentials | None  # None: without encryption
+
+
+async def serve(settings: ServerSettings, asking: Asking, most_connections: int) -> None:
+    """Run the server until SIGINT, SIGTERM or, if asked for, the end of stdin. Prints one line `ready HOST:PORT`."""
+    logs.configure("openai", settings.log_level)
+    stop = stop_asked_for(settings)
+    listener = bound(settings.host, settings.port)
+    if settings.metrics_port:
+        bound(settings.host, settings.metrics_port, option="--metrics-port").close()
+    tls = None if settings.tls is None else ServerTls(settings.tls)
+    orchestrators = Orchestrators(asking.targets, asking.credentials)
+    async with AsyncClient(asking.targets, credentials=asking.credentials) as client:
+        app = Counted(make_app(Gateway(client), orchestrators.serve), ROUTES)
+        server = HttpServer(
+            app, listener, tls=tls, most_connections=most_connections, drain_seconds=settings.drain_seconds
+        )
+        endpoint = serve_metrics(settings, app.metrics)
+        await server.start()
+        log_settings()
+        announce(f"{settings.host}:{server.port}")
+        log.info("serving", address=f"{settings.host}:{server.port}")
+        await stop.wait()
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)  # a second one ends the process at once
+        log.info("draining", seconds=settings.drain_seconds)
+        await server.stop()
+    if endpoint is not None:
+        await endpoint.close()
+    await orchestrators.close()
+    log.info("stopped")

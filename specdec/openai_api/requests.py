@@ -1,0 +1,306 @@
+"""What is asked: a body in OpenAI's shape becomes prompts and options of this package's client.
+
+Nothing is dropped: a field is honoured, has no effect on tokens (`WITHOUT_EFFECT`), or is refused by its name unless it
+asks for what happens anyway (`REFUSED_UNLESS`). Values and their limits are judged by the orchestrator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.client import GenerateOptions, build_request
+from specdec.openai_api.errors import ApiError, refused
+
+SAME = frozenset(
+    {
+        "frequency_penalty",
+        "max_tokens",
+        "min_p",
+        "min_tokens",
+        "n",
+        "presence_penalty",
+        "priority",
+        "repetition_penalty",
+        "stop",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""Fields that are options of the same name and meaning. Those that OpenAI does not have are as vLLM names them."""
+
+RENAMED = {"ignore_eos": "ignore_end_token", "max_completion_tokens": "max_tokens", "stop_token_ids": "stop_tokens"}
+
+READ = frozenset({"logit_bias", "logprobs", "messages", "model", "prompt", "seed", "specdec", "stream"})
+READ |= {"stream_options", "top_logprobs"}
+"""Fields that are read one by one below."""
+
+OF_CHAT, OF_COMPLETIONS = frozenset({"messages", "max_completion_tokens", "top_logprobs"}), frozenset({"prompt"})
+
+OWN = frozenset(GenerateOptions.__annotations__) & {
+    "alpha",
+    "amateur_temperature",
+    "banned_tokens",
+    "drafters",
+    "forced",
+    "ignore_generation_config",
+    "lookahead",
+    "max_branches",
+    "max_candidates",
+    "max_depth",
+    "rule",
+    "speculation",
+    "tenant",
+}
+"""Options of the client that the field `specdec` may hold: what no other server has."""
+
+WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"})
+WITHOUT_EFFECT |= {"safety_identifier", "user"}
+"""Fields that concern accounts and caches of OpenAI's own."""
+
+REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # says how tools are called, if there are any
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields that are not built, to the values that ask for nothing else than what happens."""
+
+COMPLETION_TOKENS = 16
+"""Most tokens of a completion that names no number, as OpenAI has it. A chat may fill the context."""
+
+MOST_PROMPTS = 64
+"""Prompts of one request for completions."""
+
+ROLES = {"developer": "system"}
+"""Roles that templates know by another name."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: a prompt or several, and the options that hold for each."""
+
+    chat: bool
+    model: str
+    prompts: list[dict[str, Any]]
+    """Options that say what the prompt is: `prompt`, `tokens` or `messages`."""
+    options: dict[str, Any]
+    stream: bool = False
+    usage_in_stream: bool = False
+    samples: int = field(default=1)
+
+    @property
+    def logprobs(self) -> bool:
+        return "logprobs" in self.options
+
+
+def parse(body: bytes, *, chat: bool) -> Asked:
+    """Read the body of a request for a chat's next message, or for completions; ApiError if it cannot be honoured."""
+    given = {name: value for name, value in _object(body).items() if value is not None}
+    known = SAME | RENAMED.keys() | READ - (OF_COMPLETIONS if chat else OF_CHAT)
+    for name, value in given.items():
+        if name in REFUSED_UNLESS:
+            if value not in REFUSED_UNLESS[name]:
+                raise ApiError(400, f"{name}: is not supported", param=name, code="unsupported_parameter")
+        elif name not in known | WITHOUT_EFFECT:
+            raise ApiError(400, f"{name}: unknown parameter", param=name, code="unknown_parameter")
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise refused("max_tokens", "is given beside max_completion_tokens, which is its new name")
+    options = {name: value for name, value in given.items() if name in SAME}
+    options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
+    for name, value in options.items():
+        if isinstance(value, bool) and name != "ignore_end_token":  # a message would take true for 1
+            raise refused(name, f"is {json.dumps(value)}, must be {'text' if name == 'stop' else 'a number'}")
+    if not chat:
+        options.setdefault("max_tokens", COMPLETION_TOKENS)
+    options |= dict(_seed(given))
+    options |= dict(_logit_bias(given))
+    options |= dict(_logprobs(given, chat=chat))
+    options |= _own(given)
+    asked = Asked(
+        chat=chat,
+        model=_typed(given, "model", str, ""),
+        prompts=[{"messages": _messages(given)}] if chat else _prompts(given),
+        options=options,
+        stream=_typed(given, "stream", bool, False),
+        usage_in_stream=_usage_in_stream(given),
+        samples=options.get("n", 1) if isinstance(options.get("n", 1), int) else 1,
+    )
+    names = {"tokens": "prompt"} | {RENAMED[name]: name for name in given if name in RENAMED}
+    for prompt in asked.prompts:
+        _check(prompt | asked.options, names)
+    return asked
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # of it JSONDecodeError and UnicodeDecodeError are kinds
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = given.get(name, default)
+    if type(value) is not kind:
+        raise refused(name, f"must be {'text' if kind is str else 'true or false'}")
+    return value
+
+
+def _check(options: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse what does not fit into a message at all, in the client's words and with the fields' `names` here."""
+    try:
+        build_request(**options)
+    except (ValueError, TypeError) as error:
+        option, space, problem = str(error).partition(" ")
+        name = names.get(option, option)
+        raise ApiError(400, name + space + problem, param=name.rstrip(":"), code="invalid_value") from None
+
+
+def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the seed. OpenAI's are signed numbers of 64 bits, ours unsigned ones: -1 is the largest."""
+    if "seed" in given:
+        seed = given["seed"]
+        if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
+            raise refused("seed", "must be a whole number from -2^63 to 2^64 - 1")
+        yield "seed", seed % (1 << 64)
+
+
+def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float]]]:
+    """Yield the biases by token id, which are JSON's names."""
+    if "logit_bias" in given:
+        bias = given["logit_bias"]
+        if not isinstance(bias, dict):
+            raise refused("logit_bias", "must be an object of token ids and biases")
+        for token in bias:
+            if not (token.isascii() and token.isdecimal() and len(token) < 11):
+                raise refused("logit_bias", f"{token[:20]!r} is no token id")
+        yield "logit_bias", {int(token): value for token, value in bias.items()}
+
+
+def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, int]]:
+    """Yield how many of the most probable tokens are wanted beside the chosen one. A chat says by a flag whether any
+    are."""
+    if not chat:
+        if "logprobs" in given:
+            if type(given["logprobs"]) is not int:
+                raise refused("logprobs", "must be a whole number")
+            yield "logprobs", given["logprobs"]
+        return
+    wanted = _typed(given, "logprobs", bool, False)
+    top = given.get("top_logprobs", 0)
+    if type(top) is not int:
+        raise refused("top_logprobs", "must be a whole number")
+    if top and not wanted:
+        raise refused("top_logprobs", "needs logprobs: true")
+    if wanted:
+        yield "logprobs", top
+
+
+def _own(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that only this project has."""
+    own = given.get("specdec", {})
+    if not isinstance(own, dict):
+        raise refused("specdec", "must be an object")
+    for name in own:
+        if name not in OWN:
+            raise ApiError(
+                400,
+                f"specdec.{name}: unknown parameter, must be one of {', '.join(sorted(OWN))}",
+                param=f"specdec.{name}",
+                code="unknown_parameter",
+            )
+    return own
+
+
+def _usage_in_stream(given: Mapping[str, Any]) -> bool:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise refused("stream_options", "must be an object")
+    if options and not given.get("stream"):
+        raise refused("stream_options", "is for streams: set stream")
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise ApiError(
+                400, f"stream_options.{name}: unknown parameter", param="stream_options", code="unknown_parameter"
+            )
+    if options.get("include_obfuscation"):
+        raise refused("stream_options", "include_obfuscation is not supported")
+    wanted = options.get("include_usage", False)
+    if not isinstance(wanted, bool):
+        raise refused("stream_options", "include_usage must be true or false")
+    return wanted
+
+
+def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the prompts: a text, a list of texts, a list of token ids, or a list of such lists."""
+    prompt = given.get("prompt")
+    wrong = refused("prompt", "must be text, a list of token ids, or a list of texts or of such lists")
+    if isinstance(prompt, str):
+        return [{"prompt": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise wrong
+    if all(type(each) is int for each in prompt):
+        return [{"tokens": prompt}]
+    if len(prompt) > MOST_PROMPTS:
+        raise refused("prompt", f"has {len(prompt)} prompts, must have at most {MOST_PROMPTS}")
+    if all(isinstance(each, str) for each in prompt):
+        return [{"prompt": each} for each in prompt]
+    if all(isinstance(each, list) and all(type(token) is int for token in each) for each in prompt):
+        return [{"tokens": each} for each in prompt]
+    raise wrong
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the turns of a conversation. Parts of text are joined; there are no others."""
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise refused("messages", "must be a list of at least one message")
+    return [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
+
+
+def _message(message: object, name: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise refused(name, "must be an object")
+    role, content = message.get("role"), message.get("content")
+    for key, value in message.items():
+        if key not in ("role", "content") and value not in (None, [], ""):
+            raise ApiError(400, f"{name}.{key}: is not supported", param=f"{name}.{key}", code="unsupported_parameter")
+    if not isinstance(role, str):
+        raise refused(f"{name}.role", "must be text")
+    if role in ("tool", "function"):
+        raise ApiError(400, f"{name}.role: tools are not supported", param=name, code="unsupported_parameter")
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+    if not isinstance(content, str):
+        raise refused(f"{name}.content", "must be text, or a list of parts of text")
+    return {"role": ROLES.get(role, role), "content": content}
+
+
+def _part(part: object, name: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise refused(name, 'must be {"type": "text", "text": ...}: models here read text alone')
+    return str(part["text"])

@@ -1,0 +1,46 @@
+"""The HTTP server in this process, on a real socket, in front of any orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import openai
+
+from specdec.client import AsyncClient
+from specdec.openai_api.app import BODY_SECONDS, ROUTES, make_app
+from specdec.openai_api.gateway import Gateway
+from specdec.openai_api.http_server import HttpServer
+from specdec.openai_api.metrics import Counted
+from specdec.serving.process.listening import bound
+
+
+@dataclass(frozen=True)
+class Front:
+    """A running HTTP server and the official client to it."""
+
+    address: str
+    client: openai.AsyncOpenAI
+    app: Counted
+
+
+@asynccontextmanager
+async def front(
+    *orchestrators: str, serves: bool = True, most_connections: int = 100, body_seconds: float = BODY_SECONDS
+) -> AsyncIterator[Front]:
+    """The server, and a client that does not retry what fails."""
+
+    async def health() -> bool:
+        return serves
+
+    async with AsyncClient(orchestrators, max_retries=1) as client:
+        app = Counted(make_app(Gateway(client), health, body_seconds), ROUTES)
+        server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)
+        await server.start()
+        address = f"127.0.0.1:{server.port}"
+        try:
+            async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="key", max_retries=0) as official:
+                yield Front(address, official, app)
+        finally:
+            await server.stop()

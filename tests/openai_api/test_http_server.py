@@ -1,0 +1,216 @@
+"""Connections that are slow, broken or too many harm nobody; certificates are replaced while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from specdec.client.tls_files import TlsError, TlsFiles
+from specdec.openai_api import http_server
+from specdec.openai_api.http_server import HttpServer, ServerTls
+from specdec.serving.process.listening import bound
+from tests.certificates import Authority
+from tests.client.fake_server import FakeServer
+from tests.openai_api.front import front
+from tests.stack import until
+
+ASKED = b'{"model": "fake", "prompt": "def"}'
+
+
+def post(body: bytes, length: int | None = None, headers: bytes = b"") -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        + headers
+        + f"content-length: {len(body) if length is None else length}\r\n\r\n".encode()
+        + body
+    )
+
+
+async def told(address: str, request: bytes) -> bytes:
+    """All that is answered until the connection is closed."""
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read(), 20)
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def serving(app: Any, **options: Any) -> AsyncIterator[HttpServer]:
+    server = HttpServer(app, bound("127.0.0.1", 0), **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /v1/mod", b"GET / HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("requests", [0, 1])
+async def test_headers_that_do_not_come_end_the_connection(requests: int, begun: bytes) -> None:
+    """Of the first request on a connection, and of the next one. One that is idle after a request may wait longer."""
+    async with serving(hello, header_seconds=0.2) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(requests):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"hello")
+        if begun or not requests:
+            writer.write(begun)
+            await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_given_up() -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address, body_seconds=0.2) as http:
+        answer = await told(http.address, post(ASKED, length=1000))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the body has not come within 0.2 s" in answer
+        await until(lambda: http.app.running == 0)
+    assert not orchestrator.calls
+
+
+async def test_a_body_that_is_too_long_is_refused() -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        answer = await told(http.address, post(b" " * (17 << 20), headers=b"connection: close\r\n"))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"longer than 16 MiB" in answer
+
+
+async def test_a_caller_who_reads_nothing_is_given_up() -> None:
+    ended = asyncio.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while (await asyncio.wait_for(_sent(send, receive), 30)) != "http.disconnect":
+                pass
+        finally:
+            ended.set()
+
+    async def _sent(send: Send, receive: Receive) -> str:
+        left = asyncio.ensure_future(_left(receive))
+        sending = asyncio.ensure_future(send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True}))
+        await asyncio.wait({left, sending}, return_when=asyncio.FIRST_COMPLETED)
+        sending.cancel()
+        left.cancel()
+        return "http.disconnect" if left.done() and not left.cancelled() else "more"
+
+    async def _left(receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serving(endless, unread_seconds=1.0) as server:
+        caller = socket.create_connection(("127.0.0.1", server.port))
+        with caller:
+            caller.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.wait_for(ended.wait(), 20)
+
+
+async def test_too_many_connections_are_refused() -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address, most_connections=2) as http:
+        host, _, port = http.address.partition(":")
+        waiting = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        answer = await told(http.address, b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        for _, writer in waiting:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /v1/nothing", b"404"),
+        (b"GET /v1/completions", b"405"),
+        (b"DELETE /v1/models", b"405"),
+        (b"GET /", b"404"),
+        (b"POST /v1/completions", b"400"),
+    ],
+)
+async def test_what_is_not_served_is_told_in_openais_shape(request_line: bytes, status: bytes) -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        request = request_line + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        answer = await told(http.address, request)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b'{"error":{"message":' in answer
+
+
+@pytest.mark.parametrize("serves", [True, False])
+async def test_health_is_an_orchestrators(serves: bool) -> None:
+    async with front("127.0.0.1:1", serves=serves) as http:
+        answer = await told(http.address, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200" if serves else b"HTTP/1.1 503")
+
+
+async def test_requests_are_counted_by_route_and_status() -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        await http.client.models.list()
+        await told(http.address, b"GET /v1/x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        (requests,) = [each for each in http.app.metrics() if each.name == "specdec_openai_requests"]
+    found = {(each.labels["route"], each.labels["status"]): each.value for each in requests.samples}
+    assert found == {("/v1/models", "200"): 1.0, ("other", "404"): 1.0}
+
+
+async def test_a_certificate_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New connections see the new one; files that make no sense change nothing."""
+    monkeypatch.setattr(http_server, "RELOAD_SECONDS", 0.02)
+    authority = Authority(tmp_path / "authority")
+    certificate, key = authority.issue("server")
+    trusting = ssl.create_default_context(cafile=str(authority.file))
+
+    async def seen(port: int) -> bytes:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        try:
+            return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+        finally:
+            writer.close()
+
+    async with serving(hello, tls=ServerTls(TlsFiles(certificate, key, None))) as server:
+        first = await seen(server.port)
+        key.write_text("nonsense")
+        await asyncio.sleep(0.1)
+        assert await seen(server.port) == first
+        authority.issue("server")
+        async with asyncio.timeout(10):
+            while await seen(server.port) == first:
+                await asyncio.sleep(0.02)
+
+
+async def greeted(port: int, trusting: ssl.SSLContext) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"hello")
+    finally:
+        writer.close()
+
+
+async def test_clients_without_a_certificate_are_kept_out(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    certificate, key = authority.issue("server")
+    trusting = ssl.create_default_context(cafile=str(authority.file))
+    async with serving(hello, tls=ServerTls(TlsFiles(certificate, key, authority.file))) as server:
+        with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
+            await greeted(server.port, trusting)
+        trusting.load_cert_chain(*authority.issue("client"))
+        await greeted(server.port, trusting)
+
+
+def test_authorities_alone_are_no_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    with pytest.raises(TlsError, match="--tls-client-ca is given, --tls-cert and --tls-key are missing"):
+        ServerTls(TlsFiles(None, None, authority.file))

@@ -1,0 +1,299 @@
+"""OpenAI's own client against a fake orchestrator: everything that it sends arrives, and it reads every answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.code_pb2 import (
+    INVALID_ARGUMENT,
+    NOT_FOUND,
+    PERMISSION_DENIED,
+    RESOURCE_EXHAUSTED,
+    UNAUTHENTICATED,
+    UNAVAILABLE,
+)
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+
+from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer, rich
+from tests.openai_api.front import front
+from tests.stack import until
+
+CHAT: Any = [{"role": "user", "content": "hello"}]
+
+
+def request_of(server: FakeServer) -> Any:
+    """The last message that asked for a text: before it, the server is asked for its models."""
+    return server.calls[-1].request
+
+
+async def test_a_completion() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        answer = await http.client.completions.create(model="fake", prompt="def", max_tokens=40, seed=5)
+    (choice,) = answer.choices
+    assert choice.text == TEXT
+    assert choice.finish_reason == "length"
+    assert answer.model == "fake"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 2
+    assert answer.usage.completion_tokens == len(TOKENS)
+    assert answer.usage.total_tokens == 2 + len(TOKENS)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert request_of(server).text == "def"
+    assert request_of(server).sampling.seed == 5
+
+
+async def test_a_chat() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        answer = await http.client.chat.completions.create(
+            model="fake",
+            messages=[
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+            ],
+        )
+    assert answer.choices[0].message.content == TEXT
+    assert answer.choices[0].message.role == "assistant"
+    turns = [(turn.role, turn.content) for turn in request_of(server).chat.messages]
+    assert turns == [("system", "be brief"), ("user", "hello")]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_stream(chat: bool) -> None:
+    """Its pieces are the text; who speaks is told first, the usage last."""
+    async with FakeServer() as server, front(server.address) as http:
+        told: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        if chat:
+            stream: Any = await http.client.chat.completions.create(model="fake", messages=CHAT, **told)
+        else:
+            stream = await http.client.completions.create(model="fake", prompt="def", **told)
+        events = [event async for event in stream]
+    *pieces, last = events
+    assert last.choices == []
+    assert last.usage.completion_tokens == len(TOKENS)
+    assert all(each.usage is None for each in pieces)
+    if chat:
+        assert pieces[0].choices[0].delta.role == "assistant"
+        text = "".join(each.choices[0].delta.content or "" for each in pieces)
+    else:
+        text = "".join(each.choices[0].text for each in pieces)
+    assert text == TEXT
+    assert [each.choices[0].finish_reason for each in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert len({each.id for each in events}) == 1
+    assert pieces[0].specdec["seed"] == 1000 + len(server.calls)
+    assert pieces[-1].choices[0].specdec["accepted"] > 0
+
+
+async def test_every_parameter_arrives() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        await http.client.chat.completions.create(
+            model="fake",
+            messages=CHAT,
+            max_completion_tokens=7,
+            temperature=0.5,
+            top_p=0.25,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            logit_bias={"5": 2, "6": -100},
+            stop=["a", "b"],
+            seed=-1,
+            n=2,
+            logprobs=True,
+            top_logprobs=3,
+            user="somebody",
+            extra_body={
+                "top_k": 4,
+                "min_p": 0.125,
+                "repetition_penalty": 1.5,
+                "min_tokens": 2,
+                "ignore_eos": True,
+                "stop_token_ids": [9],
+                "priority": -3,
+                "specdec": {"speculation": "off", "tenant": "t", "banned_tokens": [8]},
+            },
+        )
+    request = request_of(server)
+    assert request.max_tokens == 7
+    assert request.min_tokens == 2
+    assert list(request.stop) == ["a", "b"]
+    assert list(request.stop_tokens) == [9]
+    assert request.ignore_end_token
+    assert request.n == 2
+    assert request.logprobs == 3
+    assert request.priority == -3
+    assert request.tenant == "t"
+    assert request.speculation.off
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 4, 0.125)
+    assert sampling.repetition_penalty == 1.5
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -0.5)
+    assert dict(sampling.logit_bias) == {5: 2.0, 6: -100.0}
+    assert list(sampling.banned_tokens) == [8]
+    assert sampling.seed == 2**64 - 1
+
+
+async def test_what_is_silent_is_as_openai_has_it() -> None:
+    """Temperature 1; 16 tokens of a completion, a chat as many as there is room for."""
+    async with FakeServer() as server, front(server.address) as http:
+        await http.client.completions.create(model="fake", prompt="def")
+        completion = request_of(server)
+        await http.client.chat.completions.create(model="fake", messages=CHAT)
+        chat = request_of(server)
+    assert completion.sampling.temperature == chat.sampling.temperature == 1.0
+    assert completion.max_tokens == 16
+    assert not chat.HasField("max_tokens")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_prompts_and_samples(stream: bool) -> None:
+    """A choice is the sample j of the prompt i at i * n + j."""
+    prompts = ["a", "b", "c"]
+    async with FakeServer() as server, front(server.address) as http:
+        asked: Any = {"model": "fake", "prompt": prompts, "n": 2}
+        texts = dict.fromkeys(range(6), "")
+        if stream:
+            async for event in await http.client.completions.create(**asked, stream=True):
+                for choice in event.choices:
+                    texts[choice.index] += choice.text
+        else:
+            answer = await http.client.completions.create(**asked)
+            texts = {choice.index: choice.text for choice in answer.choices}
+            assert answer.usage.prompt_tokens == 3 * 2
+            assert answer.usage.completion_tokens == 6 * len(TOKENS)
+    assert texts == dict.fromkeys(range(6), TEXT)
+    assert sorted(call.request.text for call in server.calls[1:]) == prompts
+
+
+async def test_prompts_of_tokens() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        await http.client.completions.create(model="fake", prompt=[3, 4])
+        assert list(request_of(server).tokens.ids) == [3, 4]
+        await http.client.completions.create(model="fake", prompt=[[3, 4], [5]])
+    assert sorted(list(call.request.tokens.ids) for call in server.calls[-2:]) == [[3, 4], [5]]
+
+
+async def test_logprobs_of_a_chat() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        answer = await http.client.chat.completions.create(model="fake", messages=CHAT, logprobs=True, top_logprobs=2)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert [bytes(each.bytes or ()) for each in found.content] == [bytes([token]) for token in TOKENS]
+    assert {each.logprob for each in found.content} == {-0.5}
+    assert [len(each.top_logprobs) for each in found.content] == [2] * len(TOKENS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_a_completion(stream: bool) -> None:
+    """They tell where in the text each token begins: of a character of several tokens, all but the first say where the
+    next one does."""
+    async with FakeServer() as server, front(server.address) as http:
+        asked: Any = {"model": "fake", "prompt": "def", "logprobs": 2}
+        if stream:
+            events = [each async for each in await http.client.completions.create(**asked, stream=True)]
+            found = [each.choices[0].logprobs for each in events if each.choices[0].logprobs is not None]
+        else:
+            found = [(await http.client.completions.create(**asked)).choices[0].logprobs]
+    offsets = [offset for each in found for offset in each.text_offset]
+    assert [lp for each in found for lp in each.token_logprobs] == [-0.5] * len(TOKENS)
+    assert offsets == [len(bytes(TOKENS[:at]).decode(errors="ignore")) for at in range(len(TOKENS))]
+
+
+async def test_models() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        listed = await http.client.models.list()
+        assert [each.id for each in listed.data] == ["fake"]
+        assert (await http.client.models.retrieve("fake")).id == "fake"
+        with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+            await http.client.models.retrieve("other")
+
+
+async def test_key_id_and_trace_go_on() -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with FakeServer() as server, front(server.address) as http:
+        answer = await http.client.completions.with_raw_response.create(
+            model="fake", prompt="def", extra_headers={"x-request-id": "mine", "traceparent": trace}
+        )
+    metadata = server.calls[-1].metadata
+    assert metadata["authorization"] == "Bearer key"
+    assert metadata["x-request-id"] == answer.headers["x-request-id"] == "mine"
+    assert metadata["traceparent"] == trace
+    assert answer.parse().id == "cmpl-mine"
+
+
+BAD = BadRequest(field_violations=[{"field": "sampling.temperature", "description": "is -1, must be at least 0"}])
+REFUSALS: list[tuple[Any, type[openai.APIStatusError], int, str]] = [
+    (rich(INVALID_ARGUMENT, BAD), openai.BadRequestError, 400, "temperature: is -1, must be at least 0"),
+    (rich(NOT_FOUND, ErrorInfo(reason="UNKNOWN_MODEL")), openai.NotFoundError, 404, "refused"),
+    (rich(UNAUTHENTICATED, ErrorInfo(reason="UNAUTHENTICATED")), openai.AuthenticationError, 401, "refused"),
+    (rich(PERMISSION_DENIED, ErrorInfo(reason="WRONG_TENANT")), openai.PermissionDeniedError, 403, "refused"),
+    (
+        rich(RESOURCE_EXHAUSTED, ErrorInfo(reason="TENANT_LIMIT"), RetryInfo(retry_delay=Duration(seconds=7))),
+        openai.RateLimitError,
+        429,
+        "refused",
+    ),
+    (rich(RESOURCE_EXHAUSTED, ErrorInfo(reason="OVERLOADED")), openai.InternalServerError, 503, "refused"),
+    (rich(UNAVAILABLE, ErrorInfo(reason="VERIFIER_LOST")), openai.InternalServerError, 503, "refused"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("act", "kind", "status", "message"), REFUSALS)
+async def test_refusals_of_the_orchestrator(
+    act: Act, kind: type[openai.APIStatusError], status: int, message: str, stream: bool
+) -> None:
+    """Before the first token they are HTTP statuses, in a stream too."""
+
+    def script() -> Any:
+        yield Act()  # the models
+        while True:
+            yield act
+
+    async with FakeServer(script=script()) as server, front(server.address) as http:
+        with pytest.raises(kind, match=message) as caught:
+            await http.client.completions.create(model="fake", prompt="def", stream=stream)
+    assert caught.value.status_code == status
+    if status == 400:
+        assert caught.value.param == "temperature"
+    if status == 429:
+        assert caught.value.response.headers["retry-after"] == "7"
+
+
+async def test_an_error_in_a_stream_is_its_last_event() -> None:
+    script = [Act(), Act(tokens=6, then="abort", status=rich(INVALID_ARGUMENT, BAD).status)]
+    async with FakeServer(*script) as server, front(server.address) as http:
+        stream = await http.client.completions.create(model="fake", prompt="def", stream=True)
+        with pytest.raises(openai.APIError, match="temperature: is -1"):
+            async for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [0, 6])
+async def test_a_caller_who_leaves_ends_the_request(stream: bool, tokens: int) -> None:
+    async with FakeServer(Act(), Act(tokens=tokens, then="hold")) as server, front(server.address) as http:
+
+        async def ask() -> None:
+            answer: Any = await http.client.completions.create(model="fake", prompt="def", stream=stream)
+            async for _ in answer:
+                pass
+
+        asking = asyncio.create_task(ask())
+        await asyncio.wait_for(server.held.wait(), 10)
+        asking.cancel()
+        await asyncio.wait_for(server.freed.wait(), 10)
+        await until(lambda: http.app.running == 0)
+
+
+async def test_a_stream_goes_on_at_another_orchestrator() -> None:
+    """The first one breaks off in the middle of a character."""
+    acts = [Act(), Act(tokens=4, then="abort")]
+    async with FakeServer(*acts) as one, FakeServer(*acts) as other, front(one.address, other.address) as http:
+        stream = await http.client.completions.create(model="fake", prompt="def", stream=True)
+        text = "".join([event.choices[0].text async for event in stream])
+    assert text == TEXT

@@ -1,0 +1,159 @@
+"""Every field of a body is honoured, without effect, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_params
+
+from specdec.openai_api.errors import ApiError
+from specdec.openai_api.requests import (
+    OF_CHAT,
+    OF_COMPLETIONS,
+    READ,
+    REFUSED_UNLESS,
+    RENAMED,
+    SAME,
+    WITHOUT_EFFECT,
+    Asked,
+    parse,
+)
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> Asked:
+    return parse(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode(), chat=True)
+
+
+def completion(**fields: Any) -> Asked:
+    return parse(json.dumps({"model": "m", "prompt": "def"} | fields).encode(), chat=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
+        ({"store": True}, "store", "is not supported"),
+        ({"temprature": 1}, "temprature", "unknown parameter"),
+        ({"prompt": "def"}, "prompt", "unknown parameter"),
+        ({"temperature": "hot"}, "temperature", "temperature = 'hot'"),
+        ({"temperature": True}, "temperature", "must be a number"),
+        ({"ignore_eos": 1.5}, "ignore_eos", "ignore_eos = 1.5"),
+        ({"n": 0}, "n", "must be at least 1"),
+        ({"n": 1.5}, "n", "n = 1.5"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens = -1"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "its new name"),
+        ({"seed": 2**64}, "seed", "from -2^63"),
+        ({"seed": "5"}, "seed", "whole number"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"logit_bias": [1]}, "logit_bias", "must be an object"),
+        ({"logprobs": 5}, "logprobs", "must be true or false"),
+        ({"top_logprobs": 5}, "top_logprobs", "needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "set stream"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown parameter"),
+        ({"stream": 1}, "stream", "must be true or false"),
+        ({"stop": [1]}, "stop", "stop = "),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": "hello"}, "messages", "must be a list"),
+        ({"messages": [1]}, "messages[0]", "must be an object"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0]", "tools are not supported"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "is not supported"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+            "models here read text alone",
+        ),
+        ({"specdec": {"temperature": 1}}, "specdec.temperature", "unknown parameter"),
+        ({"specdec": {"speculation": "maybe"}}, "speculation", "not one of auto"),
+        ({"specdec": 1}, "specdec", "must be an object"),
+    ],
+)
+def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str, problem: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert problem in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"echo": True}, "echo", "is not supported"),
+        ({"best_of": 2}, "best_of", "is not supported"),
+        ({"suffix": "x"}, "suffix", "is not supported"),
+        ({"messages": MESSAGES}, "messages", "unknown parameter"),
+        ({"logprobs": True}, "logprobs", "whole number"),
+        ({"prompt": []}, "prompt", "must be text"),
+        ({"prompt": [1, "a"]}, "prompt", "must be text"),
+        ({"prompt": [[1], [True]]}, "prompt", "must be text"),
+        ({"prompt": ["a"] * 65}, "prompt", "at most 64"),
+        ({"prompt": [-1]}, "prompt", "prompt = [-1]"),
+    ],
+)
+def test_a_completion_is_refused_by_field(fields: dict[str, Any], param: str, problem: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert problem in caught.value.message
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b"1" * 10_000])
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body, chat=True)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_every_field_that_openai_has_is_known() -> None:
+    """By its own client: one that it gets later is refused by name, and this test says so."""
+    known = SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_EFFECT
+    of_chat = chat_params.CompletionCreateParamsBase.__annotations__.keys()
+    of_completions = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
+    assert of_chat - known == set()
+    assert of_completions - known == set()
+    assert of_chat >= OF_CHAT
+    assert of_completions >= OF_COMPLETIONS
+
+
+def test_null_is_silence() -> None:
+    assert chat(temperature=None, tools=None, stop=None, n=None) == chat()
+
+
+@given(st.integers(-(1 << 63), (1 << 63) - 1))
+def test_seeds_keep_their_bits(seed: int) -> None:
+    """No two of OpenAI's seeds are one of ours."""
+    ours = completion(seed=seed).options["seed"]
+    assert 0 <= ours < 1 << 64
+    assert (ours if ours < 1 << 63 else ours - (1 << 64)) == seed
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = sorted(SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_EFFECT | {"other"})
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.booleans())
+def test_any_body_is_understood_or_refused(fields: dict[str, Any], of_chat: bool) -> None:
+    """In an error that names a field; nothing else is raised."""
+    try:
+        found: Asked | ApiError = (chat if of_chat else completion)(**fields)
+    except ApiError as error:
+        found = error
+    if isinstance(found, ApiError):
+        assert found.status == 400
+        assert found.message
+    else:
+        assert found.prompts
