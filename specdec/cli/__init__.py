@@ -14,6 +14,7 @@ with needed_by("specdec", needed_extra(sys.argv[1:])):  # the client alone may b
 
 from specdec.cli.api_key import api_key
 from specdec.cli.bench import bench
+from specdec.cli.chat import chat
 from specdec.cli.doctor import doctor
 from specdec.cli.export import export
 from specdec.cli.failure import ending
@@ -53,6 +54,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, openai, up, warm_up):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (doctor, export, stats, trace, generate, tokenize, api_key):
+for command in (doctor, export, stats, trace, generate, chat, tokenize, api_key):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

@@ -22,6 +22,7 @@ from specdec.cli.report import Report
 from specdec.cli.results_file import ResultsFile
 from specdec.cli.waiting import Waiting
 from specdec.client import Chunk, Client, Speculation
+from specdec.client.options import Speculation as SpeculationName
 from specdec.command_line import addresses, duration
 from specdec.exit_status import ExitStatus
 
@@ -97,7 +98,7 @@ def generate(
         list[str] | None, typer.Option(help="Stop string: the text ends before it. May be repeated.")
     ] = None,
     speculation: Annotated[
-        Literal["auto", "off", "always", "draft", "local"],
+        SpeculationName,
         typer.Option(
             help="Who proposes candidates. auto: all drafters, where that pays. draft: the remote draft alone, where "
             "that pays. always: the remote draft alone, even at a loss. local: the verifier's own proposers alone, "

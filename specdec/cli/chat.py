@@ -1,0 +1,128 @@
+"""`specdec chat`: a conversation with the model at a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from specdec import ports
+from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.conversation import Conversation, LeaveError
+from specdec.cli.failure import fail
+from specdec.cli.generate import coloured
+from specdec.cli.report import Report
+from specdec.cli.waiting import Waiting
+from specdec.client import Client, SpecdecError
+from specdec.client.options import Speculation
+from specdec.command_line import addresses
+from specdec.exit_status import ExitStatus
+
+ASKS = "> "
+
+
+def chat(
+    address: Annotated[
+        str,
+        typer.Option(
+            callback=addresses,
+            help="Address of the orchestrator: HOST:PORT, or as gRPC spells it; several are joined by commas.",
+        ),
+    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer. By default as many as the context holds.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of sampling; 0 is greedy. By default the model's own, else 0."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of each answer. By default another one each time.")
+    ] = None,
+    speculation: Annotated[Speculation, typer.Option(help="Who proposes candidates, as for `generate`.")] = "auto",
+    colours: Annotated[
+        bool, typer.Option("--colours", help="Show each token in the colour of its source, as `generate` does.")
+    ] = False,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key_file: ApiKeyFile = None,
+) -> None:
+    """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves; /help lists what else can be said."""
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "speculation": speculation}
+    conversation = Conversation(options, system, colours)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        with contextlib.suppress(ImportError):  # where Python was built without it, lines cannot be edited
+            import readline  # noqa: F401
+    with Client(address, credentials=allowed.credentials, api_key=allowed.api_key) as client:
+        while True:
+            try:
+                line = input(ASKS if at_terminal else "")
+                if not line.strip():
+                    continue
+                if line.startswith("/"):
+                    told, answer_now = conversation.command(line)
+                    if told:
+                        _say(told)
+                    if not answer_now:
+                        continue
+                else:
+                    conversation.ask(line)
+                _answer(client, Waiting(address, access=allowed), conversation)
+            except (EOFError, LeaveError):
+                return
+            except KeyboardInterrupt:
+                if not at_terminal:
+                    raise
+                print()
+                _say("Ctrl-D or /quit leaves")
+            except ValueError as error:
+                if not at_terminal:
+                    fail(str(error), ExitStatus.USAGE)
+                _say(str(error))
+            except SpecdecError as error:
+                if not at_terminal:  # a script wants the exit status
+                    raise
+                _say(str(error))
+
+
+def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
+    """Answer the last question, piece by piece; an interruption ends the answer, and what was said of it stays."""
+    console = Console(highlight=False, soft_wrap=True)
+    report, said = Report(), ""
+    try:
+        with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
+            report.request_id = stream.request_id
+            for chunk in stream:
+                waiting.heard()
+                report.take(chunk)
+                said += chunk.text
+                if conversation.colours and console.is_terminal:
+                    console.print(coloured(chunk), end="")
+                else:
+                    sys.stdout.write(chunk.text)
+                    sys.stdout.flush()
+    except KeyboardInterrupt:
+        print()
+        _say("stopped")
+        return
+    finally:
+        conversation.answered(said)
+    print()
+    s, count = report.finish.speculation, len(report.tokens)
+    _say(
+        f"{count} tokens, {count / report.seconds:.0f}/s, {s.mean_tokens_per_step:.2f} a step; "
+        f"{report.finish.reason}, seed {report.seed}"
+    )
+
+
+def _say(line: str) -> None:
+    """Tell the person something that is no answer; stdout holds answers alone."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim", markup=False)

@@ -1,0 +1,113 @@
+"""A conversation at a terminal: its turns, and the commands by which a person changes how it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, get_args
+
+from specdec.client import Message
+from specdec.client.options import Speculation
+
+HELP = """\
+/seed N          draw the next answers with this seed; /seed alone: with another one each time
+/temperature X   0 always takes the most probable token; /temperature alone: as the model has it
+/speculation S   who proposes tokens: auto, off, always, draft or local
+/colours         show, or no longer show, where each token came from
+/again           answer the last question once more
+/clear           forget the conversation
+/quit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+class LeaveError(Exception):
+    """The conversation is over."""
+
+
+@dataclass
+class Conversation:
+    """What was said, and the options of the next answer."""
+
+    options: dict[str, Any]
+    system: str | None = None
+    colours: bool = False
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All turns, behind what the system is told."""
+        opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return opening + self.turns
+
+    def ask(self, text: str) -> None:
+        """Add a question."""
+        self.turns.append({"role": "user", "content": text})
+
+    def answered(self, text: str) -> None:
+        """Add the answer to the last question. Where nothing was said, the question is taken back: templates want turns
+        that alternate."""
+        if text:
+            self.turns.append({"role": "assistant", "content": text})
+        else:
+            self.turns.pop()
+
+    def command(self, line: str) -> tuple[str, bool]:
+        """Do what a line that begins with / says. Return what to tell the person, and whether to answer the last
+        question now; ValueError says what is wrong with the line, LeaveError that it was the last one."""
+        name, _, value = line.strip().partition(" ")
+        found = self._commands.get(name)
+        if found is None:
+            raise ValueError(f"{name} is no command: /help lists them")
+        return found(value.strip())
+
+    @property
+    def _commands(self) -> Mapping[str, Callable[[str], tuple[str, bool]]]:
+        return {
+            "/help": lambda _: (HELP, False),
+            "/seed": self._set_seed,
+            "/temperature": self._set_temperature,
+            "/speculation": self._set_speculation,
+            "/colours": self._toggle_colours,
+            "/again": self._ask_again,
+            "/clear": self._clear,
+            "/quit": _leave,
+        }
+
+    def _set_seed(self, value: str) -> tuple[str, bool]:
+        if value and not (value.isascii() and value.isdecimal() and int(value) < 1 << 64):
+            raise ValueError(f"/seed {value}: must be a whole number from 0 to 2^64 - 1")
+        self.options["seed"] = int(value) if value else None
+        return f"seed: {value or 'another one each time'}", False
+
+    def _set_temperature(self, value: str) -> tuple[str, bool]:
+        try:
+            temperature = float(value) if value else None
+        except ValueError:
+            raise ValueError(f"/temperature {value}: must be a number") from None
+        self.options["temperature"] = temperature
+        return f"temperature: {value or 'as the model has it'}", False
+
+    def _set_speculation(self, value: str) -> tuple[str, bool]:
+        known = get_args(Speculation)
+        if value not in known:
+            raise ValueError(f"/speculation {value}: must be one of {', '.join(known)}".replace(" :", ":"))
+        self.options["speculation"] = value
+        return f"speculation: {value}", False
+
+    def _toggle_colours(self, _: str) -> tuple[str, bool]:
+        self.colours = not self.colours
+        return f"colours: {'on' if self.colours else 'off'}", False
+
+    def _ask_again(self, _: str) -> tuple[str, bool]:
+        if not self.turns:
+            raise ValueError("/again: nothing was asked yet")
+        if self.turns[-1]["role"] == "assistant":
+            self.turns.pop()
+        return "", True
+
+    def _clear(self, _: str) -> tuple[str, bool]:
+        self.turns.clear()
+        return "forgotten", False
+
+
+def _leave(_: str) -> NoReturn:
+    raise LeaveError

@@ -1,0 +1,175 @@
+"""`specdec chat` at a terminal of its own, against a fake orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import re
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from google.rpc.code_pb2 import INVALID_ARGUMENT
+
+from specdec.cli.conversation import Conversation, LeaveError
+from tests.client.fake_server import TEXT, Act, FakeServer, rich
+
+PATIENCE = 30  # seconds
+
+
+class Terminal:
+    """A terminal, and the process that has it."""
+
+    def __init__(self, process: Process, end: int) -> None:
+        self.process = process
+        self._end = end
+        self._seen = ""
+        self._more = asyncio.Event()
+        asyncio.get_running_loop().add_reader(end, self._read)
+
+    def type(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    async def shows(self, pattern: str) -> str:
+        """Wait for a pattern in what is shown since the last one; return what is shown up to its end."""
+        async with asyncio.timeout(PATIENCE):
+            while (found := re.search(pattern, self._seen, re.DOTALL)) is None:
+                self._more.clear()
+                await self._more.wait()
+        shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]
+        return shown
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._end, 65536)
+        except OSError:  # the process has ended
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._end)
+        self._seen += data.decode(errors="replace")
+        self._more.set()
+
+
+@asynccontextmanager
+async def chatting(address: str, *options: str) -> AsyncIterator[Terminal]:
+    ours, theirs = pty.openpty()
+    command = (sys.executable, "-m", "specdec.cli", "chat", "--address", address, *options)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}, start_new_session=True
+    )
+    os.close(theirs)
+    try:
+        yield Terminal(process, ours)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        asyncio.get_running_loop().remove_reader(ours)
+        os.close(ours)
+
+
+def turns(server: FakeServer) -> list[tuple[str, str]]:
+    """What the last request said."""
+    return [(turn.role, turn.content) for turn in server.calls[-1].request.chat.messages]
+
+
+async def test_a_conversation() -> None:
+    async with FakeServer() as server, chatting(server.address, "--system", "be brief") as terminal:
+        await terminal.shows("> ")
+        terminal.type("hello\n")
+        await terminal.shows(re.escape(TEXT))
+        await terminal.shows(r"a step; length, seed \d+")
+        assert turns(server) == [("system", "be brief"), ("user", "hello")]
+        terminal.type("/seed 5\n/speculation off\nand then?\n")
+        await terminal.shows("length, seed 5")
+        assert turns(server)[1:] == [("user", "hello"), ("assistant", TEXT), ("user", "and then?")]
+        assert server.calls[-1].request.speculation.off
+        terminal.type("/quit\n")
+        assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 0
+
+
+async def test_an_interruption_ends_the_answer_and_not_the_chat() -> None:
+    async with FakeServer(Act(tokens=6, then="hold")) as server, chatting(server.address) as terminal:
+        await terminal.shows("> ")
+        terminal.type("hello\n")
+        await asyncio.wait_for(server.held.wait(), PATIENCE)
+        await terminal.shows("déj")
+        terminal.process.send_signal(signal.SIGINT)
+        await terminal.shows("stopped.*> ")
+        await asyncio.wait_for(server.freed.wait(), PATIENCE)
+        terminal.type("go on\n")
+        await terminal.shows("a step; length")
+        assert [role for role, _ in turns(server)] == ["user", "assistant", "user"]
+        assert TEXT.startswith(turns(server)[1][1])
+        terminal.process.send_signal(signal.SIGINT)
+        await terminal.shows("Ctrl-D or /quit leaves")
+        terminal.type("\x04")
+        assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 0
+
+
+async def test_an_error_is_told_and_the_question_taken_back() -> None:
+    refusal = rich(INVALID_ARGUMENT)
+    async with FakeServer(refusal) as server, chatting(server.address) as terminal:
+        await terminal.shows("> ")
+        terminal.type("hello\n")
+        await terminal.shows("refused.*> ")
+        terminal.type("again\n")
+        await terminal.shows("a step; length")
+    assert turns(server) == [("user", "again")]
+
+
+async def test_colours_tell_where_tokens_came_from() -> None:
+    async with FakeServer() as server, chatting(server.address, "--colours") as terminal:
+        await terminal.shows("> ")
+        terminal.type("hello\n")
+        shown = await terminal.shows("a step; length")
+    assert "\x1b[32m" in shown  # of a draft
+    assert "\x1b[36m" in shown  # the target's own
+
+
+async def test_a_script_hears_of_an_error_by_the_exit_status() -> None:
+    command = (sys.executable, "-m", "specdec.cli", "chat", "--address", "127.0.0.1:1")
+    process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=-1)
+    said, complained = await asyncio.wait_for(process.communicate(b"hello\n"), PATIENCE)
+    assert (process.returncode, said) == (69, b"")
+    assert b"no server answers" in complained
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("/sed 5", "/sed is no command"),
+        ("/seed -1", "whole number"),
+        ("/seed five", "whole number"),
+        ("/temperature hot", "must be a number"),
+        ("/speculation maybe", "must be one of auto"),
+        ("/speculation", "must be one of auto"),
+        ("/again", "nothing was asked"),
+    ],
+)
+def test_wrong_commands(line: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Conversation({}).command(line)
+
+
+def test_commands_change_what_comes_next() -> None:
+    conversation = Conversation({})
+    conversation.command("/seed 7")
+    conversation.command("/temperature 0.5")
+    conversation.command("/speculation local")
+    assert conversation.options == {"seed": 7, "temperature": 0.5, "speculation": "local"}
+    conversation.command("/seed")
+    conversation.command("/temperature")
+    assert conversation.options == {"seed": None, "temperature": None, "speculation": "local"}
+    conversation.ask("a")
+    conversation.answered("b")
+    assert conversation.command("/again") == ("", True)
+    assert conversation.messages == [{"role": "user", "content": "a"}]
+    conversation.answered("")
+    assert conversation.messages == []
+    with pytest.raises(LeaveError):
+        conversation.command("/quit")
