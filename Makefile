@@ -28,7 +28,7 @@ demo: setup  ## Three services, one completion: drafted, then plain.
 # A team of threads that waits leaves its cores to the other file.
 test: export PYTHONDONTWRITEBYTECODE =
 test: export OMP_WAIT_POLICY = passive
-test: setup  ## Everything that must hold, in minutes.
+test: setup examples/node/node_modules/.done  ## Everything that must hold, in minutes.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
 
@@ -102,6 +102,11 @@ build/proto/.done: Makefile
 $(BUF): Makefile
 	mkdir -p build && cd build && npm install --silent --no-audit --no-fund --ignore-scripts @bufbuild/buf@1.75.0
 	touch $@
+
+# What the client for Node needs, which a test runs where there is a node.
+examples/node/node_modules/.done: examples/node/package-lock.json
+	if command -v npm >/dev/null; then cd examples/node && npm ci --silent --no-audit --no-fund --ignore-scripts; fi
+	mkdir -p $(@D) && touch $@
 
 clean:
 	rm -rf $(VENV) build

@@ -1,0 +1,101 @@
+// A client of specdec's gRPC API. A stream whose orchestrator goes away is taken up at another one: its reader sees a
+// pause, never a repeat or a gap.
+
+import { setTimeout as sleep } from "node:timers/promises";
+import { fileURLToPath } from "node:url";
+import grpc from "@grpc/grpc-js";
+import loader from "@grpc/proto-loader";
+
+import { SpecdecError } from "./errors.js";
+
+const PROTOS = fileURLToPath(new URL("../../proto", import.meta.url));
+const definition = loader.loadSync("specdec/v2/generation.proto", {
+  includeDirs: [PROTOS],
+  keepCase: true, // fields are called as in the contract
+  longs: String, // a seed has 64 bits, a number 53
+  enums: String,
+  defaults: true, // of fields that are not set; those of `optional` ones stay undefined
+});
+const { GenerationService } = grpc.loadPackageDefinition(definition).specdec.v2;
+
+const PAUSE_MS = 100;
+const LONGEST_PAUSE_MS = 2000;
+
+export class Client {
+  /**
+   * @param {string[]} addresses of orchestrators, each "host:port"
+   * @param {object} [options]
+   * @param {string} [options.apiKey] for orchestrators that want one
+   * @param {grpc.ChannelCredentials} [options.credentials] without them the connection is not encrypted
+   * @param {number} [options.maxFailures] how many calls in a row may fail without a new token
+   */
+  constructor(addresses, { apiKey, credentials = grpc.credentials.createInsecure(), maxFailures = 10 } = {}) {
+    this.services = addresses.map((address) => new GenerationService(address, credentials));
+    this.apiKey = apiKey;
+    this.maxFailures = maxFailures;
+    this.turn = 0;
+  }
+
+  /**
+   * Ask for a completion, and yield each GenerateResponse as it comes. Leaving the loop cancels the call.
+   * @param {object} request a GenerateRequest with n = 1: `text`, `tokens` or `chat`, and options
+   * @throws {SpecdecError} where the text cannot go on
+   */
+  async *generate(request) {
+    const asked = structuredClone(request); // always asks for exactly what has not arrived yet
+    asked.generated_tokens ??= [];
+    let begun = false;
+    let failures = 0;
+    for (;;) {
+      const call = this.#service.Generate(asked, this.#metadata);
+      try {
+        for await (const response of call) {
+          if (!begun) makeExplicit(asked, response);
+          begun = true;
+          asked.generated_tokens.push(...response.tokens);
+          if (response.tokens.length > 0) failures = 0;
+          yield response;
+          if (response.finish) return;
+        }
+        throw new Error("the stream ended before the text did");
+      } catch (error) {
+        if (error.code === undefined) throw error; // not a status
+        const seen = new SpecdecError(error);
+        const waits = begun && seen.code === "RESOURCE_EXHAUSTED"; // a text that has begun waits for room
+        failures += 1;
+        if (!(seen.isLoss || waits) || failures > this.maxFailures) throw seen;
+        this.turn += 1;
+        const pause = Math.min(PAUSE_MS * 2 ** (failures - 1), LONGEST_PAUSE_MS);
+        await sleep(Math.max(pause, 1000 * (seen.retryAfter ?? 0)));
+      } finally {
+        call.cancel();
+      }
+    }
+  }
+
+  close() {
+    for (const service of this.services) service.close();
+  }
+
+  get #service() {
+    return this.services[this.turn % this.services.length];
+  }
+
+  get #metadata() {
+    const metadata = new grpc.Metadata();
+    if (this.apiKey !== undefined) metadata.set("authorization", `Bearer ${this.apiKey}`);
+    return metadata;
+  }
+}
+
+// Leave nothing open that the first server has resolved: another one might resolve it differently.
+function makeExplicit(asked, response) {
+  const { resolved } = response;
+  asked.model_fingerprint = response.model_fingerprint;
+  asked.sampling = { ...resolved.sampling, ...asked.sampling, seed: response.seed };
+  asked.max_tokens = resolved.max_tokens;
+  asked.ignore_end_token = true; // it is among these
+  asked.stop_tokens = resolved.end_tokens;
+  asked.prompt_digest = resolved.prompt_digest;
+  if (resolved.time && asked.chat) asked.chat.time = resolved.time;
+}

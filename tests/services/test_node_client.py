@@ -1,0 +1,94 @@
+"""The client for Node streams, takes a text up at another orchestrator, and reads errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from asyncio.subprocess import Process
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.servicer import GenerationServicer
+from specdec.client import AsyncClient
+from specdec.v2 import generation_pb2
+from tests.client.fake_server import TEXT, Act, FakeServer
+from tests.services.conftest import Directories
+from tests.stack import served, stack
+
+FOLDER = Path(__file__).parents[2] / "examples" / "node"
+pytestmark = pytest.mark.skipif(
+    shutil.which("node") is None or not (FOLDER / "node_modules" / "@grpc").is_dir(),
+    reason="wants node, and npm ci in examples/node",
+)
+
+
+async def start(addresses: str, text: str = "hi", **options: Any) -> Process:
+    command = ("node", str(FOLDER / "stream.js"), addresses, text, json.dumps(options))
+    return await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1)
+
+
+async def run(addresses: str, text: str = "hi", **options: Any) -> tuple[int | None, str, str]:
+    """Return its exit status, what it wrote, and what it complained of."""
+    process = await start(addresses, text, **options)
+    said, complained = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, said.decode(), complained.decode()
+
+
+async def test_it_streams(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        async with AsyncClient(services.address) as client:
+            want = await client.complete("hello there", max_tokens=40, temperature=0.8, seed=5)
+        status, said, told = await run(
+            services.address, "hello there", max_tokens=40, sampling={"temperature": 0.8, "seed": "5"}
+        )
+    assert (status, said) == (0, want.text), told
+    assert told.strip().startswith(f"{want.completions[0].finish.completion_tokens} tokens in ")
+
+
+async def test_it_goes_on_in_the_middle_of_a_character() -> None:
+    breaking = Act(tokens=4, then="abort")
+    async with FakeServer(breaking, breaking) as one, FakeServer(breaking) as other:
+        status, said, told = await run(f"{one.address},{other.address}")
+    assert (status, said) == (0, TEXT), told
+    requests = [call.request for call in (*one.calls, *other.calls)]
+    assert {request.sampling.seed for request in requests if request.generated_tokens} == {1001}
+
+
+async def test_a_killed_orchestrator_changes_no_token(directories: Directories) -> None:
+    """Two of them share the pods; the one that was asked ends while it streams."""
+    async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.005)) as services:
+        async with AsyncClient(services.address) as client:
+            want = await client.complete("hello", max_tokens=200, temperature=0.8, seed=5, ignore_end_token=True)
+        async with served(GenerationServicer(services.model, services.peers)) as (address, server):
+            process = await start(
+                f"{address},{services.address}",
+                "hello",
+                max_tokens=200,
+                ignore_end_token=True,
+                sampling={"temperature": 0.8, "seed": "5"},
+            )
+            assert process.stdout is not None
+            first = await asyncio.wait_for(process.stdout.read(1), 60)
+            await server.stop(0)
+            said, told = await asyncio.wait_for(process.communicate(), 60)
+        stats = await services.stub.GetStats(generation_pb2.GenerationServiceGetStatsRequest())
+    assert process.returncode == 0, told
+    assert stats.requests == 2  # the whole text, and the rest of the other one
+    assert (first + said).decode() == want.text
+
+
+async def test_it_tells_what_is_wrong(directories: Directories) -> None:
+    async with stack(directories.target, None) as services:
+        status, _, told = await run(services.address, sampling={"temperature": -1})
+    assert status == 1
+    assert told.startswith("INVALID_ARGUMENT INVALID_REQUEST: sampling.temperature: is -1, must be")
+
+
+async def test_it_gives_up_where_nobody_answers() -> None:
+    status, _, told = await run("127.0.0.1:1")
+    assert status == 1
+    assert told.startswith("UNAVAILABLE")
