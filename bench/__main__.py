@@ -34,6 +34,7 @@ ROOMS = {
         "overload": "who is served and who is refused under ten times the load",
         "prefix-routing": "how much of chats is computed again where several verifiers share the work",
         "production": "processor time that TLS, API keys and metrics cost",
+        "http-overhead": "processor time and first tokens by OpenAI's HTTP API, beside gRPC",
         "overhead": "where the time of a verifier's step goes, by profile",
     },
     "network": {

@@ -1,0 +1,139 @@
+"""Measure what OpenAI's HTTP API costs beside gRPC: processor time of all services for a token, and the first token.
+
+    python -m bench http-overhead [--rounds 8]
+
+The demo pair is asked for the same texts by gRPC and by HTTP, in turns. The callers' own processor time is not counted,
+though on few cores it delays the services: both are as light as they can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+from bench.arguments import parser_of
+from bench.systems.processor_time import processor_seconds
+from demo.prompts import held_out
+from specdec.client import AsyncClient
+from specdec.local import DEMO, Stack
+
+TOKENS = 200
+FEW = ("--kv-tokens", "16384", "--threads", "1")
+SEED = 7
+
+
+class Answer(NamedTuple):
+    """What came of one request."""
+
+    tokens: int
+    first_seconds: float  # until the first of them
+
+
+class Costs(NamedTuple):
+    """What requests at once cost."""
+
+    milliseconds_a_token: float  # of processor time of all services
+    first_milliseconds: float  # median time to the first token
+
+
+Ask = Callable[[list[int]], Awaitable[Answer]]
+
+
+async def by_grpc(client: AsyncClient, prompt: list[int]) -> Answer:
+    begin, first, tokens = time.monotonic(), 0.0, 0
+    stream = client.generate(
+        tokens=prompt,
+        max_tokens=TOKENS,
+        temperature=0.8,
+        seed=SEED,
+        ignore_end_token=True,
+        speculation="always",
+        tenant="grpc",  # the ways share no cached prompts
+    )
+    async with stream as chunks:
+        async for chunk in chunks:
+            first = first or time.monotonic() - begin
+            tokens += len(chunk.tokens)
+    return Answer(tokens, first)
+
+
+async def by_http(address: str, prompt: list[int]) -> Answer:
+    host, _, port = address.partition(":")
+    body = json.dumps(
+        {
+            "model": "target",
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "temperature": 0.8,
+            "seed": SEED,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "specdec": {"speculation": "always", "tenant": "http"},
+        }
+    ).encode()
+    begin, first, usage = time.monotonic(), 0.0, b""
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):
+            first = first or time.monotonic() - begin
+            usage = line
+    writer.close()
+    return Answer(json.loads(usage[6:])["usage"]["completion_tokens"], first)
+
+
+async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> Costs:
+    """Ask all at once."""
+    before = processor_seconds(processes)
+    answers = await asyncio.gather(*map(ask, prompts))
+    spent = processor_seconds(processes) - before
+    tokens = sum(each.tokens for each in answers)
+    return Costs(1e3 * spent / tokens, 1e3 * median(each.first_seconds for each in answers))
+
+
+async def measure(stack: Stack, streams: int, rounds: int) -> list[tuple[Costs, Costs]]:
+    """Return pairs of costs, (by gRPC, by HTTP), each first in turn."""
+    processes = {child.process.pid for child in stack.children.values()}
+    pairs = []
+    async with AsyncClient(stack.address, timeout=300) as client:
+        ways: list[Ask] = [partial(by_grpc, client), partial(by_http, stack.addresses["openai"])]
+        for number in range(-1, rounds):  # the first warms both
+            prompts = held_out(streams, tokens=64, seed=number)
+            order = ways if number % 2 else ways[::-1]
+            found = {way: await costs(way, processes, prompts) for way in order}
+            if number >= 0:
+                pairs.append((found[ways[0]], found[ways[1]]))
+    return pairs
+
+
+def told(pairs: Sequence[tuple[Costs, Costs]]) -> str:
+    """Return what pairs say, in a line."""
+    grpc, http = (Costs(*map(median, zip(*costs, strict=True))) for costs in zip(*pairs, strict=True))
+    ratios = sorted(b.milliseconds_a_token / a.milliseconds_a_token for a, b in pairs)
+    later = sorted(b.first_milliseconds - a.first_milliseconds for a, b in pairs)
+    return (
+        f"{grpc.milliseconds_a_token:.2f} ms of processor time a token by gRPC, {http.milliseconds_a_token:.2f} by "
+        "HTTP, ratio "
+        f"{median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}; "
+        f"first token {grpc.first_milliseconds:.1f} and {http.first_milliseconds:.1f} ms; "
+        f"later by {median(later):.1f}, from {later[0]:.1f} to {later[-1]:.1f}; {len(pairs)} pairs"
+    )
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("http-overhead", __doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args(given)
+    options = {"dtype": "float32", "verifier_options": FEW, "draft_options": FEW, "openai_options": ()}
+    with Stack.start(DEMO / "target", str(DEMO / "draft"), **options) as stack:  # type: ignore[arg-type]
+        for streams in args.streams:
+            pairs = asyncio.run(measure(stack, streams, args.rounds))
+            print(f"{streams} streams: {told(pairs)}", flush=True)
