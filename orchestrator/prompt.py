@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
+
+from google.protobuf import json_format
 
 from orchestrator.model import Model
-from specdec.serving.validation import token_violations
+from specdec.serving.validation import token_violations, too_many
 from specdec.text.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.v2 import generation_pb2
+
+MOST_ARGUMENTS = 16 << 10
+"""Bytes of the arguments of a chat template."""
 
 
 def prompt_tokens(
@@ -31,9 +37,13 @@ def prompt_tokens(
                 violations += token_violations("tokens.ids", ids, model.vocabulary)
                 return ids
             case "chat":
-                if message.chat.messages:
+                size = message.chat.template_arguments.ByteSize()
+                if too_long := too_many("chat.template_arguments", size, MOST_ARGUMENTS, "bytes"):
+                    violations.append(too_long)
+                elif message.chat.messages:
                     return model.tokenizer.encode(_rendered(message.chat, model, time), special=False, limit=most)
-                violations.append(("chat.messages", "is empty, must hold at least 1 message"))
+                else:
+                    violations.append(("chat.messages", "is empty, must hold at least 1 message"))
             case _:
                 violations.append(("prompt", "is missing: set one of text, tokens, chat"))
     except ChatTemplateError as error:
@@ -56,7 +66,24 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
 
 def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> str:
     """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
-    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages], time)
+    try:
+        arguments = _whole(json_format.MessageToDict(chat.template_arguments))
+    except ValueError as error:  # a number that JSON does not have
+        raise ChatTemplateError(f"template_arguments: {error}") from None
+    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages], time, arguments)
     if (length := len(text.encode())) > model.most_text:
         raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
     return text
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of JSON whose numbers are whole where they have no fraction: the message holds floats alone."""
+    match value:
+        case dict():
+            return {name: _whole(each) for name, each in value.items()}
+        case list():
+            return [_whole(each) for each in value]
+        case float() if value.is_integer():
+            return int(value)
+        case _:
+            return value

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, cast
 
 import grpc
 
@@ -81,6 +81,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         *,
         tokens: Sequence[int] | None = None,
         messages: Sequence[Message] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
         model: str | None = None,
         add_special: bool | None = None,
         pieces: bool = False,
@@ -91,7 +92,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         `add_special=False` leaves out what the model expects around a plain text (a BOS token, say). `pieces` asks for
         text and bytes of each token.
         """
-        request = build_tokenize_request(prompt, tokens, messages, model, add_special, pieces)
+        request = build_tokenize_request(prompt, tokens, messages, template_arguments, model, add_special, pieces)
         return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout))
 
     async def close(self) -> None:

@@ -29,6 +29,9 @@ class GenerateOptions(TypedDict, total=False):
     tokens: Annotated[Sequence[int] | None, "The prompt as token ids, instead of text."]
     messages: Annotated[Sequence[Message] | None, "The prompt as a conversation, instead of text."]
     time: Annotated[datetime | None, "With `messages`: the present time to the chat template. Default: on arrival."]
+    template_arguments: Annotated[
+        Mapping[str, Any] | None, "With `messages`: variables that the model's chat template takes, by name."
+    ]
     model: Annotated[str | None, "The one to ask, where several are served."]
 
     max_tokens: Annotated[

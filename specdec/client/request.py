@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import TypeVar, Unpack
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
 from specdec.client.options import GenerateOptions, takes_options
@@ -60,8 +61,9 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
-    if "time" in given and "messages" not in given:
-        raise ValueError("time is given, but no messages: only chat templates see it")
+    for name in ("time", "template_arguments"):
+        if name in given and "messages" not in given:
+            raise ValueError(f"{name} is given, but no messages: only chat templates see it")
     if "speculation" in given and "drafters" in given:
         raise ValueError("give either speculation or drafters: both say who may propose candidates")
     if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
@@ -88,6 +90,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             if not isinstance(value, datetime) or value.tzinfo is None:
                 raise ValueError(f"time = {value!r}: not a datetime with a time zone")
             request.chat.time.FromDatetime(value)
+        elif name == "template_arguments":
+            _put_arguments(request.chat, value)
         elif name == "stop":  # one string is a stop string, not its letters
             _put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
@@ -108,6 +112,17 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         else:
             raise TypeError(f"unknown option: {name}")
     return request
+
+
+def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
+    """Set the arguments of the chat template; TypeError or ValueError if they are not what JSON can say."""
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"template_arguments = {arguments!r}: must be a mapping")
+    try:
+        chat.template_arguments.update(arguments)
+        chat.FromString(chat.SerializeToString())  # fails where it would at the server
+    except (ValueError, TypeError, OverflowError, DecodeError) as error:
+        raise ValueError(f"template_arguments = {arguments!r}: {error}") from error
 
 
 def _turns(messages: object) -> Iterator[pb.ChatMessage]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
-from typing import Protocol, Self, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 
@@ -77,6 +77,7 @@ class Client(Endpoint[grpc.Channel]):
         *,
         tokens: Sequence[int] | None = None,
         messages: Sequence[Message] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
         model: str | None = None,
         add_special: bool | None = None,
         pieces: bool = False,
@@ -87,7 +88,7 @@ class Client(Endpoint[grpc.Channel]):
         `add_special=False` leaves out what the model expects around a plain text (a BOS token, say). `pieces` asks for
         text and bytes of each token.
         """
-        request = build_tokenize_request(prompt, tokens, messages, model, add_special, pieces)
+        request = build_tokenize_request(prompt, tokens, messages, template_arguments, model, add_special, pieces)
         return read_tokenized(self._ask(lambda stub: stub.Tokenize, request, timeout))
 
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.client.completion import Piece
 from specdec.client.options import Message
@@ -29,12 +30,13 @@ def build_tokenize_request(
     prompt: str | None,
     tokens: Sequence[int] | None,
     messages: Sequence[Message] | None,
+    template_arguments: Mapping[str, Any] | None,
     model: str | None,
     add_special: bool | None,
     pieces: bool,
 ) -> pb.TokenizeRequest:
     """Return the message; ValueError or TypeError for what does not fit into one."""
-    asked = build_request(prompt, tokens=tokens, messages=messages, model=model)
+    asked = build_request(prompt, tokens=tokens, messages=messages, template_arguments=template_arguments, model=model)
     request = pb.TokenizeRequest(model=asked.model, add_special=add_special, pieces=pieces)
     match asked.WhichOneof("prompt"):
         case "text":

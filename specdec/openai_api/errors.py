@@ -19,6 +19,7 @@ from specdec.client import (
 )
 
 FIELDS = {"text": "prompt", "tokens.ids": "prompt", "chat.messages": "messages", "chat": "messages"}
+FIELDS |= {"chat.template_arguments": "chat_template_kwargs"}
 """Fields of the gRPC API that have another name here; of others, the message that holds them is left out."""
 
 _INSIDE = re.compile(r"^(sampling|speculation|contrast|chat)\.")

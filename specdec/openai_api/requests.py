@@ -34,11 +34,14 @@ SAME = frozenset(
 
 RENAMED = {"ignore_eos": "ignore_end_token", "max_completion_tokens": "max_tokens", "stop_token_ids": "stop_tokens"}
 
-READ = frozenset({"logit_bias", "logprobs", "messages", "model", "prompt", "seed", "specdec", "stream"})
+READ = frozenset(
+    {"chat_template_kwargs", "logit_bias", "logprobs", "messages", "model", "prompt", "seed", "specdec", "stream"}
+)
 READ |= {"stream_options", "top_logprobs"}
 """Fields that are read one by one below."""
 
-OF_CHAT, OF_COMPLETIONS = frozenset({"messages", "max_completion_tokens", "top_logprobs"}), frozenset({"prompt"})
+OF_CHAT = frozenset({"chat_template_kwargs", "messages", "max_completion_tokens", "top_logprobs"})
+OF_COMPLETIONS = frozenset({"prompt"})
 
 OWN = frozenset(GenerateOptions.__annotations__) & {
     "alpha",
@@ -137,13 +140,14 @@ def parse(body: bytes, *, chat: bool) -> Asked:
     asked = Asked(
         chat=chat,
         model=_typed(given, "model", str, ""),
-        prompts=[{"messages": _messages(given)}] if chat else _prompts(given),
+        prompts=[_conversation(given)] if chat else _prompts(given),
         options=options,
         stream=_typed(given, "stream", bool, False),
         usage_in_stream=_usage_in_stream(given),
         samples=options.get("n", 1) if isinstance(options.get("n", 1), int) else 1,
     )
-    names = {"tokens": "prompt"} | {RENAMED[name]: name for name in given if name in RENAMED}
+    names = {"tokens": "prompt", "template_arguments": "chat_template_kwargs"}
+    names |= {RENAMED[name]: name for name in given if name in RENAMED}
     for prompt in asked.prompts:
         _check(prompt | asked.options, names)
     return asked
@@ -272,6 +276,14 @@ def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     if all(isinstance(each, list) and all(type(token) is int for token in each) for each in prompt):
         return [{"tokens": each} for each in prompt]
     raise wrong
+
+
+def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a conversation, and what its template is told besides."""
+    arguments = given.get("chat_template_kwargs", {})
+    if not isinstance(arguments, dict):
+        raise refused("chat_template_kwargs", "must be an object")
+    return {"messages": _messages(given), "template_arguments": arguments or None}
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -21,6 +22,9 @@ from specdec.text.token_bytes import TokenBytes
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Special tokens that chat templates may name."""
+
+NOT_BUILT = ("tools", "documents")
+"""Variables of chat templates that stand for what is not built."""
 
 TOKENIZER = "tokenizer.json"
 
@@ -119,20 +123,29 @@ class Tokenizer:
                 raise RuntimeError(f"the tokenizer panicked: {in_one_line(error)}") from None
             raise
 
-    def render(self, messages: Sequence[tuple[str, str]], time: datetime) -> str:
+    def render(
+        self,
+        messages: Sequence[tuple[str, str]],
+        time: datetime,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Render a conversation of (role, content) as the prompt text of the assistant's next turn. `time` is the only
-        clock that the template sees."""
+        clock that the template sees. `arguments` are further variables; ChatTemplateError if one has the name of what
+        every template gets, or the template fails."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
 
-        variables: dict[str, Any] = {key: value for key, value in self._special.items() if value}
+        own: dict[str, Any] = {key: value for key, value in self._special.items() if value}
+        own |= {
+            "messages": [{"role": role, "content": content} for role, content in messages],
+            "add_generation_prompt": True,
+            "strftime_now": time.strftime,
+        }
+        for name in arguments:
+            if name in own or name in NOT_BUILT:
+                raise ChatTemplateError(f"{name!r} cannot be set by an argument of the template")
         try:
-            return self._template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
-                add_generation_prompt=True,
-                strftime_now=time.strftime,
-                **variables,
-            )
+            return self._template.render(own | dict(arguments))
         except Exception as error:  # a template is a program: it may raise anything
             raise ChatTemplateError(f"the model's chat template says: {error}") from error
 

@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from specdec.v2 import model_pb2 as specdec_dot_v2_dot_model__pb2
 from specdec.v2 import verifier_pb2 as specdec_dot_v2_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecdec/v2/generation.proto\x12\nspecdec.v2\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16specdec/v2/model.proto\x1a\x19specdec/v2/verifier.proto\"\x8c\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.specdec.v2.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.specdec.v2.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.specdec.v2.SamplingParameters\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x13\n\x0bstop_tokens\x18\t \x03(\r\x12\x18\n\x10ignore_end_token\x18\n \x01(\x08\x12\t\n\x01n\x18\x0b \x01(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12,\n\x0bspeculation\x18\r \x01(\x0b\x32\x17.specdec.v2.Speculation\x12(\n\x04rule\x18\x0e \x01(\x0e\x32\x1a.specdec.v2.AcceptanceRule\x12\x18\n\x10generated_tokens\x18\x0f \x03(\r\x12\x13\n\x0bjson_schema\x18\x10 \x01(\t\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12&\n\x08\x63ontrast\x18\x12 \x01(\x0b\x32\x14.specdec.v2.Contrast\x12\x19\n\x11model_fingerprint\x18\x13 \x01(\t\x12\x15\n\rprompt_digest\x18\x15 \x01(\t\x12 \n\x18ignore_generation_config\x18\x14 \x01(\x08\x12\x10\n\x08priority\x18\x16 \x01(\x11\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"a\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v2.ChatMessage\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe2\x03\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x08 \x03(\x0b\x32-.specdec.v2.SamplingParameters.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seed\"\xbc\x01\n\x0bSpeculation\x12%\n\x08\x64rafters\x18\x01 \x03(\x0e\x32\x13.specdec.v2.Drafter\x12\x0b\n\x03off\x18\x02 \x01(\x08\x12\x0e\n\x06\x66orced\x18\x03 \x01(\x08\x12\x16\n\x0emax_candidates\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x14\n\x0cmax_branches\x18\x06 \x01(\r\x12(\n\tlookahead\x18\x07 \x01(\x0b\x32\x15.specdec.v2.Lookahead\"\x80\x03\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x07sources\x18\x04 \x03(\x0e\x32\x17.specdec.v2.TokenSource\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v2.TokenLogprobs\x12)\n\x07timings\x18\x06 \x01(\x0b\x32\x18.specdec.v2.ChunkTimings\x12\"\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x12.specdec.v2.Finish\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0btoken_texts\x18\t \x03(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\r\n\x05steps\x18\x0b \x01(\r\x12\x0f\n\x07offered\x18\x0c \x01(\r\x12-\n\x08resolved\x18\r \x01(\x0b\x32\x1b.specdec.v2.ResolvedRequestB\x07\n\x05_seed\"\xac\x01\n\x0fResolvedRequest\x12\x30\n\x08sampling\x18\x01 \x01(\x0b\x32\x1e.specdec.v2.SamplingParameters\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nend_tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_digest\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"Z\n\x0c\x43hunkTimings\x12\x12\n\nelapsed_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x0f\n\x07step_us\x18\x03 \x01(\r\x12\x11\n\tqueued_us\x18\x04 \x01(\x04\"\x94\x02\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.specdec.v2.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.specdec.v2.Usage\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32!.specdec.v2.SpeculationStatistics\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x14\n\x0creproducible\x18\x06 \x01(\x08\x12/\n\rnumerics_mode\x18\x07 \x01(\x0e\x32\x18.specdec.v2.NumericsMode\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xd2\x03\n\x15SpeculationStatistics\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07offered\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x0f\n\x07overrun\x18\x04 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\x05 \x03(\r\x12\x18\n\x10undrafted_reason\x18\x06 \x01(\t\x12?\n\x07sources\x18\x07 \x03(\x0b\x32..specdec.v2.SpeculationStatistics.SourcesEntry\x12N\n\x0f\x66\x61ilover_events\x18\x08 \x03(\x0b\x32\x35.specdec.v2.SpeculationStatistics.FailoverEventsEntry\x12.\n\x07granted\x18\t \x01(\x0b\x32\x1d.specdec.v2.SpeculationLimits\x12\x18\n\x10undrafted_tokens\x18\n \x01(\r\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x35\n\x13\x46\x61iloverEventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x95\x01\n\x11SpeculationLimits\x12\x1b\n\x0emax_candidates\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x0cmax_branches\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x11\n\x0f_max_candidatesB\x0c\n\n_max_depthB\x0f\n\r_max_branches\"?\n\x0f\x43ompleteRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.specdec.v2.GenerateRequest\"|\n\x10\x43ompleteResponse\x12+\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32\x16.specdec.v2.Completion\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12-\n\x08resolved\x18\x03 \x01(\x0b\x32\x1b.specdec.v2.ResolvedRequest\"\xa5\x01\n\nCompletion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12(\n\x07sources\x18\x03 \x03(\x0e\x32\x17.specdec.v2.TokenSource\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.specdec.v2.TokenLogprobs\x12\"\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.specdec.v2.Finish\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.specdec.v2.ServedModel\"\x9e\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08\x12\x18\n\x10text_fingerprint\x18\x05 \x01(\t\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x0e\n\x0c_temperature\"\xc7\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.specdec.v2.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.specdec.v2.ChatPromptH\x00\x12\x18\n\x0b\x61\x64\x64_special\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x0e\n\x06pieces\x18\x06 \x01(\x08\x42\x08\n\x06promptB\x0e\n\x0c_add_special\"n\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12&\n\x06pieces\x18\x02 \x03(\x0b\x32\x16.specdec.v2.TokenPiece\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\")\n\nTokenPiece\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\"\"\n GenerationServiceGetStatsRequest\"\xa2\x06\n!GenerationServiceGetStatsResponse\x12 \n\x03pod\x18\x01 \x01(\x0b\x32\x13.specdec.v2.PodInfo\x12\r\n\x05up_us\x18\x02 \x01(\x04\x12\'\n\x06models\x18\x03 \x03(\x0b\x32\x17.specdec.v2.ServedModel\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x17\n\x0fwaiting_prompts\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x06 \x01(\x04\x12Z\n\x0f\x66\x61iled_requests\x18\x07 \x03(\x0b\x32\x41.specdec.v2.GenerationServiceGetStatsResponse.FailedRequestsEntry\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x08 \x01(\x04\x12\x17\n\x0frunning_samples\x18\t \x01(\r\x12\x15\n\rended_samples\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x15\n\rcached_tokens\x18\x0c \x01(\x04\x12\x18\n\x10generated_tokens\x18\r \x01(\x04\x12\r\n\x05steps\x18\x0e \x01(\x04\x12\x1a\n\x12offered_candidates\x18\x0f \x01(\x04\x12\x1b\n\x13\x61\x63\x63\x65pted_candidates\x18\x10 \x01(\x04\x12Z\n\x0f\x66\x61ilover_events\x18\x11 \x03(\x0b\x32\x41.specdec.v2.GenerationServiceGetStatsResponse.FailoverEventsEntry\x12&\n\tverifiers\x18\x12 \x03(\x0b\x32\x13.specdec.v2.PodView\x12#\n\x06\x64rafts\x18\x13 \x03(\x0b\x32\x13.specdec.v2.PodView\x12\x0f\n\x07serving\x18\x14 \x01(\x08\x1a\x35\n\x13\x46\x61iledRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13\x46\x61iloverEventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb6\x01\n\x07PodView\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12)\n\x07\x62reaker\x18\x02 \x01(\x0e\x32\x18.specdec.v2.BreakerState\x12\x14\n\x0cunfit_reason\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12)\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x17.specdec.v2.PodCapacity\x12\x1c\n\x14numerics_fingerprint\x18\x06 \x01(\t*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\xa0\x03\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v2.GenerateRequest\x1a\x1c.specdec.v2.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.specdec.v2.CompleteRequest\x1a\x1c.specdec.v2.CompleteResponse\x12K\n\nListModels\x12\x1d.specdec.v2.ListModelsRequest\x1a\x1e.specdec.v2.ListModelsResponse\x12\x45\n\x08Tokenize\x12\x1b.specdec.v2.TokenizeRequest\x1a\x1c.specdec.v2.TokenizeResponse\x12g\n\x08GetStats\x12,.specdec.v2.GenerationServiceGetStatsRequest\x1a-.specdec.v2.GenerationServiceGetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecdec/v2/generation.proto\x12\nspecdec.v2\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16specdec/v2/model.proto\x1a\x19specdec/v2/verifier.proto\"\x8c\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.specdec.v2.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.specdec.v2.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.specdec.v2.SamplingParameters\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x13\n\x0bstop_tokens\x18\t \x03(\r\x12\x18\n\x10ignore_end_token\x18\n \x01(\x08\x12\t\n\x01n\x18\x0b \x01(\r\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12,\n\x0bspeculation\x18\r \x01(\x0b\x32\x17.specdec.v2.Speculation\x12(\n\x04rule\x18\x0e \x01(\x0e\x32\x1a.specdec.v2.AcceptanceRule\x12\x18\n\x10generated_tokens\x18\x0f \x03(\r\x12\x13\n\x0bjson_schema\x18\x10 \x01(\t\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12&\n\x08\x63ontrast\x18\x12 \x01(\x0b\x32\x14.specdec.v2.Contrast\x12\x19\n\x11model_fingerprint\x18\x13 \x01(\t\x12\x15\n\rprompt_digest\x18\x15 \x01(\t\x12 \n\x18ignore_generation_config\x18\x14 \x01(\x08\x12\x10\n\x08priority\x18\x16 \x01(\x11\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x96\x01\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v2.ChatMessage\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x12template_arguments\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe2\x03\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x08 \x03(\x0b\x32-.specdec.v2.SamplingParameters.LogitBiasEntry\x12\x15\n\rbanned_tokens\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seed\"\xbc\x01\n\x0bSpeculation\x12%\n\x08\x64rafters\x18\x01 \x03(\x0e\x32\x13.specdec.v2.Drafter\x12\x0b\n\x03off\x18\x02 \x01(\x08\x12\x0e\n\x06\x66orced\x18\x03 \x01(\x08\x12\x16\n\x0emax_candidates\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x14\n\x0cmax_branches\x18\x06 \x01(\r\x12(\n\tlookahead\x18\x07 \x01(\x0b\x32\x15.specdec.v2.Lookahead\"\x80\x03\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x07sources\x18\x04 \x03(\x0e\x32\x17.specdec.v2.TokenSource\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v2.TokenLogprobs\x12)\n\x07timings\x18\x06 \x01(\x0b\x32\x18.specdec.v2.ChunkTimings\x12\"\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x12.specdec.v2.Finish\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0btoken_texts\x18\t \x03(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\r\n\x05steps\x18\x0b \x01(\r\x12\x0f\n\x07offered\x18\x0c \x01(\r\x12-\n\x08resolved\x18\r \x01(\x0b\x32\x1b.specdec.v2.ResolvedRequestB\x07\n\x05_seed\"\xac\x01\n\x0fResolvedRequest\x12\x30\n\x08sampling\x18\x01 \x01(\x0b\x32\x1e.specdec.v2.SamplingParameters\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nend_tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_digest\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"Z\n\x0c\x43hunkTimings\x12\x12\n\nelapsed_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x0f\n\x07step_us\x18\x03 \x01(\r\x12\x11\n\tqueued_us\x18\x04 \x01(\x04\"\x94\x02\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.specdec.v2.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.specdec.v2.Usage\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32!.specdec.v2.SpeculationStatistics\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x14\n\x0creproducible\x18\x06 \x01(\x08\x12/\n\rnumerics_mode\x18\x07 \x01(\x0e\x32\x18.specdec.v2.NumericsMode\x12\x13\n\x0bpreemptions\x18\x08 \x01(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xd2\x03\n\x15SpeculationStatistics\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07offered\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x0f\n\x07overrun\x18\x04 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\x05 \x03(\r\x12\x18\n\x10undrafted_reason\x18\x06 \x01(\t\x12?\n\x07sources\x18\x07 \x03(\x0b\x32..specdec.v2.SpeculationStatistics.SourcesEntry\x12N\n\x0f\x66\x61ilover_events\x18\x08 \x03(\x0b\x32\x35.specdec.v2.SpeculationStatistics.FailoverEventsEntry\x12.\n\x07granted\x18\t \x01(\x0b\x32\x1d.specdec.v2.SpeculationLimits\x12\x18\n\x10undrafted_tokens\x18\n \x01(\r\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x35\n\x13\x46\x61iloverEventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x95\x01\n\x11SpeculationLimits\x12\x1b\n\x0emax_candidates\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x0cmax_branches\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x11\n\x0f_max_candidatesB\x0c\n\n_max_depthB\x0f\n\r_max_branches\"?\n\x0f\x43ompleteRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.specdec.v2.GenerateRequest\"|\n\x10\x43ompleteResponse\x12+\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32\x16.specdec.v2.Completion\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12-\n\x08resolved\x18\x03 \x01(\x0b\x32\x1b.specdec.v2.ResolvedRequest\"\xa5\x01\n\nCompletion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12(\n\x07sources\x18\x03 \x03(\x0e\x32\x17.specdec.v2.TokenSource\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.specdec.v2.TokenLogprobs\x12\"\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x12.specdec.v2.Finish\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.specdec.v2.ServedModel\"\x9e\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08\x12\x18\n\x10text_fingerprint\x18\x05 \x01(\t\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x0e\n\x0c_temperature\"\xc7\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.specdec.v2.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.specdec.v2.ChatPromptH\x00\x12\x18\n\x0b\x61\x64\x64_special\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x0e\n\x06pieces\x18\x06 \x01(\x08\x42\x08\n\x06promptB\x0e\n\x0c_add_special\"n\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12&\n\x06pieces\x18\x02 \x03(\x0b\x32\x16.specdec.v2.TokenPiece\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\")\n\nTokenPiece\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\"\"\n GenerationServiceGetStatsRequest\"\xa2\x06\n!GenerationServiceGetStatsResponse\x12 \n\x03pod\x18\x01 \x01(\x0b\x32\x13.specdec.v2.PodInfo\x12\r\n\x05up_us\x18\x02 \x01(\x04\x12\'\n\x06models\x18\x03 \x03(\x0b\x32\x17.specdec.v2.ServedModel\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x17\n\x0fwaiting_prompts\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x06 \x01(\x04\x12Z\n\x0f\x66\x61iled_requests\x18\x07 \x03(\x0b\x32\x41.specdec.v2.GenerationServiceGetStatsResponse.FailedRequestsEntry\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x08 \x01(\x04\x12\x17\n\x0frunning_samples\x18\t \x01(\r\x12\x15\n\rended_samples\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x15\n\rcached_tokens\x18\x0c \x01(\x04\x12\x18\n\x10generated_tokens\x18\r \x01(\x04\x12\r\n\x05steps\x18\x0e \x01(\x04\x12\x1a\n\x12offered_candidates\x18\x0f \x01(\x04\x12\x1b\n\x13\x61\x63\x63\x65pted_candidates\x18\x10 \x01(\x04\x12Z\n\x0f\x66\x61ilover_events\x18\x11 \x03(\x0b\x32\x41.specdec.v2.GenerationServiceGetStatsResponse.FailoverEventsEntry\x12&\n\tverifiers\x18\x12 \x03(\x0b\x32\x13.specdec.v2.PodView\x12#\n\x06\x64rafts\x18\x13 \x03(\x0b\x32\x13.specdec.v2.PodView\x12\x0f\n\x07serving\x18\x14 \x01(\x08\x1a\x35\n\x13\x46\x61iledRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13\x46\x61iloverEventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb6\x01\n\x07PodView\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12)\n\x07\x62reaker\x18\x02 \x01(\x0e\x32\x18.specdec.v2.BreakerState\x12\x14\n\x0cunfit_reason\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12)\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x17.specdec.v2.PodCapacity\x12\x1c\n\x14numerics_fingerprint\x18\x06 \x01(\t*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\xa0\x03\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v2.GenerateRequest\x1a\x1c.specdec.v2.GenerateResponse0\x01\x12\x45\n\x08\x43omplete\x12\x1b.specdec.v2.CompleteRequest\x1a\x1c.specdec.v2.CompleteResponse\x12K\n\nListModels\x12\x1d.specdec.v2.ListModelsRequest\x1a\x1e.specdec.v2.ListModelsResponse\x12\x45\n\x08Tokenize\x12\x1b.specdec.v2.TokenizeRequest\x1a\x1c.specdec.v2.TokenizeResponse\x12g\n\x08GetStats\x12,.specdec.v2.GenerationServiceGetStatsRequest\x1a-.specdec.v2.GenerationServiceGetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,68 +45,68 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILEDREQUESTSENTRY']._serialized_options = b'8\001'
   _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILOVEREVENTSENTRY']._loaded_options = None
   _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILOVEREVENTSENTRY']._serialized_options = b'8\001'
-  _globals['_BREAKERSTATE']._serialized_start=5254
-  _globals['_BREAKERSTATE']._serialized_end=5378
-  _globals['_GENERATEREQUEST']._serialized_start=128
-  _globals['_GENERATEREQUEST']._serialized_end=780
-  _globals['_TOKENPROMPT']._serialized_start=782
-  _globals['_TOKENPROMPT']._serialized_end=808
-  _globals['_CHATPROMPT']._serialized_start=810
-  _globals['_CHATPROMPT']._serialized_end=907
-  _globals['_CHATMESSAGE']._serialized_start=909
-  _globals['_CHATMESSAGE']._serialized_end=953
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=956
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1438
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1269
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1317
-  _globals['_SPECULATION']._serialized_start=1441
-  _globals['_SPECULATION']._serialized_end=1629
-  _globals['_GENERATERESPONSE']._serialized_start=1632
-  _globals['_GENERATERESPONSE']._serialized_end=2016
-  _globals['_RESOLVEDREQUEST']._serialized_start=2019
-  _globals['_RESOLVEDREQUEST']._serialized_end=2191
-  _globals['_CHUNKTIMINGS']._serialized_start=2193
-  _globals['_CHUNKTIMINGS']._serialized_end=2283
-  _globals['_FINISH']._serialized_start=2286
-  _globals['_FINISH']._serialized_end=2562
-  _globals['_USAGE']._serialized_start=2564
-  _globals['_USAGE']._serialized_end=2644
-  _globals['_SPECULATIONSTATISTICS']._serialized_start=2647
-  _globals['_SPECULATIONSTATISTICS']._serialized_end=3113
-  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_start=3012
-  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_end=3058
-  _globals['_SPECULATIONSTATISTICS_FAILOVEREVENTSENTRY']._serialized_start=3060
-  _globals['_SPECULATIONSTATISTICS_FAILOVEREVENTSENTRY']._serialized_end=3113
-  _globals['_SPECULATIONLIMITS']._serialized_start=3116
-  _globals['_SPECULATIONLIMITS']._serialized_end=3265
-  _globals['_COMPLETEREQUEST']._serialized_start=3267
-  _globals['_COMPLETEREQUEST']._serialized_end=3330
-  _globals['_COMPLETERESPONSE']._serialized_start=3332
-  _globals['_COMPLETERESPONSE']._serialized_end=3456
-  _globals['_COMPLETION']._serialized_start=3459
-  _globals['_COMPLETION']._serialized_end=3624
-  _globals['_LISTMODELSREQUEST']._serialized_start=3626
-  _globals['_LISTMODELSREQUEST']._serialized_end=3645
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3647
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3708
-  _globals['_SERVEDMODEL']._serialized_start=3711
-  _globals['_SERVEDMODEL']._serialized_end=3869
-  _globals['_TOKENIZEREQUEST']._serialized_start=3872
-  _globals['_TOKENIZEREQUEST']._serialized_end=4071
-  _globals['_TOKENIZERESPONSE']._serialized_start=4073
-  _globals['_TOKENIZERESPONSE']._serialized_end=4183
-  _globals['_TOKENPIECE']._serialized_start=4185
-  _globals['_TOKENPIECE']._serialized_end=4226
-  _globals['_GENERATIONSERVICEGETSTATSREQUEST']._serialized_start=4228
-  _globals['_GENERATIONSERVICEGETSTATSREQUEST']._serialized_end=4262
-  _globals['_GENERATIONSERVICEGETSTATSRESPONSE']._serialized_start=4265
-  _globals['_GENERATIONSERVICEGETSTATSRESPONSE']._serialized_end=5067
-  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILEDREQUESTSENTRY']._serialized_start=4959
-  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILEDREQUESTSENTRY']._serialized_end=5012
-  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILOVEREVENTSENTRY']._serialized_start=5014
-  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILOVEREVENTSENTRY']._serialized_end=5067
-  _globals['_PODVIEW']._serialized_start=5070
-  _globals['_PODVIEW']._serialized_end=5252
-  _globals['_GENERATIONSERVICE']._serialized_start=5381
-  _globals['_GENERATIONSERVICE']._serialized_end=5797
+  _globals['_BREAKERSTATE']._serialized_start=5338
+  _globals['_BREAKERSTATE']._serialized_end=5462
+  _globals['_GENERATEREQUEST']._serialized_start=158
+  _globals['_GENERATEREQUEST']._serialized_end=810
+  _globals['_TOKENPROMPT']._serialized_start=812
+  _globals['_TOKENPROMPT']._serialized_end=838
+  _globals['_CHATPROMPT']._serialized_start=841
+  _globals['_CHATPROMPT']._serialized_end=991
+  _globals['_CHATMESSAGE']._serialized_start=993
+  _globals['_CHATMESSAGE']._serialized_end=1037
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=1040
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1522
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1353
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1401
+  _globals['_SPECULATION']._serialized_start=1525
+  _globals['_SPECULATION']._serialized_end=1713
+  _globals['_GENERATERESPONSE']._serialized_start=1716
+  _globals['_GENERATERESPONSE']._serialized_end=2100
+  _globals['_RESOLVEDREQUEST']._serialized_start=2103
+  _globals['_RESOLVEDREQUEST']._serialized_end=2275
+  _globals['_CHUNKTIMINGS']._serialized_start=2277
+  _globals['_CHUNKTIMINGS']._serialized_end=2367
+  _globals['_FINISH']._serialized_start=2370
+  _globals['_FINISH']._serialized_end=2646
+  _globals['_USAGE']._serialized_start=2648
+  _globals['_USAGE']._serialized_end=2728
+  _globals['_SPECULATIONSTATISTICS']._serialized_start=2731
+  _globals['_SPECULATIONSTATISTICS']._serialized_end=3197
+  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_start=3096
+  _globals['_SPECULATIONSTATISTICS_SOURCESENTRY']._serialized_end=3142
+  _globals['_SPECULATIONSTATISTICS_FAILOVEREVENTSENTRY']._serialized_start=3144
+  _globals['_SPECULATIONSTATISTICS_FAILOVEREVENTSENTRY']._serialized_end=3197
+  _globals['_SPECULATIONLIMITS']._serialized_start=3200
+  _globals['_SPECULATIONLIMITS']._serialized_end=3349
+  _globals['_COMPLETEREQUEST']._serialized_start=3351
+  _globals['_COMPLETEREQUEST']._serialized_end=3414
+  _globals['_COMPLETERESPONSE']._serialized_start=3416
+  _globals['_COMPLETERESPONSE']._serialized_end=3540
+  _globals['_COMPLETION']._serialized_start=3543
+  _globals['_COMPLETION']._serialized_end=3708
+  _globals['_LISTMODELSREQUEST']._serialized_start=3710
+  _globals['_LISTMODELSREQUEST']._serialized_end=3729
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3731
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3792
+  _globals['_SERVEDMODEL']._serialized_start=3795
+  _globals['_SERVEDMODEL']._serialized_end=3953
+  _globals['_TOKENIZEREQUEST']._serialized_start=3956
+  _globals['_TOKENIZEREQUEST']._serialized_end=4155
+  _globals['_TOKENIZERESPONSE']._serialized_start=4157
+  _globals['_TOKENIZERESPONSE']._serialized_end=4267
+  _globals['_TOKENPIECE']._serialized_start=4269
+  _globals['_TOKENPIECE']._serialized_end=4310
+  _globals['_GENERATIONSERVICEGETSTATSREQUEST']._serialized_start=4312
+  _globals['_GENERATIONSERVICEGETSTATSREQUEST']._serialized_end=4346
+  _globals['_GENERATIONSERVICEGETSTATSRESPONSE']._serialized_start=4349
+  _globals['_GENERATIONSERVICEGETSTATSRESPONSE']._serialized_end=5151
+  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILEDREQUESTSENTRY']._serialized_start=5043
+  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILEDREQUESTSENTRY']._serialized_end=5096
+  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILOVEREVENTSENTRY']._serialized_start=5098
+  _globals['_GENERATIONSERVICEGETSTATSRESPONSE_FAILOVEREVENTSENTRY']._serialized_end=5151
+  _globals['_PODVIEW']._serialized_start=5154
+  _globals['_PODVIEW']._serialized_end=5336
+  _globals['_GENERATIONSERVICE']._serialized_start=5465
+  _globals['_GENERATIONSERVICE']._serialized_end=5881
 # @@protoc_insertion_point(module_scope)

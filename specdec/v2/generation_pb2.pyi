@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.struct_pb2
 import google.protobuf.timestamp_pb2
 import specdec.v2.model_pb2
 import specdec.v2.verifier_pb2
@@ -217,6 +218,7 @@ class ChatPrompt(google.protobuf.message.Message):
 
     MESSAGES_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """Oldest first; at least one."""
@@ -225,14 +227,21 @@ class ChatPrompt(google.protobuf.message.Message):
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """What chat templates take for the present time, in UTC; they see no other clock. Unset: when the request arrives."""
 
+    @property
+    def template_arguments(self) -> google.protobuf.struct_pb2.Struct:
+        """Variables of the chat template besides the conversation, by name: what a model's own page says that its template
+        takes, such as `enable_thinking`. At most 16 KiB. A number without a fraction is a whole one to the template.
+        """
+
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        template_arguments: google.protobuf.struct_pb2.Struct | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages", "time", b"time"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["template_arguments", b"template_arguments", "time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "time", b"time"]) -> None: ...
 
 global___ChatPrompt = ChatPrompt
 

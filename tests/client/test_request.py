@@ -49,7 +49,10 @@ EVERY_OPTION: dict[str, Any] = {
 
 
 def test_every_option_has_its_place() -> None:
-    assert EVERY_OPTION.keys() | {"tokens", "messages", "time", "speculation"} == GenerateOptions.__annotations__.keys()
+    assert (
+        EVERY_OPTION.keys() | {"tokens", "messages", "time", "template_arguments", "speculation"}
+        == GenerateOptions.__annotations__.keys()
+    )
     assert build_request("hi", **EVERY_OPTION) == pb.GenerateRequest(
         model="m",
         text="hi",
@@ -127,6 +130,20 @@ def test_the_time_of_a_conversation() -> None:
         build_request(messages=messages, time=datetime(2024, 2, 29))
     with pytest.raises(ValueError, match="no messages"):
         build_request("hi", time=time)
+
+
+def test_arguments_of_a_template() -> None:
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    told = {"enable_thinking": False, "depth": 2, "names": ["a", None]}
+    assert dict(build_request(messages=messages, template_arguments=told).chat.template_arguments.items()) == told
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"in": deep}
+    for wrong in ({"a": object()}, {"a": 10**400}, deep, 5, {1: 2}):
+        with pytest.raises((ValueError, TypeError), match=r"^template_arguments = "):
+            build_request(messages=messages, template_arguments=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no messages"):
+        build_request("hi", template_arguments=told)
 
 
 def test_none_and_absent_are_the_same_and_zero_is_not() -> None:

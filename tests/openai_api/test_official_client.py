@@ -113,6 +113,7 @@ async def test_every_parameter_arrives() -> None:
                 "ignore_eos": True,
                 "stop_token_ids": [9],
                 "priority": -3,
+                "chat_template_kwargs": {"enable_thinking": False},
                 "specdec": {"speculation": "off", "tenant": "t", "banned_tokens": [8]},
             },
         )
@@ -125,6 +126,7 @@ async def test_every_parameter_arrives() -> None:
     assert request.n == 2
     assert request.logprobs == 3
     assert request.priority == -3
+    assert dict(request.chat.template_arguments.items()) == {"enable_thinking": False}
     assert request.tenant == "t"
     assert request.speculation.off
     sampling = request.sampling

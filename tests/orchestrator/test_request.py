@@ -57,6 +57,12 @@ def turns(count: int, content: str) -> generation_pb2.ChatPrompt:
     return generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content=content)] * count)
 
 
+def with_argument(value: str | float) -> generation_pb2.ChatPrompt:
+    chat = turns(1, "x")
+    chat.template_arguments.update({"a": value})
+    return chat
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
@@ -65,6 +71,7 @@ def turns(count: int, content: str) -> generation_pb2.ChatPrompt:
         ("tokens.ids", {"tokens": generation_pb2.TokenPrompt(ids=[1] * 1_000_000)}),
         ("chat.messages", {"chat": turns(100_000, "")}),
         ("chat", {"chat": turns(3, "x" * 1_000_000)}),
+        ("chat.template_arguments", {"chat": with_argument("x" * 17_000)}),
         ("generated_tokens", {"generated_tokens": [1] * 1_000_000}),
         ("stop", {"stop": ["x"] * 100_000}),
         ("stop_tokens", {"stop_tokens": [1] * 1_000_000}),
@@ -94,6 +101,32 @@ def test_the_first_of_many_wrong_values_is_named(model: Model) -> None:
     assert (field, problem) == ("sampling.banned_tokens", "is 419, must be a token id below 320")
     wrong = {"stop": [""] * MOST_STOP_STRINGS, "stop_tokens": [10**6] * MOST_STOP_TOKENS}
     assert [field for field, _ in violations(model, **wrong)] == ["stop[0]", "stop_tokens[0]"]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_an_argument_that_json_does_not_have(model: Model, number: float) -> None:
+    ((field, problem),) = violations(model, chat=with_argument(number))
+    assert field == "chat"
+    assert "template_arguments" in problem
+
+
+def test_whole_numbers_stay_whole(model: Model) -> None:
+    """On the wire they are floats; a template would print the point."""
+    seen: list[Any] = []
+
+    class Recording(Untouched):
+        def render(self, messages: Any, time: Any, arguments: Any = None) -> str:
+            seen.append(arguments)
+            return "x"
+
+        def encode(self, *_: Any, **__: Any) -> list[int]:
+            return [5]
+
+    chat = turns(1, "x")
+    chat.template_arguments.update({"a": 2, "b": [1.5, {"c": 3}], "d": None})
+    own = Model("m", Recording(), "", CONTEXT, VOCABULARY, frozenset())
+    assert parse(generation_pb2.GenerateRequest(chat=chat), own).samples
+    assert str(seen[0]["a"]) + str(seen[0]["b"]) == "2[1.5, {'c': 3}]"
 
 
 @pytest.mark.parametrize("penalty", [1e-30, 0.0, -1.0, 0.009, 101.0, math.inf, math.nan])

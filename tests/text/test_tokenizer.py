@@ -42,6 +42,18 @@ def test_templates_have_what_transformers_gives_them(directory: Path) -> None:
     assert tokenizer.render([("user", "é<b>"), ("skip", "x")], NOON) == '"é<b>"!</s>29 Feb 2024 12:00 UTC'
 
 
+def test_a_template_takes_arguments(directory: Path) -> None:
+    tokenizer = with_template(directory, "{{ depth | default(1) }} {{ self }} {{ messages[0].content }}")
+    assert tokenizer.render([("user", "x")], NOON, {"depth": 2, "self": 3}).startswith("2 ")
+    assert tokenizer.render([("user", "x")], NOON).startswith("1 ")
+
+
+@pytest.mark.parametrize("name", ["messages", "strftime_now", "add_generation_prompt", "eos_token", "tools"])
+def test_no_argument_takes_the_place_of_what_is_ours(directory: Path, name: str) -> None:
+    with pytest.raises(ChatTemplateError, match=f"'{name}' cannot be set"):
+        with_template(directory, "{{ messages }}").render([("user", "x")], NOON, {name: "x"})
+
+
 @pytest.mark.parametrize("template", ["{{ raise_exception('only users') }}", "{{ messages[5].content.strip() }}"])
 def test_a_template_may_refuse(directory: Path, template: str) -> None:
     with pytest.raises(ChatTemplateError, match="template says"):
