@@ -205,7 +205,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             vocabulary_size=model.vocabulary,
             chat=model.tokenizer.has_chat_template,
             text_fingerprint=model.text_fingerprint,
-            temperature=model.defaults.sampling.temperature or None,
         )
 
     def _check_caller(self, method: str, context: Context) -> None:

@@ -20,6 +20,7 @@ const { GenerationService } = grpc.loadPackageDefinition(definition).specdec.v2;
 
 const PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2000;
+const LONGEST_WAIT_MS = 60_000; // of those that servers ask for
 
 export class Client {
   /**
@@ -42,6 +43,7 @@ export class Client {
    * @throws {SpecdecError} where the text cannot go on
    */
   async *generate(request) {
+    if ((request.n ?? 1) > 1) throw new RangeError(`n = ${request.n}: a text is taken up only where n is 1`);
     const asked = structuredClone(request); // always asks for exactly what has not arrived yet
     asked.generated_tokens ??= [];
     let begun = false;
@@ -59,14 +61,14 @@ export class Client {
         }
         throw new Error("the stream ended before the text did");
       } catch (error) {
-        if (error.code === undefined) throw error; // not a status
+        if (typeof error.code !== "number") throw error; // not a status
         const seen = new SpecdecError(error);
         const waits = begun && seen.code === "RESOURCE_EXHAUSTED"; // a text that has begun waits for room
         failures += 1;
         if (!(seen.isLoss || waits) || failures > this.maxFailures) throw seen;
         this.turn += 1;
         const pause = Math.min(PAUSE_MS * 2 ** (failures - 1), LONGEST_PAUSE_MS);
-        await sleep(Math.max(pause, 1000 * (seen.retryAfter ?? 0)));
+        await sleep(Math.max(pause, Math.min(1000 * (seen.retryAfter ?? 0), LONGEST_WAIT_MS)));
       } finally {
         call.cancel();
       }
@@ -91,6 +93,7 @@ export class Client {
 // Leave nothing open that the first server has resolved: another one might resolve it differently.
 function makeExplicit(asked, response) {
   const { resolved } = response;
+  if (!resolved) return; // an older server, which is asked again as at first
   asked.model_fingerprint = response.model_fingerprint;
   asked.sampling = { ...resolved.sampling, ...asked.sampling, seed: response.seed };
   asked.max_tokens = resolved.max_tokens;

@@ -6,6 +6,9 @@ import protobuf from "protobufjs";
 
 const details = protobuf.loadSync(fileURLToPath(new URL("rpc_details.proto", import.meta.url)));
 
+/** Reasons of a server that will not serve a text soon, where another one may. */
+const SETTLED = ["DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST"];
+
 /** A call failed. */
 export class SpecdecError extends Error {
   /** @param {grpc.ServiceError} error as gRPC raised it */
@@ -28,6 +31,7 @@ export class SpecdecError extends Error {
    * reason for is a connection that broke.
    */
   get isLoss() {
+    if (SETTLED.includes(this.reason)) return true;
     return this.code === "UNAVAILABLE" || (["CANCELLED", "INTERNAL"].includes(this.code) && this.reason === "");
   }
 }

@@ -58,23 +58,26 @@ def chat(
     conversation = Conversation(options, system, colours)
     allowed = access(tls, tls_ca, tls_cert, tls_key, api_key_file)
     at_terminal = sys.stdin.isatty()
+    asks = ASKS if at_terminal and sys.stdout.isatty() else ""
     if at_terminal:
         with contextlib.suppress(ImportError):  # where Python was built without it, lines cannot be edited
             import readline  # noqa: F401
     with Client(address, credentials=allowed.credentials, api_key=allowed.api_key) as client:
         while True:
+            answering = False
             try:
-                line = input(ASKS if at_terminal else "")
+                line = input(asks)
                 if not line.strip():
                     continue
-                if line.startswith("/"):
+                if line.startswith("/") and not line.startswith("//"):
                     told, answer_now = conversation.command(line)
                     if told:
                         _say(told)
                     if not answer_now:
                         continue
                 else:
-                    conversation.ask(line)
+                    conversation.ask(line.removeprefix("/"))
+                answering = True
                 _answer(client, Waiting(address, access=allowed), conversation)
             except (EOFError, LeaveError):
                 return
@@ -82,7 +85,7 @@ def chat(
                 if not at_terminal:
                     raise
                 print()
-                _say("Ctrl-D or /quit leaves")
+                _say("stopped" if answering else "Ctrl-D or /quit leaves")
             except ValueError as error:
                 if not at_terminal:
                     fail(str(error), ExitStatus.USAGE)
@@ -94,7 +97,7 @@ def chat(
 
 
 def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
-    """Answer the last question, piece by piece; an interruption ends the answer, and what was said of it stays."""
+    """Answer the last question, piece by piece. However the answer ends, what was said of it stays."""
     console = Console(highlight=False, soft_wrap=True)
     report, said = Report(), ""
     try:
@@ -109,10 +112,10 @@ def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> Non
                 else:
                     sys.stdout.write(chunk.text)
                     sys.stdout.flush()
-    except KeyboardInterrupt:
-        print()
-        _say("stopped")
-        return
+    except SpecdecError:
+        if said:
+            print()
+        raise
     finally:
         conversation.answered(said)
     print()

@@ -16,7 +16,8 @@ HELP = """\
 /colours         show, or no longer show, where each token came from
 /again           answer the last question once more
 /clear           forget the conversation
-/quit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
+/quit            leave, as Ctrl-D does; Ctrl-C stops an answer
+//...            ask what follows the first /, which is no command then"""
 
 
 class LeaveError(Exception):
@@ -31,24 +32,27 @@ class Conversation:
     system: str | None = None
     colours: bool = False
     turns: list[Message] = field(default_factory=list)
+    _asked: int = 0  # turns up to the question that is to be answered
 
     @property
     def messages(self) -> list[Message]:
-        """All turns, behind what the system is told."""
+        """What the system is told, and all turns up to the question that is to be answered."""
         opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return opening + self.turns
+        return opening + self.turns[: self._asked]
 
     def ask(self, text: str) -> None:
         """Add a question."""
         self.turns.append({"role": "user", "content": text})
+        self._asked = len(self.turns)
 
     def answered(self, text: str) -> None:
-        """Add the answer to the last question. Where nothing was said, the question is taken back: templates want turns
-        that alternate."""
+        """Note the answer to the question. Where nothing was said, a former answer stays, and a question without one is
+        taken back: templates want turns that alternate."""
         if text:
-            self.turns.append({"role": "assistant", "content": text})
-        else:
+            self.turns[self._asked :] = [{"role": "assistant", "content": text}]
+        elif self._asked == len(self.turns):
             self.turns.pop()
+            self._asked = max(0, len(self.turns) - 1)  # the question before, which has its answer
 
     def command(self, line: str) -> tuple[str, bool]:
         """Do what a line that begins with / says. Return what to tell the person, and whether to answer the last
@@ -100,12 +104,11 @@ class Conversation:
     def _ask_again(self, _: str) -> tuple[str, bool]:
         if not self.turns:
             raise ValueError("/again: nothing was asked yet")
-        if self.turns[-1]["role"] == "assistant":
-            self.turns.pop()
         return "", True
 
     def _clear(self, _: str) -> tuple[str, bool]:
         self.turns.clear()
+        self._asked = 0
         return "forgotten", False
 
 

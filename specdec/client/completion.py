@@ -146,7 +146,6 @@ class Model:
     vocabulary_size: int
     chat: bool  # True: it takes `messages`
     text_fingerprint: str  # equal ones: requests become tokens in the same way
-    temperature: float | None = None  # of requests that name none, by generation_config.json; None: they are greedy
 
 
 # A newer server may know values that this client does not: they read as "unspecified".
@@ -192,17 +191,7 @@ def read_result(response: pb.CompleteResponse) -> Result:
 
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
     """Convert the answer of `ListModels`."""
-    return [
-        Model(
-            name=model.name,
-            context_tokens=model.context_tokens,
-            vocabulary_size=model.vocabulary_size,
-            chat=model.chat,
-            text_fingerprint=model.text_fingerprint,
-            temperature=model.temperature if model.HasField("temperature") else None,
-        )
-        for model in response.models
-    ]
+    return [Model(m.name, m.context_tokens, m.vocabulary_size, m.chat, m.text_fingerprint) for m in response.models]
 
 
 def _read_finish(finish: pb.Finish) -> Finish:

@@ -50,6 +50,9 @@ class GenerateOptions(TypedDict, total=False):
         bool | None, "Where options are absent, take no defaults of the model's generation_config.json."
     ]
     temperature: Annotated[float | None, "Temperature of sampling. Default: the model's own, else 0, which is greedy."]
+    fallback_temperature: Annotated[
+        float | None, "The temperature where neither `temperature` nor generation_config.json says one. Default: 0."
+    ]
     top_p: Annotated[float | None, "Sample from the fewest tokens whose probabilities add up to this much, in (0, 1]."]
     top_k: Annotated[int | None, "Sample from so many of the most probable tokens; 0 keeps all."]
     min_p: Annotated[

@@ -42,7 +42,7 @@ _RULES = {
 # The options that are fields under their own names, by the message that has them.
 _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "ignore_generation_config", "n", "logprobs",
-    "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
+    "fallback_temperature", "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
 }  # fmt: skip
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",

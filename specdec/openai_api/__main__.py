@@ -34,6 +34,13 @@ def main(
     max_connections: Annotated[
         int, typer.Option(min=1, help="Most connections at the same time; further ones are answered with 503.")
     ] = MOST_CONNECTIONS,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin, such as https://chat.example.com, whose pages may ask from a browser; * for any. May be "
+            "repeated. By default none may."
+        ),
+    ] = None,
     tls_cert: Annotated[
         Path | None,
         typer.Option(help="PEM file of the server's certificate, intermediate ones after it. With it it speaks HTTPS."),
@@ -93,7 +100,7 @@ def main(
     except TlsError as error:
         raise typer.BadParameter(str(error)) from None
     asking = Asking([each.target for each in asked], credentials)
-    run_program(serve(settings, asking, max_connections), "openai")
+    run_program(serve(settings, asking, most_connections=max_connections, origins=allow_origin or ()), "openai")
 
 
 if __name__ == "__main__":

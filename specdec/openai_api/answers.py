@@ -1,7 +1,7 @@
 """Answers in OpenAI's shape: of a chat, and of completions; whole, and in pieces.
 
-What OpenAI has no field for stands in the field `specdec` of the answer (how the request was understood) and of each
-choice (what speculation did).
+What OpenAI has no field for stands in the field `specdec` of each choice: how the request was understood, and what
+speculation did.
 """
 
 from __future__ import annotations
@@ -12,109 +12,124 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec.client import Chunk, Completion, Finish, Logprobs, Piece, Resolved
+from specdec.client import Chunk, Finish, Logprobs, Piece
 
 Json = dict[str, Any]
 
 REASONS = {"stop": "stop", "length": "length", "context": "length"}
 """Reasons to finish to OpenAI's names for them; the context is a length too."""
 
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have; vLLM's is the same."""
+
 
 @dataclass(frozen=True)
 class Frame:
-    """What all pieces of an answer have in common."""
+    """What an answer and all pieces of it have in common."""
 
     chat: bool
     id: str
     created: int  # seconds since 1970
     model: str
 
-    def whole(self, choices: Sequence[Json], finishes: Sequence[Finish], own: Json, usage: Json) -> Json:
-        """Return a whole answer."""
-        return {
-            "id": self.id,
-            "object": "chat.completion" if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "usage": usage,
-            "system_fingerprint": fingerprint(finishes),
-            "specdec": own,
-        }
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """Return a whole answer; all choices have ended."""
+        kind = "chat.completion" if self.chat else "text_completion"
+        told = {"choices": [each.whole() for each in choices], "usage": usage_of(choices)}
+        return self._framed(kind, **told, system_fingerprint=fingerprint(each.finish for each in choices))
 
     def piece(self, choices: Sequence[Json], **others: Any) -> Json:
         """Return an event of a stream."""
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk" if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **others,
-        }
+        return self._framed("chat.completion.chunk" if self.chat else "text_completion", choices=choices, **others)
+
+    def _framed(self, kind: str, **fields: Any) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **fields}
 
 
-def choice_of(completion: Completion, index: int, *, chat: bool, logprobs: bool) -> Json:
-    """Return a whole sample."""
-    told = None
-    if logprobs:
-        told = chat_logprobs(completion.logprobs) if chat else Offsets().logprobs(completion.logprobs)
-    said = {"message": {"role": "assistant", "content": completion.text}} if chat else {"text": completion.text}
-    return {"index": index, **said, "logprobs": told, **_end(completion.finish)}
+class Choice:
+    """One sample of one prompt, which comes chunk by chunk."""
 
-
-class ChoiceStream:
-    """The pieces of one sample, in order."""
-
-    def __init__(self, index: int, *, chat: bool, logprobs: bool) -> None:
-        self._index = index
+    def __init__(self, index: int, *, first_sample: bool, chat: bool, logprobs: bool) -> None:
+        """`first_sample` of its prompt: the tokens of the prompt are counted with it."""
+        self.index = index
+        self.first_sample = first_sample
         self._chat = chat
-        self._logprobs = logprobs
-        self._offsets = Offsets()
+        self._wants_logprobs = logprobs
+        self._text: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._offset = TextOffset()
+        self._own: Json = {}
+        self._finish: Finish | None = None
+
+    @property
+    def finish(self) -> Finish:
+        assert self._finish is not None
+        return self._finish
 
     def opening(self) -> Json:
-        """Return what a chat's sample begins with: who speaks."""
-        return {
-            "index": self._index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        """Return the piece with which a chat's sample begins: who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(self, chunk: Chunk) -> Json:
-        told = None
-        if self._logprobs and chunk.logprobs:
-            told = chat_logprobs(chunk.logprobs) if self._chat else self._offsets.logprobs(chunk.logprobs)
-        said: Json = {"text": chunk.text}
+    def take(self, chunk: Chunk, seed: int | None) -> Json:
+        """Note a chunk of a request that has this seed; return it as a piece of a stream."""
+        self._text.append(chunk.text)
+        self._logprobs += chunk.logprobs
+        piece: Json = {"index": self.index, "text": chunk.text}
         if self._chat:
-            said = {"delta": {"content": chunk.text} if chunk.text or chunk.finish is None else {}}
-        end = {"finish_reason": None} if chunk.finish is None else _end(chunk.finish)
-        return {"index": self._index, **said, "logprobs": told, **end}
+            said = chunk.text or chunk.finish is None
+            piece = {"index": self.index, "delta": {"content": chunk.text} if said else {}}
+        piece["logprobs"] = self._logprobs_of(chunk.logprobs) if chunk.logprobs else None
+        piece["finish_reason"] = None
+        own: Json = {}
+        if chunk.resolved is not None:
+            resolved = asdict(chunk.resolved)
+            resolved["time"] = None if chunk.resolved.time is None else chunk.resolved.time.isoformat()
+            own |= {"seed": seed, "resolved": resolved}
+        if chunk.finish is not None:
+            self._finish = chunk.finish
+            own |= _statistics(chunk.finish)
+            piece |= _end(chunk.finish)
+        self._own |= own
+        return piece | ({"specdec": own} if own else {})
+
+    def whole(self) -> Json:
+        """Return the sample, which has ended."""
+        text = "".join(self._text)
+        said: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        self._offset = TextOffset()
+        logprobs = self._logprobs_of(self._logprobs) if self._wants_logprobs else None
+        return {"index": self.index, **said, "logprobs": logprobs, **_end(self.finish), "specdec": self._own}
+
+    def _logprobs_of(self, found: Iterable[Logprobs]) -> Json:
+        return _chat_logprobs(found) if self._chat else _completion_logprobs(found, self._offset)
 
 
-def usage_of(finishes: Sequence[Finish], prompts: int) -> Json:
-    """Return the token counts of `prompts` prompts with as many samples each, in order. A prompt counts once, however
-    many samples it has."""
-    firsts = finishes[:: len(finishes) // prompts]
-    prompt, completion = (
-        sum(each.prompt_tokens for each in firsts),
-        sum(each.completion_tokens for each in finishes),
-    )
+class TextOffset:
+    """Where in the text the next token begins."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def before(self, piece: Piece) -> int:
+        """Return where a token begins, and go on behind it."""
+        begin = self._length
+        self._length += len(self._decoder.decode(piece.bytes))
+        return begin
+
+
+def usage_of(choices: Sequence[Choice]) -> Json:
+    """Return the token counts of choices that have ended. A prompt counts once, however many samples it has."""
+    prompts = [each.finish for each in choices if each.first_sample]
+    prompt = sum(each.prompt_tokens for each in prompts)
+    completion = sum(each.finish.completion_tokens for each in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in firsts)},
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
     }
-
-
-def resolved_of(seed: int | None, resolved: Resolved | None) -> Json:
-    """Return how the request was understood, where it left something open."""
-    if resolved is None:
-        return {"seed": seed}
-    told = asdict(resolved)
-    told["time"] = None if resolved.time is None else resolved.time.isoformat()
-    return {"seed": seed, "resolved": told}
 
 
 def fingerprint(finishes: Iterable[Finish]) -> str:
@@ -123,56 +138,48 @@ def fingerprint(finishes: Iterable[Finish]) -> str:
     return f"fp_{hashlib.sha256(' '.join(numerics).encode()).hexdigest()[:16]}"
 
 
-def chat_logprobs(found: Iterable[Logprobs]) -> Json:
+def _end(finish: Finish) -> Json:
+    """Return how a sample ended; the stop string as vLLM names it."""
+    return {"finish_reason": REASONS.get(finish.reason, "stop"), "stop_reason": finish.stop or None}
+
+
+def _statistics(finish: Finish) -> Json:
+    """Return what only this project tells of a sample that has ended."""
+    return {
+        **asdict(finish.speculation),
+        "mean_tokens_per_step": finish.speculation.mean_tokens_per_step,
+        "numerics": finish.numerics,
+        "exact": finish.exact,
+        "reproducible": finish.reproducible,
+        "preemptions": finish.preemptions,
+    }
+
+
+def _chat_logprobs(found: Iterable[Logprobs]) -> Json:
     """Return log-probabilities as chats have them."""
 
     def one(piece: Piece, logprob: float) -> Json:
-        return {"token": piece.text, "logprob": logprob, "bytes": list(piece.bytes)}
+        return {"token": piece.text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(piece.bytes)}
 
-    return {
-        "content": [
-            {
-                **one(each.piece, each.chosen),
-                "top_logprobs": [one(each.top_pieces[token], logprob) for token, logprob in each.top.items()],
-            }
-            for each in found
-        ],
-        "refusal": None,
-    }
+    content = [
+        {
+            **one(each.piece, each.chosen),
+            "top_logprobs": [one(each.top_pieces[token], logprob) for token, logprob in each.top.items()],
+        }
+        for each in found
+    ]
+    return {"content": content, "refusal": None}
 
 
-class Offsets:
-    """Log-probabilities as completions have them, with the place in the text at which each token begins."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
-
-    def logprobs(self, found: Iterable[Logprobs]) -> Json:
-        told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for each in found:
-            told["tokens"].append(each.piece.text)
-            told["token_logprobs"].append(each.chosen)
-            top: dict[str, float] = {}
-            for token, logprob in each.top.items():  # best first: of tokens that read alike it stands
-                top.setdefault(each.top_pieces[token].text, logprob)
-            told["top_logprobs"].append(top)
-            told["text_offset"].append(self._length)
-            self._length += len(self._decoder.decode(each.piece.bytes))
-        return told
-
-
-def _end(finish: Finish) -> Json:
-    """Return how a sample ended, as OpenAI and, in `specdec`, as only this project tells it."""
-    return {
-        "finish_reason": REASONS.get(finish.reason, "stop"),
-        "stop_reason": finish.stop or None,  # as vLLM names it
-        "specdec": {
-            **asdict(finish.speculation),
-            "mean_tokens_per_step": finish.speculation.mean_tokens_per_step,
-            "numerics": finish.numerics,
-            "exact": finish.exact,
-            "reproducible": finish.reproducible,
-            "preemptions": finish.preemptions,
-        },
-    }
+def _completion_logprobs(found: Iterable[Logprobs], offset: TextOffset) -> Json:
+    """Return log-probabilities as completions have them."""
+    told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for each in found:
+        told["tokens"].append(each.piece.text)
+        told["token_logprobs"].append(max(each.chosen, LEAST_LOGPROB))
+        top: dict[str, float] = {}
+        for token, logprob in each.top.items():  # best first: of tokens that read alike it stands
+            top.setdefault(each.top_pieces[token].text, max(logprob, LEAST_LOGPROB))
+        told["top_logprobs"].append(top)
+        told["text_offset"].append(offset.before(each.piece))
+    return told

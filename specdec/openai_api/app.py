@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import structlog
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.client.request_id import REQUEST_ID, is_request_id, new_request_id
-from specdec.openai_api.errors import ApiError
-from specdec.openai_api.event_stream import EventStream
+from specdec.openai_api.errors import ApiError, overloaded
+from specdec.openai_api.event_stream import MISTAKE, EventStream
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.presence import CallerLeftError, while_present
 from specdec.openai_api.requests import parse
@@ -27,8 +30,11 @@ log = structlog.get_logger()
 COMPLETIONS, CHAT, MODELS, HEALTH = "/v1/completions", "/v1/chat/completions", "/v1/models", "/health"
 ROUTES = (COMPLETIONS, CHAT, MODELS, HEALTH)
 
-MOST_BODY = 16 << 20
+MOST_BODY = 8 << 20
 """Bytes of a request's body."""
+
+MOST_BODIES = 64 << 20
+"""Bytes of all bodies that are being received."""
 
 BODY_SECONDS = 30.0
 """Seconds in which a request's body must have come, by default."""
@@ -37,17 +43,23 @@ CARRIED = ("authorization", "traceparent", "tracestate")
 """Headers that go on to orchestrators: whose request it is, and of which trace."""
 
 
-def make_app(gateway: Gateway, serves: Callable[[], Awaitable[bool]], body_seconds: float = BODY_SECONDS) -> ASGIApp:
-    """Return the ASGI application. `serves` tells whether an orchestrator takes requests now."""
+def make_app(
+    gateway: Gateway,
+    serves: Callable[[], Awaitable[bool]],
+    *,
+    body_seconds: float = BODY_SECONDS,
+    origins: Sequence[str] = (),
+) -> ASGIApp:
+    """Return the ASGI application. `serves` tells whether an orchestrator takes requests now; pages of `origins` may
+    ask from browsers."""
     started = int(time.time())
+    bodies = _Bodies(body_seconds)
 
     async def generate(request: Request, *, chat: bool) -> JSONResponse | EventStream:
-        caller = _caller(request)
-        asked = parse(await _body(request, body_seconds), chat=chat)
-        named = {REQUEST_ID: caller.request_id}
+        asked = parse(await bodies.read(request), chat=chat)
         if asked.stream:
-            return EventStream(await while_present(request.receive, gateway.events(asked, caller)), named)
-        return JSONResponse(await while_present(request.receive, gateway.answer(asked, caller)), headers=named)
+            return EventStream(await while_present(request.receive, gateway.events(asked, _caller(request))))
+        return JSONResponse(await while_present(request.receive, gateway.answer(asked, _caller(request))))
 
     async def completions(request: Request) -> JSONResponse | EventStream:
         return await generate(request, chat=False)
@@ -64,7 +76,7 @@ def make_app(gateway: Gateway, serves: Callable[[], Awaitable[bool]], body_secon
                 "owned_by": "specdec",
                 "max_model_len": each.context_tokens,  # as vLLM names it
             }
-            for each in await gateway.models(_caller(request))
+            for each in await while_present(request.receive, gateway.models(_caller(request)))
         ]
         wanted = request.path_params.get("model")
         if wanted is None:
@@ -79,87 +91,118 @@ def make_app(gateway: Gateway, serves: Callable[[], Awaitable[bool]], body_secon
         return JSONResponse({"status": "ok" if works else "no orchestrator takes requests"}, 200 if works else 503)
 
     handlers: dict[Any, Any] = {
-        ApiError: _told,
-        HTTPException: _told_of_http,
-        CallerLeftError: _nothing,
-        ClientDisconnect: _nothing,
-        Exception: _told_of_mistake,
+        ApiError: _answer_error,
+        HTTPException: _answer_http_error,
+        CallerLeftError: _answer_nobody,
+        ClientDisconnect: _answer_nobody,
+        Exception: _answer_mistake,
     }
-    return _Logged(
-        Starlette(
-            routes=[
-                Route(COMPLETIONS, completions, methods=["POST"]),
-                Route(CHAT, chat_completions, methods=["POST"]),
-                Route(MODELS, models),
-                Route(f"{MODELS}/{{model:path}}", models),
-                Route(HEALTH, health),
-            ],
-            exception_handlers=handlers,
-        )
+    browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app = Starlette(
+        routes=[
+            Route(COMPLETIONS, completions, methods=["POST"]),
+            Route(CHAT, chat_completions, methods=["POST"]),
+            Route(MODELS, models),
+            Route(f"{MODELS}/{{model:path}}", models),
+            Route(HEALTH, health),
+        ],
+        middleware=[browsers] if origins else [],
+        exception_handlers=handlers,
     )
+    return _Outermost(app)
 
 
-class _Logged:
-    """An application whose own mistakes are logged; its caller has been told already."""
+class _Outermost:
+    """Gives every request an id, which its answer and this process's log name, and ends well what a drain cuts off."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Request(scope).headers.get(REQUEST_ID)
+        request_id = given if given is not None and is_request_id(given) else new_request_id()
+        scope[REQUEST_ID] = request_id
+        begun = False
+
+        async def naming(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, naming)
+            except asyncio.CancelledError:  # by the server, which drains no longer
+                log.warning("cut_off", path=scope["path"])
+                if not begun:
+                    error = overloaded("the server is ending: ask another one")
+                    await _answered(error)(scope, receive, naming)
+            except Exception:  # told to the caller by then, if that was still possible
+                log.exception("request_failed", path=scope["path"])
+
+
+class _Bodies:
+    """Reads bodies of requests, of which not too much is held at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """Read the body; ApiError if it is too long, does not come, or there is no room for it."""
+        parts: list[bytes] = []
+        size = held = 0
         try:
-            await self._app(scope, receive, send)
-        except Exception:
-            log.exception("request_failed", path=scope.get("path"))
+            async with asyncio.timeout(self._seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > MOST_BODY:  # read to its end all the same: who still sends does not hear an answer
+                        parts.clear()
+                        continue
+                    parts.append(part)
+                    held += len(part)
+                    self._held += len(part)
+                    if self._held > MOST_BODIES:
+                        raise overloaded("there is no room for more requests")
+        except TimeoutError:
+            raise ApiError(408, f"the body has not come within {self._seconds:g} s", code="body_late") from None
+        finally:
+            self._held -= held
+        if size > MOST_BODY:
+            raise ApiError(413, f"the body is longer than {MOST_BODY >> 20} MiB", code="body_too_long")
+        return b"".join(parts)
 
 
 def _caller(request: Request) -> Caller:
-    """Return who asks; what a gRPC call cannot carry is no key."""
-    headers: Mapping[str, str] = request.headers
-    given = headers.get(REQUEST_ID)
-    request_id = given if given is not None and is_request_id(given) else new_request_id()
-    carried = ((name, headers[name]) for name in CARRIED if name in headers)
-    return Caller(request_id, tuple((name, value) for name, value in carried if _is_plain(value)))
+    """Return who asks. What a gRPC call cannot carry is no key, and no trace."""
+    headers = ((name, request.headers[name]) for name in CARRIED if name in request.headers)
+    plain = tuple((name, value) for name, value in headers if value.isascii() and value.isprintable())
+    return Caller(request.scope[REQUEST_ID], plain)
 
 
-def _is_plain(value: str) -> bool:
-    return value.isascii() and value.isprintable()
-
-
-async def _body(request: Request, seconds: float) -> bytes:
-    """Read the body; ApiError if it is too long or does not come."""
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size <= MOST_BODY:
-                    parts.append(part)
-                else:  # read to its end all the same: who still sends does not hear what is answered
-                    parts.clear()
-    except TimeoutError:
-        raise ApiError(408, f"the body has not come within {seconds:g} s", code="body_late") from None
-    if size > MOST_BODY:
-        raise ApiError(413, f"the body is longer than {MOST_BODY >> 20} MiB", code="body_too_long")
-    return b"".join(parts)
-
-
-async def _told(_: Request, error: ApiError) -> JSONResponse:
+def _answered(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-async def _told_of_http(request: Request, error: HTTPException) -> JSONResponse:
+async def _answer_error(_: Request, error: ApiError) -> JSONResponse:
+    return _answered(error)
+
+
+async def _answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    """Answer what has no route, or not this method."""
     what = {404: f"{request.url.path}: nothing is served here", 405: f"{request.method} is not allowed here"}
     message = what.get(error.status_code, error.detail)
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
 
-async def _told_of_mistake(_: Request, __: Exception) -> JSONResponse:
-    error = ApiError(500, "internal error, see the log of the server", "server_error", code="internal")
-    return JSONResponse(error.body, error.status)
+async def _answer_mistake(_: Request, __: Exception) -> JSONResponse:
+    """Answer an exception that nobody expected; Starlette raises it again, and it is logged."""
+    return _answered(MISTAKE)
 
 
-async def _nothing(_: Request, __: Exception) -> Nobody:
+async def _answer_nobody(_: Request, __: Exception) -> Nobody:
     return Nobody()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from specdec.client import (
@@ -18,11 +21,11 @@ from specdec.client import (
     Unimplemented,
 )
 
-FIELDS = {"text": "prompt", "tokens.ids": "prompt", "chat.messages": "messages", "chat": "messages"}
-FIELDS |= {"chat.template_arguments": "chat_template_kwargs"}
-"""Fields of the gRPC API that have another name here; of others, the message that holds them is left out."""
+LONGEST_MESSAGE = 1024
+"""Characters of a message: it may repeat what was sent."""
 
-_INSIDE = re.compile(r"^(sampling|speculation|contrast|chat)\.")
+_GROUP = re.compile(r"^(sampling|speculation|contrast|chat)\.")
+"""The messages of the gRPC API that hold what are plain fields here."""
 
 
 @dataclass(eq=False)
@@ -34,17 +37,18 @@ class ApiError(Exception):
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
-    retry_after: float | None = None  # seconds
+    retry_after: int | None = None  # seconds
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        message, param = _sound(self.message), None if self.param is None else _sound(self.param)
+        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 408:  # the rest of the body would be in the way of a next request
             return {"connection": "close"}
-        return {} if self.retry_after is None else {"retry-after": f"{self.retry_after:.0f}"}
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
 def refused(param: str, problem: str) -> ApiError:
@@ -52,12 +56,27 @@ def refused(param: str, problem: str) -> ApiError:
     return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
 
 
-def from_specdec(error: SpecdecError) -> ApiError:
-    """Return what a caller here sees of an error of the gRPC API."""
+def unsupported(param: str, problem: str = "is not supported") -> ApiError:
+    """Return the error for a field that is not built."""
+    return ApiError(400, f"{param}: {problem}", param=param, code="unsupported_parameter")
+
+
+def unknown(param: str, problem: str = "unknown parameter") -> ApiError:
+    """Return the error for a field that nobody knows."""
+    return ApiError(400, f"{param}: {problem}", param=param, code="unknown_parameter")
+
+
+def overloaded(message: str) -> ApiError:
+    """Return the error for a server that has no room now."""
+    return ApiError(503, message, "overloaded_error", code="overloaded", retry_after=1)
+
+
+def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
+    """Return what a caller here sees of an error of the gRPC API. `names` are the caller's own, by the API's fields."""
     message, code = str(error), error.reason.lower() or error.code.name.lower()
     match error:
         case InvalidRequest():
-            found = [(_field(field), problem) for field, problem in error.violations]
+            found = [(_field(field, names), problem) for field, problem in error.violations]
             if found:
                 message = "; ".join(f"{field}: {problem}" for field, problem in found)
             return ApiError(400, message, param=found[0][0] if found else None, code="invalid_value")
@@ -81,10 +100,18 @@ def from_specdec(error: SpecdecError) -> ApiError:
             return ApiError(500, message, "server_error", code=code)
 
 
-def _field(name: str) -> str:
-    return FIELDS.get(name) or FIELDS.get(name.partition("[")[0]) or _INSIDE.sub("", name)
+def _field(name: str, names: Mapping[str, str]) -> str:
+    """Return a field's name as the caller knows it: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be
+    `stop_token_ids[3]`."""
+    plain, bracket, index = _GROUP.sub("", name).partition("[")
+    return names.get(plain, plain) + bracket + index
 
 
-def _wait(error: SpecdecError) -> float:
+def _wait(error: SpecdecError) -> int:
     """Return whole seconds, as the header wants them."""
-    return max(1.0, round(error.retry_after or 1.0))
+    return max(1, math.ceil(error.retry_after or 1.0))
+
+
+def _sound(text: str) -> str:
+    """Return a text that can be sent, shortened: JSON may hold halves of characters, which no encoding has."""
+    return text[:LONGEST_MESSAGE].encode(errors="replace").decode()

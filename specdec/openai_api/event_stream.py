@@ -4,49 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+import structlog
 from starlette.types import Receive, Scope, Send
 
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.presence import CallerLeftError, while_present
 
+log = structlog.get_logger()
+
 DONE = b"data: [DONE]\n\n"
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # to proxies that would gather the pieces
+)
+
+FAILED = "specdec.failed"
+"""Key of an ASGI scope under which stands the status that a stream would have had, had it failed at once."""
+
+MISTAKE = ApiError(500, "internal error, see the log of the server", "server_error", code="internal")
 
 
 class EventStream:
-    """An answer of events. An error in the middle is an event too, the last one."""
+    """An answer of events, the last of which is `[DONE]`. An error in the middle is an event too, before that one."""
 
-    def __init__(self, events: AsyncIterator[Mapping[str, Any]], headers: Mapping[str, str]) -> None:
-        self.status_code = 200
+    status_code = 200
+
+    def __init__(self, events: AsyncGenerator[Mapping[str, Any], None]) -> None:
         self._events = events
-        self._headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # to proxies that would gather the pieces
-            **headers,
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        with contextlib.suppress(CallerLeftError):
-            await while_present(receive, self._send(send))
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": [*HEADERS]})
+            with contextlib.suppress(CallerLeftError):
+                await while_present(receive, self._send(scope, send))
 
-    async def _send(self, send: Send) -> None:
-        async def put(body: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        async with aclosing(self._events) as events:  # type: ignore[type-var]
-            try:
-                async for event in events:
-                    await put(event_of(event))
-            except ApiError as error:
-                await put(event_of(error.body))
-        await put(DONE, more=False)
+    async def _send(self, scope: Scope, send: Send) -> None:
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event_of(event), "more_body": True})
+        except Exception as error:
+            failure = error if isinstance(error, ApiError) else MISTAKE
+            if failure is MISTAKE:
+                log.exception("request_failed", path=scope["path"])
+            scope[FAILED] = failure.status
+            await send({"type": "http.response.body", "body": event_of(failure.body), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
 
 def event_of(content: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()

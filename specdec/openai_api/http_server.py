@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import ssl
 from collections.abc import Iterator
+from dataclasses import replace
 
 import structlog
 import uvicorn
@@ -15,6 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.client.tls_files import TlsError, TlsFiles
+from specdec.openai_api.errors import overloaded
 
 log = structlog.get_logger()
 
@@ -50,7 +53,7 @@ class HttpServer:
         header_seconds: float = HEADER_SECONDS,
         unread_seconds: float = UNREAD_SECONDS,
     ) -> None:
-        """Serve at the listener's address. Requests beyond `most_connections` are answered with 503."""
+        """Serve at the listener's address. Connections beyond `most_connections` are told 503, and closed."""
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not what callers do wrong
         self.port: int = listener.getsockname()[1]
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # connections too
@@ -59,7 +62,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_protocol(header_seconds),
+                http=_protocol(header_seconds, most_connections),
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
@@ -67,39 +70,52 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nothing here depends on where a caller is
-                limit_concurrency=most_connections,
                 timeout_keep_alive=IDLE_SECONDS,
-                timeout_graceful_shutdown=max(1, round(drain_seconds)),
+                timeout_graceful_shutdown=drain_seconds,  # type: ignore[arg-type]  # a fraction is one too
                 h11_max_incomplete_event_size=MOST_HEADER,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
 
     async def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._server.serve(sockets=[self._listener]))]
-        if self._tls is not None:
-            self._tasks.append(asyncio.create_task(self._tls.keep_up_to_date()))
-        await self._server.up.wait()
+        """Listen; OSError if that cannot be."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        self._reloading = None if self._tls is None else asyncio.create_task(self._tls.keep_up_to_date())
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({self._serving, up}, return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            await self._serving  # raises what was in the way
 
     async def stop(self) -> None:
         """Take no more connections, give running requests their time, and cancel the rest."""
         self._server.should_exit = True
-        serving, *others = self._tasks
-        for each in others:
-            each.cancel()
-        await serving
+        if self._reloading is not None:
+            self._reloading.cancel()
+        await self._serving
 
 
-def _protocol(header_seconds: float) -> type[H11Protocol]:
-    """Return uvicorn's protocol of connections, with an end to waiting for headers: by itself it waits for ever for
-    those that come slowly."""
+NO_ROOM = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    + json.dumps(overloaded("there are too many connections").body).encode()
+)
+"""The answer to a connection too many."""
+
+
+def _protocol(header_seconds: float, most_connections: int) -> type[H11Protocol]:
+    """Return uvicorn's protocol of connections, with an end to waiting for headers, and a limit of connections: by
+    itself it waits for ever for headers that come slowly, and refuses requests, not connections."""
 
     class Protocol(H11Protocol):
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._wait()
+            if len(self.connections) > most_connections:
+                transport.write(NO_ROOM)
+                transport.close()
+            else:
+                self._wait()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -134,23 +150,21 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().startup(sockets)
-        finally:
-            self.up.set()
+        await super().startup(sockets)
+        self.up.set()
 
 
 class ServerTls:
     """The TLS of the server. Certificate and key are read again when their files change; what makes no sense then is
-    logged, and the last ones stay."""
+    logged, and the last ones stay. Authorities are read once: a context can only learn to trust more of them."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files; TlsError if they cannot be used."""
         if files.certificate is None:
             raise TlsError("{2} is given, {0} and {1} are missing".format(*files.options))
         files.read()  # says in a line what is wrong
-        self._files = files
-        self._version = files.version()
+        self._files = replace(files, authorities=None)
+        self._version = self._files.version()
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.context.load_cert_chain(files.certificate, files.key)
         if files.authorities is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.openai_api.event_stream import FAILED
 from specdec.serving.histogram import Histogram
 from specdec.serving.metrics.families import Families
 
@@ -29,9 +30,6 @@ class Counted:
         self._first_byte = Histogram()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begin, status, sent = time.monotonic(), 499, False  # 499: the caller left before an answer, as nginx has it
 
         async def noting(message: Message) -> None:
@@ -48,6 +46,7 @@ class Counted:
             await self._app(scope, receive, noting)
         finally:
             self.running -= 1
+            status = scope.get(FAILED, status)
             route = scope["path"] if scope["path"] in self._routes else OTHER
             self._ended[route, str(status)] += 1
             self._seconds.observe(time.monotonic() - begin)
@@ -57,7 +56,8 @@ class Counted:
         families.gauge("requests_running", "Requests being answered.", self.running)
         families.counters(
             "requests",
-            "Requests that are over, by route and HTTP status; 499: the caller left before an answer.",
+            "Requests that are over, by route and HTTP status; 499: the caller left before an answer. A stream that "
+            "fails in its middle counts under the status that it would have had if it had failed at once.",
             ("route", "status"),
             self._ended,
         )

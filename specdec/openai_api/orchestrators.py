@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specdec.serving.process.server import PEER_OPTIONS
+
 ANSWER_SECONDS = 1.0
 """Seconds after which a check that is not answered counts as failed."""
 
@@ -21,7 +23,9 @@ class Orchestrators:
 
     def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None) -> None:
         self._channels = [
-            grpc.aio.insecure_channel(each) if credentials is None else grpc.aio.secure_channel(each, credentials)
+            grpc.aio.insecure_channel(each, PEER_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(each, credentials, PEER_OPTIONS)
             for each in targets
         ]
         self._known_until = float("-inf")

@@ -16,7 +16,7 @@ from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.openai_api.metrics import Counted
 from specdec.openai_api.orchestrators import Orchestrators
 from specdec.serving.process import logs
-from specdec.serving.process.listening import bound
+from specdec.serving.process.listening import ListenError, bound
 from specdec.serving.process.server import (
     STOP_SIGNALS,
     ServerSettings,
@@ -37,7 +37,9 @@ class Asking:
     credentials: grpc.ChannelCredentials | None  # None: without encryption
 
 
-async def serve(settings: ServerSettings, asking: Asking, most_connections: int) -> None:
+async def serve(
+    settings: ServerSettings, asking: Asking, *, most_connections: int, origins: Sequence[str] = ()
+) -> None:
     """Run the server until SIGINT, SIGTERM or, if asked for, the end of stdin. Prints one line `ready HOST:PORT`."""
     logs.configure("openai", settings.log_level)
     stop = stop_asked_for(settings)
@@ -47,12 +49,15 @@ async def serve(settings: ServerSettings, asking: Asking, most_connections: int)
     tls = None if settings.tls is None else ServerTls(settings.tls)
     orchestrators = Orchestrators(asking.targets, asking.credentials)
     async with AsyncClient(asking.targets, credentials=asking.credentials) as client:
-        app = Counted(make_app(Gateway(client), orchestrators.serve), ROUTES)
+        app = Counted(make_app(Gateway(client), orchestrators.serve, origins=origins), ROUTES)
         server = HttpServer(
             app, listener, tls=tls, most_connections=most_connections, drain_seconds=settings.drain_seconds
         )
         endpoint = serve_metrics(settings, app.metrics)
-        await server.start()
+        try:
+            await server.start()
+        except OSError as error:
+            raise ListenError.of(settings.host, settings.port, error) from error
         log_settings()
         announce(f"{settings.host}:{server.port}")
         log.info("serving", address=f"{settings.host}:{server.port}")

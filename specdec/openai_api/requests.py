@@ -7,12 +7,13 @@ asks for what happens anyway (`REFUSED_UNLESS`). Values and their limits are jud
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from specdec.client import GenerateOptions, build_request
-from specdec.openai_api.errors import ApiError, refused
+from specdec.client import build_request
+from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
 
 SAME = frozenset(
     {
@@ -20,53 +21,75 @@ SAME = frozenset(
         "max_tokens",
         "min_p",
         "min_tokens",
+        "model",
         "n",
         "presence_penalty",
         "priority",
         "repetition_penalty",
         "stop",
         "temperature",
-        "top_k",
         "top_p",
     }
 )
 """Fields that are options of the same name and meaning. Those that OpenAI does not have are as vLLM names them."""
 
 RENAMED = {"ignore_eos": "ignore_end_token", "max_completion_tokens": "max_tokens", "stop_token_ids": "stop_tokens"}
+"""Fields that are options of another name."""
 
 READ = frozenset(
-    {"chat_template_kwargs", "logit_bias", "logprobs", "messages", "model", "prompt", "seed", "specdec", "stream"}
+    {
+        "chat_template_kwargs",
+        "logit_bias",
+        "logprobs",
+        "messages",
+        "prompt",
+        "seed",
+        "specdec",
+        "stream",
+        "stream_options",
+        "top_k",
+        "top_logprobs",
+    }
 )
-READ |= {"stream_options", "top_logprobs"}
 """Fields that are read one by one below."""
 
-OF_CHAT = frozenset({"chat_template_kwargs", "messages", "max_completion_tokens", "top_logprobs"})
+OF_CHAT = frozenset({"chat_template_kwargs", "max_completion_tokens", "messages", "top_logprobs"})
 OF_COMPLETIONS = frozenset({"prompt"})
 
-OWN = frozenset(GenerateOptions.__annotations__) & {
-    "alpha",
-    "amateur_temperature",
-    "banned_tokens",
-    "drafters",
-    "forced",
-    "ignore_generation_config",
-    "lookahead",
-    "max_branches",
-    "max_candidates",
-    "max_depth",
-    "rule",
-    "speculation",
-    "tenant",
-}
+OWN = frozenset(
+    {
+        "alpha",
+        "amateur_temperature",
+        "banned_tokens",
+        "drafters",
+        "forced",
+        "ignore_generation_config",
+        "lookahead",
+        "max_branches",
+        "max_candidates",
+        "max_depth",
+        "rule",
+        "speculation",
+        "tenant",
+    }
+)
 """Options of the client that the field `specdec` may hold: what no other server has."""
 
-WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"})
-WITHOUT_EFFECT |= {"safety_identifier", "user"}
+WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    }
+)
 """Fields that concern accounts and caches of OpenAI's own."""
 
 REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "best_of": (1,),
+    "best_of": (),  # but for as many as `n`
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -89,11 +112,20 @@ REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
 COMPLETION_TOKENS = 16
 """Most tokens of a completion that names no number, as OpenAI has it. A chat may fill the context."""
 
+TEMPERATURE = 1.0
+"""OpenAI's temperature, where neither the request nor the model's generation_config.json names one."""
+
 MOST_PROMPTS = 64
 """Prompts of one request for completions."""
 
 ROLES = {"developer": "system"}
 """Roles that templates know by another name."""
+
+PROMPT_FIELDS = {"text": "prompt", "tokens": "prompt", "tokens.ids": "prompt", "chat": "messages"}
+"""What prompts are called by the gRPC API and by its client, and here."""
+
+_OPTION = re.compile(r"(\w+)(\[\d+\][.\w]*)? = ")
+"""How the client's errors begin that are about one option."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +135,17 @@ class Asked:
     chat: bool
     model: str
     prompts: list[dict[str, Any]]
-    """Options that say what the prompt is: `prompt`, `tokens` or `messages`."""
+    """Options that say what the prompt is: `prompt`, `tokens`, or `messages` with `template_arguments`."""
     options: dict[str, Any]
-    stream: bool = False
-    usage_in_stream: bool = False
-    samples: int = field(default=1)
+    names: Mapping[str, str]
+    """Of options and fields of the gRPC API to what the caller calls them."""
+    stream: bool
+    usage_in_stream: bool
+
+    @property
+    def samples(self) -> int:
+        """Samples of each prompt."""
+        return int(self.options.get("n", 1))
 
     @property
     def logprobs(self) -> bool:
@@ -117,15 +155,7 @@ class Asked:
 def parse(body: bytes, *, chat: bool) -> Asked:
     """Read the body of a request for a chat's next message, or for completions; ApiError if it cannot be honoured."""
     given = {name: value for name, value in _object(body).items() if value is not None}
-    known = SAME | RENAMED.keys() | READ - (OF_COMPLETIONS if chat else OF_CHAT)
-    for name, value in given.items():
-        if name in REFUSED_UNLESS:
-            if value not in REFUSED_UNLESS[name]:
-                raise ApiError(400, f"{name}: is not supported", param=name, code="unsupported_parameter")
-        elif name not in known | WITHOUT_EFFECT:
-            raise ApiError(400, f"{name}: unknown parameter", param=name, code="unknown_parameter")
-    if "max_tokens" in given and "max_completion_tokens" in given:
-        raise refused("max_tokens", "is given beside max_completion_tokens, which is its new name")
+    _check_names(given, chat=chat)
     options = {name: value for name, value in given.items() if name in SAME}
     options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
     for name, value in options.items():
@@ -133,23 +163,22 @@ def parse(body: bytes, *, chat: bool) -> Asked:
             raise refused(name, f"is {json.dumps(value)}, must be {'text' if name == 'stop' else 'a number'}")
     if not chat:
         options.setdefault("max_tokens", COMPLETION_TOKENS)
-    options |= dict(_seed(given))
-    options |= dict(_logit_bias(given))
-    options |= dict(_logprobs(given, chat=chat))
+    for found in (_seed(given), _top_k(given), _logit_bias(given), _logprobs(given, chat=chat)):
+        options |= dict(found)
     options |= _own(given)
+    if not given.get("model"):
+        raise refused("model", "is missing: GET /v1/models lists what is served")
     asked = Asked(
         chat=chat,
-        model=_typed(given, "model", str, ""),
+        model=given["model"],
         prompts=[_conversation(given)] if chat else _prompts(given),
-        options=options,
-        stream=_typed(given, "stream", bool, False),
+        options=options | {"fallback_temperature": TEMPERATURE},
+        names=_names(given, chat=chat),
+        stream=_flag(given, "stream"),
         usage_in_stream=_usage_in_stream(given),
-        samples=options.get("n", 1) if isinstance(options.get("n", 1), int) else 1,
     )
-    names = {"tokens": "prompt", "template_arguments": "chat_template_kwargs"}
-    names |= {RENAMED[name]: name for name in given if name in RENAMED}
-    for prompt in asked.prompts:
-        _check(prompt | asked.options, names)
+    for each in (asked.options, *asked.prompts):
+        _check(each, asked.names)
     return asked
 
 
@@ -167,21 +196,52 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = given.get(name, default)
-    if type(value) is not kind:
-        raise refused(name, f"must be {'text' if kind is str else 'true or false'}")
-    return value
+def _check_names(given: Mapping[str, Any], *, chat: bool) -> None:
+    """Refuse what is not built, and what nobody knows."""
+    known = (SAME | READ | RENAMED.keys()) - (OF_COMPLETIONS if chat else OF_CHAT)
+    for name, value in given.items():
+        if name == "best_of" and _alike(value, given.get("n", 1)):
+            continue
+        if name in REFUSED_UNLESS:
+            if not any(_alike(value, each) for each in REFUSED_UNLESS[name]):
+                raise unsupported(name)
+        elif name not in known | WITHOUT_EFFECT:
+            raise unknown(name)
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise refused("max_tokens", "is given beside max_completion_tokens, which is its new name")
 
 
-def _check(options: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Refuse what does not fit into a message at all, in the client's words and with the fields' `names` here."""
+def _alike(value: object, other: object) -> bool:
+    """Return whether two values are the same in JSON, where true is not 1."""
+    return type(value) is type(other) and value == other
+
+
+def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
+    """Return what the caller calls options and fields that have another name by gRPC."""
+    names = dict(PROMPT_FIELDS) | {"template_arguments": "chat_template_kwargs"}
+    names |= {RENAMED[name]: name for name in given if name in RENAMED}
+    names |= {name: f"specdec.{name}" for name in given.get("specdec", {})}
+    return names | ({"logprobs": "top_logprobs"} if chat else {})
+
+
+def _check(options: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse what does not fit into a message at all, in the client's words."""
     try:
         build_request(**options)
     except (ValueError, TypeError) as error:
-        option, space, problem = str(error).partition(" ")
+        message = str(error)
+        if (found := _OPTION.match(message)) is None:  # it is about several
+            raise ApiError(400, message, code="invalid_value") from None
+        option = found[1]
         name = names.get(option, option)
-        raise ApiError(400, name + space + problem, param=name.rstrip(":"), code="invalid_value") from None
+        raise ApiError(400, name + message[len(option) :], param=name, code="invalid_value") from None
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise refused(name, "must be true or false")
+    return value
 
 
 def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -191,6 +251,14 @@ def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
             raise refused("seed", "must be a whole number from -2^63 to 2^64 - 1")
         yield "seed", seed % (1 << 64)
+
+
+def _top_k(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield how many tokens are kept; -1 keeps all, as vLLM has it, and as 0 does."""
+    if "top_k" in given:
+        if type(given["top_k"]) is not int:
+            raise refused("top_k", "must be a whole number")
+        yield "top_k", 0 if given["top_k"] == -1 else given["top_k"]
 
 
 def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float]]]:
@@ -208,18 +276,17 @@ def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float
 def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, int]]:
     """Yield how many of the most probable tokens are wanted beside the chosen one. A chat says by a flag whether any
     are."""
-    if not chat:
-        if "logprobs" in given:
-            if type(given["logprobs"]) is not int:
-                raise refused("logprobs", "must be a whole number")
-            yield "logprobs", given["logprobs"]
-        return
-    wanted = _typed(given, "logprobs", bool, False)
-    top = given.get("top_logprobs", 0)
+    name = "top_logprobs" if chat else "logprobs"
+    top = given.get(name, 0)
     if type(top) is not int:
-        raise refused("top_logprobs", "must be a whole number")
+        raise refused(name, "must be a whole number")
+    if not chat:
+        if name in given:
+            yield "logprobs", top
+        return
+    wanted = _flag(given, "logprobs")
     if top and not wanted:
-        raise refused("top_logprobs", "needs logprobs: true")
+        raise refused(name, "needs logprobs: true")
     if wanted:
         yield "logprobs", top
 
@@ -231,12 +298,7 @@ def _own(given: Mapping[str, Any]) -> dict[str, Any]:
         raise refused("specdec", "must be an object")
     for name in own:
         if name not in OWN:
-            raise ApiError(
-                400,
-                f"specdec.{name}: unknown parameter, must be one of {', '.join(sorted(OWN))}",
-                param=f"specdec.{name}",
-                code="unknown_parameter",
-            )
+            raise unknown(f"specdec.{name}", f"unknown parameter, must be one of {', '.join(sorted(OWN))}")
     return own
 
 
@@ -246,17 +308,13 @@ def _usage_in_stream(given: Mapping[str, Any]) -> bool:
         raise refused("stream_options", "must be an object")
     if options and not given.get("stream"):
         raise refused("stream_options", "is for streams: set stream")
-    for name in options:
+    wanted = {name: value for name, value in options.items() if value is not None}
+    for name in wanted:
         if name not in ("include_usage", "include_obfuscation"):
-            raise ApiError(
-                400, f"stream_options.{name}: unknown parameter", param="stream_options", code="unknown_parameter"
-            )
-    if options.get("include_obfuscation"):
-        raise refused("stream_options", "include_obfuscation is not supported")
-    wanted = options.get("include_usage", False)
-    if not isinstance(wanted, bool):
-        raise refused("stream_options", "include_usage must be true or false")
-    return wanted
+            raise unknown(f"stream_options.{name}")
+    if _flag(wanted, "include_obfuscation"):
+        raise unsupported("stream_options.include_obfuscation")
+    return _flag(wanted, "include_usage")
 
 
 def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -283,28 +341,25 @@ def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = given.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
         raise refused("chat_template_kwargs", "must be an object")
-    return {"messages": _messages(given), "template_arguments": arguments or None}
-
-
-def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the turns of a conversation. Parts of text are joined; there are no others."""
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise refused("messages", "must be a list of at least one message")
-    return [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
+    turns = [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
+    return {"messages": turns, "template_arguments": arguments or None}
 
 
 def _message(message: object, name: str) -> dict[str, str]:
+    """Return a turn. Parts of text are joined; there are no others."""
     if not isinstance(message, dict):
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
         if key not in ("role", "content") and value not in (None, [], ""):
-            raise ApiError(400, f"{name}.{key}: is not supported", param=f"{name}.{key}", code="unsupported_parameter")
+            raise unsupported(f"{name}.{key}")
     if not isinstance(role, str):
         raise refused(f"{name}.role", "must be text")
     if role in ("tool", "function"):
-        raise ApiError(400, f"{name}.role: tools are not supported", param=name, code="unsupported_parameter")
+        raise unsupported(f"{name}.role", "tools are not supported")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
@@ -315,4 +370,7 @@ def _message(message: object, name: str) -> dict[str, str]:
 def _part(part: object, name: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise refused(name, 'must be {"type": "text", "text": ...}: models here read text alone')
+    for key, value in part.items():
+        if key not in ("type", "text") and value is not None:
+            raise unsupported(f"{name}.{key}")
     return str(part["text"])

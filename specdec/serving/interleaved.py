@@ -25,9 +25,9 @@ async def interleaved(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGen
             async with asyncio.TaskGroup() as group:
                 for stream in streams:
                     group.create_task(drain(stream))
-        except Exception:
+        except ExceptionGroup as errors:
             await queue.put(None)
-            raise
+            raise errors.exceptions[0] from None
         await queue.put(None)
 
     work = asyncio.create_task(drain_all())

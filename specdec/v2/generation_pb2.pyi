@@ -78,6 +78,7 @@ class GenerateRequest(google.protobuf.message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: builtins.int
     IGNORE_GENERATION_CONFIG_FIELD_NUMBER: builtins.int
+    FALLBACK_TEMPERATURE_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
@@ -114,6 +115,10 @@ class GenerateRequest(google.protobuf.message.Message):
     ignore_generation_config: builtins.bool
     """Do without the defaults of the model's generation_config.json: what this request leaves open is neutral then, greedy
     and all else off. The end tokens stay the model's own.
+    """
+    fallback_temperature: builtins.float
+    """The temperature where neither this request nor the model's generation_config.json names one, but under the
+    CONTRASTIVE rule. Unset: 0.
     """
     priority: builtins.int
     """Order among requests of the same tenant that wait for memory: lower goes first. Tenants share by their weights."""
@@ -177,10 +182,13 @@ class GenerateRequest(google.protobuf.message.Message):
         model_fingerprint: builtins.str = ...,
         prompt_digest: builtins.str = ...,
         ignore_generation_config: builtins.bool = ...,
+        fallback_temperature: builtins.float | None = ...,
         priority: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -917,7 +925,6 @@ class ServedModel(google.protobuf.message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     TEXT_FINGERPRINT_FIELD_NUMBER: builtins.int
-    TEMPERATURE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     context_tokens: builtins.int
@@ -931,10 +938,6 @@ class ServedModel(google.protobuf.message.Message):
     normaliser, pre-tokeniser, added tokens), the special tokens, the chat template, the end tokens and the defaults of
     generation_config.json. Orchestrators that are asked in turn should have the same.
     """
-    temperature: builtins.float
-    """The temperature of requests that name none, as generation_config.json has it. Unset where that samples nothing: they
-    are greedy then.
-    """
     def __init__(
         self,
         *,
@@ -943,11 +946,8 @@ class ServedModel(google.protobuf.message.Message):
         vocabulary_size: builtins.int = ...,
         chat: builtins.bool = ...,
         text_fingerprint: builtins.str = ...,
-        temperature: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_temperature", b"_temperature", "chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "temperature", b"temperature", "text_fingerprint", b"text_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "text_fingerprint", b"text_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ServedModel = ServedModel
 

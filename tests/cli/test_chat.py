@@ -84,9 +84,9 @@ async def test_a_conversation() -> None:
         await terminal.shows(re.escape(TEXT))
         await terminal.shows(r"a step; length, seed \d+")
         assert turns(server) == [("system", "be brief"), ("user", "hello")]
-        terminal.type("/seed 5\n/speculation off\nand then?\n")
+        terminal.type("/seed 5\n/speculation off\n//and then?\n")
         await terminal.shows("length, seed 5")
-        assert turns(server)[1:] == [("user", "hello"), ("assistant", TEXT), ("user", "and then?")]
+        assert turns(server)[1:] == [("user", "hello"), ("assistant", TEXT), ("user", "/and then?")]
         assert server.calls[-1].request.speculation.off
         terminal.type("/quit\n")
         assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 0
@@ -169,7 +169,14 @@ def test_commands_change_what_comes_next() -> None:
     conversation.answered("b")
     assert conversation.command("/again") == ("", True)
     assert conversation.messages == [{"role": "user", "content": "a"}]
+    conversation.answered("")  # it failed: the former answer stays
+    assert [turn["content"] for turn in conversation.turns] == ["a", "b"]
+    conversation.answered("c")
+    assert [turn["content"] for turn in conversation.turns] == ["a", "c"]
+    conversation.ask("d")
     conversation.answered("")
-    assert conversation.messages == []
+    assert [turn["content"] for turn in conversation.turns] == ["a", "c"]
+    assert conversation.command("/again") == ("", True)
+    assert [turn["content"] for turn in conversation.messages] == ["a"]
     with pytest.raises(LeaveError):
         conversation.command("/quit")

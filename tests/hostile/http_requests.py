@@ -10,7 +10,7 @@ from typing import Any
 from specdec.openai_api.requests import OWN, READ, REFUSED_UNLESS, RENAMED, SAME, WITHOUT_EFFECT
 from tests.hostile.mutation import FLOATS, SIGNED_NUMBERS, STRINGS
 
-FIELDS = sorted(SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_EFFECT | {"other", ""})
+FIELDS = sorted({"\ud800"} | SAME | RENAMED.keys() | READ | REFUSED_UNLESS.keys() | WITHOUT_EFFECT | {"other", ""})
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 PATHS = (*ROUTES, "/v1/models", "/v1/models/x", "/health", "/", "/v1", "/v1/models/%00%ff%2e%2e", "/" + "x" * 3000, "*")
 METHODS = ("POST", "GET", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "PATCH", "CONNECT", "x" * 500)
@@ -29,7 +29,7 @@ def value(generator: random.Random, depth: int = 0) -> Any:
     if kind == 3:
         return generator.choice([each for each in FLOATS if each == each and abs(each) != float("inf")])
     if kind in (4, 5):
-        return generator.choice(STRINGS)
+        return generator.choice((*STRINGS, "\ud800"))
     if kind == 6:
         return [value(generator, depth + 1) for _ in range(generator.randrange(4))]
     return {generator.choice(("role", "content", "type", "text", "x")): value(generator, depth + 1) for _ in range(3)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,11 +23,16 @@ class Front:
     address: str
     client: openai.AsyncOpenAI
     app: Counted
+    server: HttpServer
 
 
 @asynccontextmanager
 async def front(
-    *orchestrators: str, serves: bool = True, most_connections: int = 100, body_seconds: float = BODY_SECONDS
+    *orchestrators: str,
+    serves: bool = True,
+    most_connections: int = 100,
+    body_seconds: float = BODY_SECONDS,
+    origins: Sequence[str] = (),
 ) -> AsyncIterator[Front]:
     """The server, and a client that does not retry what fails."""
 
@@ -35,12 +40,12 @@ async def front(
         return serves
 
     async with AsyncClient(orchestrators, max_retries=1) as client:
-        app = Counted(make_app(Gateway(client), health, body_seconds), ROUTES)
+        app = Counted(make_app(Gateway(client), health, body_seconds=body_seconds, origins=origins), ROUTES)
         server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)
         await server.start()
         address = f"127.0.0.1:{server.port}"
         try:
             async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="key", max_retries=0) as official:
-                yield Front(address, official, app)
+                yield Front(address, official, app, server)
         finally:
             await server.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -14,11 +15,12 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from specdec.client.tls_files import TlsError, TlsFiles
-from specdec.openai_api import http_server
+from specdec.openai_api import app, http_server
+from specdec.openai_api.errors import overloaded
 from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.serving.process.listening import bound
 from tests.certificates import Authority
-from tests.client.fake_server import FakeServer
+from tests.client.fake_server import Act, FakeServer
 from tests.openai_api.front import front
 from tests.stack import until
 
@@ -86,9 +88,9 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
 
 async def test_a_body_that_is_too_long_is_refused() -> None:
     async with FakeServer() as orchestrator, front(orchestrator.address) as http:
-        answer = await told(http.address, post(b" " * (17 << 20), headers=b"connection: close\r\n"))
+        answer = await told(http.address, post(b" " * (9 << 20), headers=b"connection: close\r\n"))
     assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"longer than 16 MiB" in answer
+    assert b"longer than 8 MiB" in answer
 
 
 async def test_a_caller_who_reads_nothing_is_given_up() -> None:
@@ -125,10 +127,53 @@ async def test_too_many_connections_are_refused() -> None:
     async with FakeServer() as orchestrator, front(orchestrator.address, most_connections=2) as http:
         host, _, port = http.address.partition(":")
         waiting = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-        answer = await told(http.address, b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        request = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        answer = await told(http.address, request)
         assert answer.startswith(b"HTTP/1.1 503 ")
-        for _, writer in waiting:
+        assert answer.endswith(json.dumps(overloaded("there are too many connections").body).encode())
+        for reader, writer in waiting:  # which are served
+            writer.write(request)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
             writer.close()
+
+
+async def test_too_much_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies that are still coming; others that are small go on."""
+    monkeypatch.setattr(app, "MOST_BODIES", 1000)
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        host, _, port = http.address.partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(post(b" " * 900, length=2000))
+        await until(lambda: http.app.running == 1)
+        answer = await told(http.address, post(b" " * 200, headers=b"connection: close\r\n"))
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        writer.close()
+        await until(lambda: http.app.running == 0)
+        answer = await told(http.address, post(ASKED, headers=b"connection: close\r\n"))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(("origin", "allowed"), [("https://a.example", True), ("https://b.example", False)])
+async def test_pages_of_some_origins_may_ask(origin: str, allowed: bool) -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address, origins=["https://a.example"]) as http:
+        preflight = f"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\norigin: {origin}\r\n"
+        preflight += "access-control-request-method: POST\r\naccess-control-request-headers: authorization\r\n\r\n"
+        answer = await told(http.address, preflight.encode())
+    assert answer.startswith(b"HTTP/1.1 200 ") is allowed
+    assert (b"access-control-allow-origin: https://a.example" in answer) is allowed
+
+
+async def test_what_a_drain_cuts_off_is_told_to_ask_elsewhere() -> None:
+    async with FakeServer(Act(tokens=0, then="hold")) as orchestrator, front(orchestrator.address) as http:
+        host, _, port = http.address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(post(ASKED))
+        await asyncio.wait_for(orchestrator.held.wait(), 10)
+        await http.server.stop()
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"ask another one" in answer
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import openai
@@ -18,7 +19,8 @@ from google.rpc.code_pb2 import (
 )
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 
-from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer, rich
+from specdec.openai_api.gateway import PROMPTS_AT_ONCE
+from tests.client.fake_server import DIGEST, TEXT, TOKENS, Act, FakeServer, rich
 from tests.openai_api.front import front
 from tests.stack import until
 
@@ -26,7 +28,7 @@ CHAT: Any = [{"role": "user", "content": "hello"}]
 
 
 def request_of(server: FakeServer) -> Any:
-    """The last message that asked for a text: before it, the server is asked for its models."""
+    """The last message that asked for a text."""
     return server.calls[-1].request
 
 
@@ -84,7 +86,9 @@ async def test_a_stream(chat: bool) -> None:
     assert text == TEXT
     assert [each.choices[0].finish_reason for each in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert len({each.id for each in events}) == 1
-    assert pieces[0].specdec["seed"] == 1000 + len(server.calls)
+    begun = pieces[1 if chat else 0].choices[0].specdec
+    assert begun["seed"] == 1000 + len(server.calls)
+    assert begun["resolved"]["prompt_digest"] == DIGEST
     assert pieces[-1].choices[0].specdec["accepted"] > 0
 
 
@@ -145,7 +149,8 @@ async def test_what_is_silent_is_as_openai_has_it() -> None:
         completion = request_of(server)
         await http.client.chat.completions.create(model="fake", messages=CHAT)
         chat = request_of(server)
-    assert completion.sampling.temperature == chat.sampling.temperature == 1.0
+    assert completion.fallback_temperature == chat.fallback_temperature == 1.0
+    assert not completion.sampling.HasField("temperature")
     assert completion.max_tokens == 16
     assert not chat.HasField("max_tokens")
 
@@ -167,7 +172,7 @@ async def test_many_prompts_and_samples(stream: bool) -> None:
             assert answer.usage.prompt_tokens == 3 * 2
             assert answer.usage.completion_tokens == 6 * len(TOKENS)
     assert texts == dict.fromkeys(range(6), TEXT)
-    assert sorted(call.request.text for call in server.calls[1:]) == prompts
+    assert sorted(call.request.text for call in server.calls) == prompts
 
 
 async def test_prompts_of_tokens() -> None:
@@ -244,22 +249,19 @@ REFUSALS: list[tuple[Any, type[openai.APIStatusError], int, str]] = [
 ]
 
 
+@pytest.mark.parametrize("prompt", ["def", ["a", "b"]], ids=["one prompt", "two"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("act", "kind", "status", "message"), REFUSALS)
 async def test_refusals_of_the_orchestrator(
-    act: Act, kind: type[openai.APIStatusError], status: int, message: str, stream: bool
+    act: Act, kind: type[openai.APIStatusError], status: int, message: str, stream: bool, prompt: Any
 ) -> None:
     """Before the first token they are HTTP statuses, in a stream too."""
 
-    def script() -> Any:
-        yield Act()  # the models
-        while True:
-            yield act
-
-    async with FakeServer(script=script()) as server, front(server.address) as http:
+    async with FakeServer(script=itertools.repeat(act)) as server, front(server.address) as http:
         with pytest.raises(kind, match=message) as caught:
-            await http.client.completions.create(model="fake", prompt="def", stream=stream)
+            await http.client.completions.create(model="fake", prompt=prompt, stream=stream)
     assert caught.value.status_code == status
+    assert caught.value.request_id
     if status == 400:
         assert caught.value.param == "temperature"
     if status == 429:
@@ -267,8 +269,8 @@ async def test_refusals_of_the_orchestrator(
 
 
 async def test_an_error_in_a_stream_is_its_last_event() -> None:
-    script = [Act(), Act(tokens=6, then="abort", status=rich(INVALID_ARGUMENT, BAD).status)]
-    async with FakeServer(*script) as server, front(server.address) as http:
+    breaking = Act(tokens=6, then="abort", status=rich(INVALID_ARGUMENT, BAD).status)
+    async with FakeServer(breaking) as server, front(server.address) as http:
         stream = await http.client.completions.create(model="fake", prompt="def", stream=True)
         with pytest.raises(openai.APIError, match="temperature: is -1"):
             async for _ in stream:
@@ -278,7 +280,7 @@ async def test_an_error_in_a_stream_is_its_last_event() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 6])
 async def test_a_caller_who_leaves_ends_the_request(stream: bool, tokens: int) -> None:
-    async with FakeServer(Act(), Act(tokens=tokens, then="hold")) as server, front(server.address) as http:
+    async with FakeServer(Act(tokens=tokens, then="hold")) as server, front(server.address) as http:
 
         async def ask() -> None:
             answer: Any = await http.client.completions.create(model="fake", prompt="def", stream=stream)
@@ -294,8 +296,53 @@ async def test_a_caller_who_leaves_ends_the_request(stream: bool, tokens: int) -
 
 async def test_a_stream_goes_on_at_another_orchestrator() -> None:
     """The first one breaks off in the middle of a character."""
-    acts = [Act(), Act(tokens=4, then="abort")]
-    async with FakeServer(*acts) as one, FakeServer(*acts) as other, front(one.address, other.address) as http:
+    breaking = Act(tokens=4, then="abort")
+    async with FakeServer(breaking) as one, FakeServer(breaking) as other, front(one.address, other.address) as http:
         stream = await http.client.completions.create(model="fake", prompt="def", stream=True)
         text = "".join([event.choices[0].text async for event in stream])
     assert text == TEXT
+
+
+async def test_names_in_refusals_are_the_callers() -> None:
+    wrong = [("stop_tokens[0]", "is 999"), ("max_tokens", "is 0"), ("logprobs", "is 25"), ("tokens.ids[3]", "is 999")]
+    violations = [{"field": field, "description": problem} for field, problem in wrong]
+    act = rich(INVALID_ARGUMENT, BadRequest(field_violations=violations))
+    async with FakeServer(act) as server, front(server.address) as http:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await http.client.chat.completions.create(
+                model="fake", messages=CHAT, max_completion_tokens=0, extra_body={"stop_token_ids": [999]}
+            )
+    problems = "stop_token_ids[0]: is 999; max_completion_tokens: is 0; top_logprobs: is 25; prompt[3]: is 999"
+    assert problems in caught.value.message
+
+
+async def test_an_error_among_many_prompts_is_told_in_the_stream() -> None:
+    """The others end with it."""
+    acts = [Act(), Act(tokens=6, then="abort", status=rich(INVALID_ARGUMENT, BAD).status), Act(tokens=6, then="hold")]
+    async with FakeServer(*acts) as server, front(server.address) as http:
+        stream = await http.client.completions.create(model="fake", prompt=["a", "b", "c"], stream=True)
+        with pytest.raises(openai.APIError, match="temperature: is -1"):
+            async for _ in stream:
+                pass
+        await until(lambda: http.app.running == 0)
+        (requests,) = [each for each in http.app.metrics() if each.name == "specdec_openai_requests"]
+    assert [(each.labels["status"], each.value) for each in requests.samples] == [("400", 1.0)]
+
+
+async def test_few_of_many_prompts_are_asked_at_once() -> None:
+    """A tenant's limits count each."""
+    held = [Act(tokens=0, then="hold")] * PROMPTS_AT_ONCE
+    async with FakeServer(*held) as server, front(server.address) as http:
+        asked = asyncio.create_task(http.client.completions.create(model="fake", prompt=["a"] * 20))
+        await until(lambda: len(server.calls) == PROMPTS_AT_ONCE)
+        await asyncio.sleep(0.1)
+        assert len(server.calls) == PROMPTS_AT_ONCE
+        asked.cancel()
+        await until(lambda: http.app.running == 0)
+
+
+async def test_each_prompt_tells_its_seed() -> None:
+    async with FakeServer() as server, front(server.address) as http:
+        answer = await http.client.completions.create(model="fake", prompt=["a", "b"])
+    own: Any = [choice.specdec for choice in answer.choices]  # type: ignore[attr-defined]
+    assert sorted(each["seed"] for each in own) == [1001, 1002]

@@ -58,7 +58,7 @@ def completion(**fields: Any) -> Asked:
         ({"logprobs": 5}, "logprobs", "must be true or false"),
         ({"top_logprobs": 5}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown parameter"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown parameter"),
         ({"stream": 1}, "stream", "must be true or false"),
         ({"stop": [1]}, "stop", "stop = "),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs", "must be an object"),
@@ -67,7 +67,7 @@ def completion(**fields: Any) -> Asked:
         ({"messages": "hello"}, "messages", "must be a list"),
         ({"messages": [1]}, "messages[0]", "must be an object"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
-        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0]", "tools are not supported"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].role", "tools are not supported"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "is not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -75,14 +75,20 @@ def completion(**fields: Any) -> Asked:
             "models here read text alone",
         ),
         ({"specdec": {"temperature": 1}}, "specdec.temperature", "unknown parameter"),
-        ({"specdec": {"speculation": "maybe"}}, "speculation", "not one of auto"),
+        ({"specdec": {"speculation": "maybe"}}, "specdec.speculation", "not one of auto"),
+        ({"specdec": {"speculation": "off", "drafters": ["ngram"]}}, None, "give either speculation or drafters"),
+        ({"model": None}, "model", "is missing"),
+        ({"model": 5}, "model", "must be text"),
+        ({"\ud800": 1}, "\ud800", "unknown parameter"),
+        ({"model": "\ud800"}, "model", "model = "),
         ({"specdec": 1}, "specdec", "must be an object"),
     ],
 )
-def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str, problem: str) -> None:
+def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str | None, problem: str) -> None:
     with pytest.raises(ApiError) as caught:
         chat(**fields)
     assert caught.value.status == 400
+    assert json.dumps(caught.value.body, ensure_ascii=False).encode()
     assert caught.value.param == param
     assert problem in caught.value.message
 
@@ -93,6 +99,8 @@ def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str, problem:
         ({"echo": True}, "echo", "is not supported"),
         ({"best_of": 2}, "best_of", "is not supported"),
         ({"suffix": "x"}, "suffix", "is not supported"),
+        ({"echo": 0}, "echo", "is not supported"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "unknown parameter"),
         ({"messages": MESSAGES}, "messages", "unknown parameter"),
         ({"logprobs": True}, "logprobs", "whole number"),
         ({"prompt": []}, "prompt", "must be text"),
@@ -129,6 +137,15 @@ def test_every_field_that_openai_has_is_known() -> None:
 
 def test_null_is_silence() -> None:
     assert chat(temperature=None, tools=None, stop=None, n=None) == chat()
+    told = {"include_usage": None, "include_obfuscation": False}
+    assert chat(stream=True, stream_options=told) == chat(stream=True)
+
+
+def test_what_asks_for_what_happens_anyway_is_taken() -> None:
+    assert completion(best_of=3, n=3).samples == 3
+    assert completion(echo=False, suffix="").options == completion().options
+    assert completion(top_k=-1).options["top_k"] == 0
+    assert chat(response_format={"type": "text"}, tools=[], tool_choice="none") == chat()
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1))

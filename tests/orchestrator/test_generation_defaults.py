@@ -20,6 +20,7 @@ from orchestrator.resolved import resolved
 from orchestrator.sample import Sample
 from specdec.decoding.sampling import Sampling
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.serving.errors import InvalidRequestError
 from specdec.text.generation_defaults import FIELDS, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, make
@@ -154,6 +155,20 @@ def test_contrastive_decoding_takes_what_it_can_use(model: Model) -> None:
     found = sample_of(replace(model, defaults=SOME), rule=model_pb2.ACCEPTANCE_RULE_CONTRASTIVE)
     assert replace(found.sampling, seed=0) == Sampling(repetition_penalty=1.5)
     assert found.max_tokens == 11
+
+
+def test_a_fallback_temperature_holds_where_nobody_names_one(model: Model) -> None:
+    def temperature(model: Model, **fields: Any) -> float:
+        return sample_of(model, fallback_temperature=0.5, **fields).sampling.temperature
+
+    sampled = replace(model, defaults=SOME)
+    assert temperature(model) == 0.5
+    assert temperature(sampled) == SOME.sampling.temperature
+    assert temperature(sampled, ignore_generation_config=True) == 0.5
+    assert temperature(model, sampling=generation_pb2.SamplingParameters(temperature=0.0)) == 0.0
+    assert temperature(model, rule=model_pb2.ACCEPTANCE_RULE_CONTRASTIVE) == 0.0
+    with pytest.raises(InvalidRequestError, match="temperature: is -1"):
+        sample_of(model, fallback_temperature=-1.0)
 
 
 def test_the_context_bounds_the_default(model: Model) -> None:
