@@ -102,7 +102,7 @@ async def test_an_interruption_ends_the_answer_and_not_the_chat() -> None:
         await terminal.shows("stopped.*> ")
         await asyncio.wait_for(server.freed.wait(), PATIENCE)
         terminal.type("go on\n")
-        await terminal.shows("a step; length")
+        await terminal.shows("a step; length.*> ")
         assert [role for role, _ in turns(server)] == ["user", "assistant", "user"]
         assert TEXT.startswith(turns(server)[1][1])
         terminal.process.send_signal(signal.SIGINT)
