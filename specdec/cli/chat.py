@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -16,7 +19,7 @@ from specdec.cli.failure import fail
 from specdec.cli.generate import coloured
 from specdec.cli.report import Report
 from specdec.cli.waiting import Waiting
-from specdec.client import Client, SpecdecError
+from specdec.client import Cancelled, Client, SpecdecError, Stream
 from specdec.client.options import Speculation
 from specdec.command_line import addresses
 from specdec.exit_status import ExitStatus
@@ -64,7 +67,6 @@ def chat(
             import readline  # noqa: F401
     with Client(address, credentials=allowed.credentials, api_key=allowed.api_key) as client:
         while True:
-            answering = False
             try:
                 line = input(asks)
                 if not line.strip():
@@ -77,15 +79,19 @@ def chat(
                         continue
                 else:
                     conversation.ask(line.removeprefix("/"))
-                answering = True
                 _answer(client, Waiting(address, access=allowed), conversation)
             except (EOFError, LeaveError):
                 return
+            except InterruptedError:
+                if not at_terminal:
+                    raise KeyboardInterrupt from None
+                print()
+                _say("stopped")
             except KeyboardInterrupt:
                 if not at_terminal:
                     raise
                 print()
-                _say("stopped" if answering else "Ctrl-D or /quit leaves")
+                _say("Ctrl-D or /quit leaves")
             except ValueError as error:
                 if not at_terminal:
                     fail(str(error), ExitStatus.USAGE)
@@ -97,21 +103,22 @@ def chat(
 
 
 def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
-    """Answer the last question, piece by piece. However the answer ends, what was said of it stays."""
+    """Answer the last question, piece by piece; Ctrl-C ends the answer. However it ends, what was said of it stays."""
     console = Console(highlight=False, soft_wrap=True)
     report, said = Report(), ""
     try:
         with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
             report.request_id = stream.request_id
-            for chunk in stream:
-                waiting.heard()
-                report.take(chunk)
-                said += chunk.text
-                if conversation.colours and console.is_terminal:
-                    console.print(coloured(chunk), end="")
-                else:
-                    sys.stdout.write(chunk.text)
-                    sys.stdout.flush()
+            with _interrupting(stream):
+                for chunk in stream:
+                    waiting.heard()
+                    report.take(chunk)
+                    said += chunk.text
+                    if conversation.colours and console.is_terminal:
+                        console.print(coloured(chunk), end="")
+                    else:
+                        sys.stdout.write(chunk.text)
+                        sys.stdout.flush()
     except SpecdecError:
         if said:
             print()
@@ -124,6 +131,29 @@ def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> Non
         f"{count} tokens, {count / report.seconds:.0f}/s, {s.mean_tokens_per_step:.2f} a step; "
         f"{report.finish.reason}, seed {report.seed}"
     )
+
+
+@contextlib.contextmanager
+def _interrupting(stream: Stream) -> Iterator[None]:
+    """Have Ctrl-C cancel a stream, and raise InterruptedError then. A KeyboardInterrupt in the midst of gRPC's own code
+    would leave the connection unusable. Where interrupts are ignored, they stay so."""
+    cancelled = threading.Event()
+
+    def cancel(*_: object) -> None:
+        cancelled.set()
+        threading.Thread(target=stream.cancel).start()  # this code may run while the stream holds its lock
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    except Cancelled:
+        if cancelled.is_set():
+            raise InterruptedError from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _say(line: str) -> None:
