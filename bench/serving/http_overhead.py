@@ -28,14 +28,14 @@ SEED = 7
 
 
 class Answer(NamedTuple):
-    """What came of one request."""
+    """Tokens of one request, and how long the first took."""
 
     tokens: int
     first_seconds: float  # until the first of them
 
 
 class Costs(NamedTuple):
-    """What requests at once cost."""
+    """Costs of requests that ran at the same time."""
 
     milliseconds_a_token: float  # of processor time of all services
     first_milliseconds: float  # median time to the first token

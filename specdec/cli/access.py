@@ -1,4 +1,4 @@
-"""How commands reach a server: their options for TLS and for an API key."""
+"""How commands reach a server: their options for its address, for TLS and for an API key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import grpc
 import typer
 
 from specdec.client.tls_files import TlsError, TlsFiles, channel_credentials
+from specdec.command_line import addresses
 
+Orchestrators = Annotated[
+    str,
+    typer.Option(
+        callback=addresses,
+        help="Address of the orchestrator: HOST:PORT, or as gRPC spells it; several are joined by commas.",
+    ),
+]
 Tls = Annotated[
     bool, typer.Option("--tls", envvar="SPECDEC_TLS", help="Use TLS, and trust the public authorities, as gRPC does.")
 ]

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import ApiKeyFile, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.conversation import Conversation, LeaveError
 from specdec.cli.failure import fail
 from specdec.cli.generate import coloured
@@ -21,20 +21,13 @@ from specdec.cli.report import Report
 from specdec.cli.waiting import Waiting
 from specdec.client import Cancelled, Client, SpecdecError, Stream
 from specdec.client.options import Speculation
-from specdec.command_line import addresses
 from specdec.exit_status import ExitStatus
 
 ASKS = "> "
 
 
 def chat(
-    address: Annotated[
-        str,
-        typer.Option(
-            callback=addresses,
-            help="Address of the orchestrator: HOST:PORT, or as gRPC spells it; several are joined by commas.",
-        ),
-    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. By default as many as the context holds.")
@@ -68,18 +61,8 @@ def chat(
     with Client(address, credentials=allowed.credentials, api_key=allowed.api_key) as client:
         while True:
             try:
-                line = input(asks)
-                if not line.strip():
-                    continue
-                if line.startswith("/") and not line.startswith("//"):
-                    told, answer_now = conversation.command(line)
-                    if told:
-                        _say(told)
-                    if not answer_now:
-                        continue
-                else:
-                    conversation.ask(line.removeprefix("/"))
-                _answer(client, Waiting(address, access=allowed), conversation)
+                while True:  # in here, an interrupt between two turns is caught too
+                    _turn(client, Waiting(address, access=allowed), conversation, asks)
             except (EOFError, LeaveError):
                 return
             except InterruptedError:
@@ -100,6 +83,22 @@ def chat(
                 if not at_terminal:  # a script wants the exit status
                     raise
                 _say(str(error))
+
+
+def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: str) -> None:
+    """Read a line, behind `asks`, and do what it says or answer it."""
+    line = input(asks)
+    if not line.strip():
+        return
+    if line.startswith("/") and not line.startswith("//"):
+        told, answer_now = conversation.command(line)
+        if told:
+            _say(told)
+        if not answer_now:
+            return
+    else:
+        conversation.ask(line.removeprefix("/"))
+    _answer(client, waiting, conversation)
 
 
 def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:

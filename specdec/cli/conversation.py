@@ -26,7 +26,7 @@ class LeaveError(Exception):
 
 @dataclass
 class Conversation:
-    """What was said, and the options of the next answer."""
+    """A conversation: its turns, and the options of the next answer."""
 
     options: dict[str, Any]
     system: str | None = None
@@ -36,7 +36,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """What the system is told, and all turns up to the question that is to be answered."""
+        """The messages of a request: the system's, and all turns up to the question that is to be answered."""
         opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         return opening + self.turns[: self._asked]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec import ports
-from specdec.cli.access import Access, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, access
+from specdec.cli.access import Access, ApiKeyFile, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, access
 from specdec.cli.failure import fail
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile
@@ -23,7 +23,7 @@ from specdec.cli.results_file import ResultsFile
 from specdec.cli.waiting import Waiting
 from specdec.client import Chunk, Client, Speculation
 from specdec.client.options import Speculation as SpeculationName
-from specdec.command_line import addresses, duration
+from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
 
 STYLES = {
@@ -48,13 +48,7 @@ def generate(
             "and options of its own. All are asked at once."
         ),
     ] = None,
-    address: Annotated[
-        str,
-        typer.Option(
-            callback=addresses,
-            help="Address of the orchestrator: HOST:PORT, or as gRPC spells it; several are joined by commas.",
-        ),
-    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
     temperature: Annotated[
         float | None,

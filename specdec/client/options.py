@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 Speculation = Literal["auto", "off", "always", "draft", "local"]
-"""Who may propose candidates, in a word."""
+"""Names for who may propose candidates; the option `speculation` explains them."""
 
 
 class Message(TypedDict):

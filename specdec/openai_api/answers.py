@@ -25,7 +25,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Frame:
-    """What an answer and all pieces of it have in common."""
+    """The fields that an answer and all pieces of it have in common."""
 
     chat: bool
     id: str
@@ -47,7 +47,7 @@ class Frame:
 
 
 class Choice:
-    """One sample of one prompt, which comes chunk by chunk."""
+    """One sample of one prompt, which comes chunk by chunk: each becomes a piece, or all are gathered."""
 
     def __init__(self, index: int, *, first_sample: bool, chat: bool, logprobs: bool) -> None:
         """`first_sample` of its prompt: the tokens of the prompt are counted with it."""
@@ -71,16 +71,32 @@ class Choice:
         delta = {"role": "assistant", "content": ""}
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def take(self, chunk: Chunk, seed: int | None) -> Json:
-        """Note a chunk of a request that has this seed; return it as a piece of a stream."""
-        self._text.append(chunk.text)
-        self._logprobs += chunk.logprobs
+    def piece(self, chunk: Chunk, seed: int | None) -> Json:
+        """Return a chunk of a request that has this seed as a piece of a stream."""
         piece: Json = {"index": self.index, "text": chunk.text}
         if self._chat:
             said = chunk.text or chunk.finish is None
             piece = {"index": self.index, "delta": {"content": chunk.text} if said else {}}
         piece["logprobs"] = self._logprobs_of(chunk.logprobs) if chunk.logprobs else None
-        piece["finish_reason"] = None
+        piece |= {"finish_reason": None} if chunk.finish is None else _end(chunk.finish)
+        own = self._note(chunk, seed)
+        return piece | ({"specdec": own} if own else {})
+
+    def gather(self, chunk: Chunk, seed: int | None) -> None:
+        """Keep a chunk of a request that has this seed for `whole`."""
+        self._text.append(chunk.text)
+        self._logprobs += chunk.logprobs
+        self._own |= self._note(chunk, seed)
+
+    def whole(self) -> Json:
+        """Return the sample, all of which was gathered."""
+        text = "".join(self._text)
+        said: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        logprobs = self._logprobs_of(self._logprobs) if self._wants_logprobs else None
+        return {"index": self.index, **said, "logprobs": logprobs, **_end(self.finish), "specdec": self._own}
+
+    def _note(self, chunk: Chunk, seed: int | None) -> Json:
+        """Note how the sample ended, if it did; return what only this project tells of a chunk."""
         own: Json = {}
         if chunk.resolved is not None:
             resolved = asdict(chunk.resolved)
@@ -89,24 +105,14 @@ class Choice:
         if chunk.finish is not None:
             self._finish = chunk.finish
             own |= _statistics(chunk.finish)
-            piece |= _end(chunk.finish)
-        self._own |= own
-        return piece | ({"specdec": own} if own else {})
-
-    def whole(self) -> Json:
-        """Return the sample, which has ended."""
-        text = "".join(self._text)
-        said: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        self._offset = TextOffset()
-        logprobs = self._logprobs_of(self._logprobs) if self._wants_logprobs else None
-        return {"index": self.index, **said, "logprobs": logprobs, **_end(self.finish), "specdec": self._own}
+        return own
 
     def _logprobs_of(self, found: Iterable[Logprobs]) -> Json:
         return _chat_logprobs(found) if self._chat else _completion_logprobs(found, self._offset)
 
 
 class TextOffset:
-    """Where in the text the next token begins."""
+    """The place in the text at which the next token begins."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -27,7 +27,7 @@ Chunks = AsyncGenerator[tuple[int, Chunk], None]
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and how logs and traces are to call the request."""
+    """A caller: the id of its request in logs and traces, and the headers that go on."""
 
     request_id: str
     metadata: Metadata = ()
@@ -51,7 +51,7 @@ class Gateway:
         answer = _Answer(asked, caller)
         async with aclosing(self._chunks(asked, caller)) as chunks:
             async for number, chunk in chunks:
-                answer.take(number, chunk)
+                answer.choice(number, chunk).gather(chunk, answer.seed(number, chunk))
         return answer.frame.whole(answer.choices)
 
     async def events(self, asked: Asked, caller: Caller) -> AsyncGenerator[Json, None]:
@@ -111,10 +111,13 @@ class _Answer:
             for index in range(asked.samples * len(asked.prompts))
         ]
 
-    def take(self, number: int, chunk: Chunk) -> Json:
-        """Note a chunk of the prompt of this number; return it as a piece of a stream."""
-        seed = self.seeds.setdefault(number, chunk.seed)
-        return self.choices[self.asked.samples * number + chunk.index].take(chunk, seed)
+    def choice(self, number: int, chunk: Chunk) -> Choice:
+        """Return what a chunk of the prompt of this number belongs to."""
+        return self.choices[self.asked.samples * number + chunk.index]
+
+    def seed(self, number: int, chunk: Chunk) -> int | None:
+        """Return the seed of a prompt, which its first chunk tells."""
+        return self.seeds.setdefault(number, chunk.seed)
 
 
 async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Json, None]:
@@ -124,12 +127,13 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
     async with aclosing(rest):
         if asked.chat:
             yield frame.piece([each.opening() for each in answer.choices], **usage)
-        chunk: tuple[int, Chunk] | None = first
-        while chunk is not None:
-            finish = chunk[1].finish
-            ended: Json = {} if finish is None else {"system_fingerprint": fingerprint([finish])}
-            yield frame.piece([answer.take(*chunk)], **usage, **ended)
-            chunk = await anext(rest, None)
+        found: tuple[int, Chunk] | None = first
+        while found is not None:
+            number, chunk = found
+            piece = answer.choice(number, chunk).piece(chunk, answer.seed(number, chunk))
+            ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
+            yield frame.piece([piece], **usage, **ended)
+            found = await anext(rest, None)
     if asked.usage_in_stream:
         yield frame.piece([], usage=usage_of(answer.choices))
 

@@ -11,17 +11,16 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 
-import structlog
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.client.tls_files import TlsError, TlsFiles
 from specdec.openai_api.errors import overloaded
-
-log = structlog.get_logger()
+from specdec.serving.watched import Watched
 
 MOST_CONNECTIONS = 1024
+"""Connections at the same time, by default."""
 
 MOST_HEADER = 64 << 10
 """Bytes of a request's line and headers."""
@@ -155,18 +154,18 @@ class _Server(uvicorn.Server):
 
 
 class ServerTls:
-    """The TLS of the server. Certificate and key are read again when their files change; what makes no sense then is
-    logged, and the last ones stay. Authorities are read once: a context can only learn to trust more of them."""
+    """The TLS of the server. Certificate and key are read again when their files change. Authorities are read once: a
+    context can only learn to trust more of them."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files; TlsError if they cannot be used."""
         if files.certificate is None:
             raise TlsError("{2} is given, {0} and {1} are missing".format(*files.options))
         files.read()  # says in a line what is wrong
-        self._files = replace(files, authorities=None)
-        self._version = self._files.version()
+        self._own = replace(files, authorities=None)
+        self._watched = Watched(self._own)
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self.context.load_cert_chain(files.certificate, files.key)
+        self._load()
         if files.authorities is not None:
             self.context.load_verify_locations(files.authorities)
             self.context.verify_mode = ssl.CERT_REQUIRED
@@ -175,16 +174,10 @@ class ServerTls:
         """Look at the files every RELOAD_SECONDS. What they hold counts for new connections."""
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            try:
-                self._reload()
-            except (OSError, TlsError) as error:
-                log.error("not_reloaded", what=self._files.what, why=str(error))
+            if self._watched.changed():
+                with contextlib.suppress(OSError):  # replaced once more by now (ssl.SSLError is one)
+                    self._load()
 
-    def _reload(self) -> None:
-        version = self._files.version()
-        if version != self._version:
-            self._files.read()
-            assert self._files.certificate is not None
-            self.context.load_cert_chain(self._files.certificate, self._files.key)
-            self._version = version
-            log.info("reloaded", what=self._files.what)
+    def _load(self) -> None:
+        assert self._own.certificate is not None
+        self.context.load_cert_chain(self._own.certificate, self._own.key)

@@ -1,4 +1,4 @@
-"""What the server tells Prometheus: requests by route and status, and how long they took."""
+"""The metrics of the HTTP server: requests by route and status, and how long they took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an orchestrator takes requests, as its health check says."""
+"""Health of the orchestrators behind the HTTP server: does one of them take requests?"""
 
 from __future__ import annotations
 

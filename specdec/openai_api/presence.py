@@ -1,4 +1,4 @@
-"""Whether whoever asked is still there: work for a caller who has left is cancelled at once."""
+"""Disconnects: work for a caller who has left is cancelled at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked: a body in OpenAI's shape becomes prompts and options of this package's client.
+"""Bodies of requests: each, in OpenAI's shape, becomes prompts and options of this package's client.
 
 Nothing is dropped: a field is honoured, has no effect on tokens (`WITHOUT_EFFECT`), or is refused by its name unless it
 asks for what happens anyway (`REFUSED_UNLESS`). Values and their limits are judged by the orchestrator.

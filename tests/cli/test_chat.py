@@ -36,10 +36,13 @@ class Terminal:
 
     async def shows(self, pattern: str) -> str:
         """Wait for a pattern in what is shown since the last one; return what is shown up to its end."""
-        async with asyncio.timeout(PATIENCE):
-            while (found := re.search(pattern, self._seen, re.DOTALL)) is None:
-                self._more.clear()
-                await self._more.wait()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while (found := re.search(pattern, self._seen, re.DOTALL)) is None:
+                    self._more.clear()
+                    await self._more.wait()
+        except TimeoutError:
+            pytest.fail(f"{pattern!r} was never shown, but {self._seen!r}; the status is {self.process.returncode}")
         shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return shown
 
@@ -85,10 +88,10 @@ async def test_a_conversation() -> None:
         await terminal.shows(r"a step; length, seed \d+")
         assert turns(server) == [("system", "be brief"), ("user", "hello")]
         terminal.type("/seed 5\n/speculation off\n//and then?\n")
-        await terminal.shows("length, seed 5")
+        await terminal.shows("length, seed 5.*> ")
         assert turns(server)[1:] == [("user", "hello"), ("assistant", TEXT), ("user", "/and then?")]
         assert server.calls[-1].request.speculation.off
-        terminal.type("/quit\n")
+        terminal.type("\x04")
         assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 0
 
 
@@ -106,8 +109,9 @@ async def test_an_interruption_ends_the_answer_and_not_the_chat() -> None:
         assert [role for role, _ in turns(server)] == ["user", "assistant", "user"]
         assert TEXT.startswith(turns(server)[1][1])
         terminal.process.send_signal(signal.SIGINT)
+        terminal.type("\n")  # readline may have begun to wait just after the signal
         await terminal.shows("Ctrl-D or /quit leaves")
-        terminal.type("\x04")
+        terminal.type("/quit\n")
         assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 0
 
 

@@ -19,6 +19,7 @@ from specdec.openai_api import app, http_server
 from specdec.openai_api.errors import overloaded
 from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.serving.process.listening import bound
+from tests.captured_logs import captured_logs
 from tests.certificates import Authority
 from tests.client.fake_server import Act, FakeServer
 from tests.openai_api.front import front
@@ -226,8 +227,9 @@ async def test_a_certificate_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
 
     async with serving(hello, tls=ServerTls(TlsFiles(certificate, key, None))) as server:
         first = await seen(server.port)
-        key.write_text("nonsense")
-        await asyncio.sleep(0.1)
+        with captured_logs() as lines:
+            key.write_text("nonsense")
+            await until(lambda: "files_refused" in [line["event"] for line in lines])
         assert await seen(server.port) == first
         authority.issue("server")
         async with asyncio.timeout(10):
