@@ -23,6 +23,7 @@ with needed_by("draft", "draft"):
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
+    from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
@@ -91,7 +92,7 @@ def main(
         log.info("expansion_width", nodes_of_a_session_in_a_step=nodes)
         loop = DraftLoop(LanguageModelDrafter(loaded, rows_per_session=nodes))
         loop.start()
-        return DraftServicer(loop, identity, limits, pod_info(loaded))
+        return DraftServicer(loop, identity, limits, pod_info(loaded), GrammarCompiler.of(directory))
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
 

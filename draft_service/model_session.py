@@ -11,7 +11,6 @@ from draft_service.tree_rows import add_nodes
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.candidates import draft_candidates
 from specdec.decoding.processing import MAX_ABS_LOGIT
-from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -89,8 +88,7 @@ class ModelSession:
     def _add_children(self, node: Node, logits: NDArray[np.float32]) -> None:
         """Give a node children, by the request's rule."""
         session, sampler = self.session, self.session.request.sampler
-        path = [ancestor.token for ancestor in node.path()]
-        query = SamplingQuery(sampler, node.position + 1, session.penalty_state, path)
+        query = session.query(node)
         if sampler.rule is Rule.REJECTION:
             if (proposal := rejection.propose(logits, query)) is not None:
                 assert proposal.token is not None

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
+from specdec.grammar.compiler import CompiledGrammar
 
 MIN_PROBABILITY = 0.002
 """Least path probability at which a node is expanded."""
@@ -54,6 +55,7 @@ class SessionRequest:
     end_tokens: frozenset[int]
     max_tokens: int
     context: int  # most tokens of a text
+    grammar: CompiledGrammar | None = None  # what the generated text must look like
 
     @property
     def distributions_required(self) -> bool:

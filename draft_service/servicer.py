@@ -16,8 +16,12 @@ from draft_service.send_queue import Extension
 from draft_service.session import Session
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule
+from specdec.decoding.sampling_limits import sampling_violations
 from specdec.engine.fast_paths import fast_paths_off
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import InvalidRequestError
+from specdec.serving.grammars import compiled_grammar
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import paths_message, rule_of, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
@@ -27,9 +31,9 @@ from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
     MAX_BRANCHES,
     MAX_DEPTH,
+    grammar_violations,
     open_size_violations,
     rule_violations,
-    sampling_violations,
     text_violations,
 )
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
@@ -59,8 +63,10 @@ class DraftServicer(
         identity: model_pb2.ModelIdentity,
         limits: Limits,
         info: model_pb2.PodInfo | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """Serve a draft loop. `info` is what statistics tell of the pod besides its identity."""
+        """Serve a draft loop. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
+        with a grammar are refused."""
         super().__init__(loop, limits.max_sessions)
         self._started = time.monotonic()
         self._info = info or pod_info()
@@ -68,6 +74,7 @@ class DraftServicer(
         self._identity = identity
         self._limits = limits
         self._calibrations = Calibrations()
+        self._grammars = grammars
 
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -122,6 +129,9 @@ class DraftServicer(
 
         self._loop.attach(RunningSession(session, emit, responses.send, lambda: not responses.full))
         timeline.event("admitted")
+
+    def takes_long(self, request: draft_pb2.DraftRequest) -> bool:
+        return super().takes_long(request) or request.open.HasField("grammar")
 
     def detach(self, session: Session) -> None:
         self._loop.detach(session)
@@ -178,12 +188,14 @@ class DraftServicer(
         violations += rule_violations(message.rule, message.contrast, sampling)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += _policy_violations(message.policy)
+        end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never proposed
+        if message.HasField("grammar"):
+            violations += grammar_violations(message.grammar, end_tokens, vocabulary)
         if not violations and (rule := rule_of(message.rule, sampling)) not in self._loop.drafter.rules:
             served = ", ".join(known.name for known in Rule if known in self._loop.drafter.rules)
             violations.append(("rule", f"is {rule.name}, this draft serves {served}"))
         if violations:
             raise InvalidRequestError(violations)
-        end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are never proposed
         wanted = SessionRequest(
             prompt,
             generated,
@@ -191,9 +203,13 @@ class DraftServicer(
             end_tokens,
             message.max_tokens,
             context,
+            compiled_grammar(self._grammars, message.grammar),
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
-        return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler))
+        try:
+            return Session(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler))
+        except GrammarError as error:
+            raise InvalidRequestError([("generated_tokens", str(error))]) from None
 
 
 def _policy_violations(policy: draft_pb2.DraftPolicy) -> list[tuple[str, str]]:

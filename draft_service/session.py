@@ -12,7 +12,7 @@ from draft_service.send_queue import SendQueue
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.proposal import DraftDistribution
-from specdec.decoding.query import PenaltyState
+from specdec.decoding.query import PenaltyState, SamplingQuery
 from specdec.decoding.tree import Node, TokenTree
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
@@ -44,6 +44,7 @@ class Session:
         self.policy = policy
         self.vocabulary = vocabulary
         self.max_nodes = policy.max_nodes  # of the opening: there is memory for no more, whatever a later policy allows
+        self.grammar = None if request.grammar is None else request.grammar.begin(request.generated, request.end_tokens)
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
             request.prompt + request.generated,
@@ -79,6 +80,8 @@ class Session:
             raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
         if self.penalty_state is not None:
             self.penalty_state.extend(new_tokens)
+        if self.grammar is not None:
+            self.grammar.commit(new_tokens)
         alive = frozenset(tree.root.walk())
         self._frontier.descend(passed, alive)
         self._expanded = {node for node in self._expanded if node in alive or node is tree.root}
@@ -166,6 +169,12 @@ class Session:
         self._too_deep.clear()
 
     # --- what a drafter gives a node ----------------------------------------------------------------
+
+    def query(self, node: Node) -> SamplingQuery:
+        """Return the sampling query below a node."""
+        path = [ancestor.token for ancestor in node.path()]
+        allowed = None if self.grammar is None else self.grammar.allowed(path)
+        return SamplingQuery(self.request.sampler, node.position + 1, self.penalty_state, path, allowed=allowed)
 
     def add_children(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Add children, the likeliest first: a draft's tokens and their logprobs."""

@@ -15,6 +15,7 @@ with needed_by("orchestrator", "orchestrator"):
 
     from orchestrator.connections import SecureConnections, connect
     from orchestrator.discovery import Discovery
+    from orchestrator.grammar_check import GrammarCheck
     from orchestrator.model import Model
     from orchestrator.peers import Peers
     from orchestrator.pods import Pods
@@ -156,7 +157,7 @@ def main(
             drafts_are_trusted=trust_drafts,
             discoveries=discoveries,
         )
-        servicer = GenerationServicer(served, peers, accounts=accounts)
+        servicer = GenerationServicer(served, peers, accounts=accounts, grammars=GrammarCheck(model))
         await servicer.start()
         return servicer
 

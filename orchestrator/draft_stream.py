@@ -47,6 +47,7 @@ class DraftStream(PeerStream):
             max_tokens=sample.max_tokens,
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
+            grammar=sample.grammar,
             policy=policy,
             vocabulary_size=self._context.model.vocabulary,
         )

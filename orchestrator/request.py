@@ -14,11 +14,11 @@ from orchestrator.sample import Request, Sample
 from orchestrator.tenants.file import LONGEST_NAME, Tenant
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.sampling_limits import sampling_violations
 from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, Drafter, Speculation, drafters_of
 from specdec.serving.echo import echo
 from specdec.serving.errors import (
     InvalidRequestError,
-    NotBuiltError,
     PermissionDeniedError,
     PromptChangedError,
     UnknownModelError,
@@ -26,9 +26,9 @@ from specdec.serving.errors import (
 from specdec.serving.messages import lookahead_from, rule_of
 from specdec.serving.validation import (
     drafter_violations,
+    grammar_violations,
     lookahead_violations,
     rule_violations,
-    sampling_violations,
     size_violations,
     speculation_limit_violations,
     token_violations,
@@ -72,8 +72,6 @@ def parse(
     """
     if message.model and message.model != model.name:
         raise UnknownModelError(f"model: is {echo(message.model)}, served here is {model.name!r}")
-    if message.json_schema:
-        raise NotBuiltError("json_schema: structured output is not built yet")
     violations = _sizes(message, model)
     if violations:
         raise InvalidRequestError(violations)
@@ -104,6 +102,8 @@ def parse(
     if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
+    if message.HasField("grammar"):
+        violations += grammar_violations(message.grammar, end_tokens, model.vocabulary)
     speculation = _speculation(message, violations)
     if violations:
         raise InvalidRequestError(violations)
@@ -132,6 +132,7 @@ def parse(
         contrast=message.contrast,
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
+        grammar=message.grammar if message.HasField("grammar") else None,
         time=time if message.WhichOneof("prompt") == "chat" else None,
     )
     return Request(

@@ -31,6 +31,7 @@ class Sample:
     priority: int = 0  # among those of the tenant: lower goes first
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
+    grammar: model_pb2.Grammar | None = None  # what the text must look like
     time: datetime | None = None  # that the chat template saw
 
     @property

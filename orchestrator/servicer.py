@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from orchestrator.bounded_threads import BoundedThreads
 from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
+from orchestrator.grammar_check import GrammarCheck
 from orchestrator.metrics import metrics
 from orchestrator.model import Model
 from orchestrator.peers import Peers
@@ -30,6 +31,7 @@ from orchestrator.trace import OrchestratorTraceServicer
 from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Context
 from specdec.serving.interleaved import interleaved
+from specdec.serving.messages import grammar_from
 from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
@@ -59,14 +61,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         peers: Peers,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         accounts: Accounts | None = None,
+        grammars: GrammarCheck | None = None,
     ) -> None:
-        """Serve a model. `clock` tells when a request arrives, in UTC. Without `accounts`, anybody is served."""
+        """Serve a model. `clock` tells when a request arrives, in UTC. Without `accounts`, anybody is served; without
+        `grammars`, those of requests go to the pods untried."""
         self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
         self.gates = (self._check_caller,)
         self._accounts = accounts or Accounts()
         self._model = model
         self._peers = peers
         self._clock = clock
+        self._grammars = grammars
         self._readiness = Readiness(peers, model)
         self._started = time.monotonic()
         self._stats = OrchestratorStats()
@@ -95,6 +100,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def close(self) -> None:
         self._short.close()
         self._long.close()
+        if self._grammars is not None:
+            await self._grammars.close()
         await self._accounts.close()
         await self._readiness.close()
         await self._peers.close()
@@ -250,6 +257,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parsed = work()
         else:
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work)
+        if self._grammars is not None and (grammar := grammar_from(request.grammar)) is not None:
+            await self._grammars.check(grammar)
         record_parsed(timeline, parsed)
         return parsed
 

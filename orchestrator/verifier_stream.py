@@ -10,7 +10,7 @@ from orchestrator.pod_errors import LostError, UnfitError
 from orchestrator.pods import Pod
 from orchestrator.sample_context import SampleContext
 from specdec.serving import checksum
-from specdec.serving.errors import PeerLostError
+from specdec.serving.errors import NotBuiltError, PeerLostError
 from specdec.serving.messages import rule_message, sampling_message
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
@@ -59,6 +59,7 @@ class VerifierStream(PeerStream):
             max_tokens=sample.max_tokens,
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
+            grammar=sample.grammar,
             top_logprobs=sample.top_logprobs,
             policy=policy,
             tenant=sample.tenant,
@@ -86,6 +87,8 @@ class VerifierStream(PeerStream):
                 f"it grants {opened.max_nodes} candidates, with a min_candidate_probability of "
                 f"{opened.min_candidate_probability}"
             )
+        if self._context.sample.grammar is not None and not opened.follows_grammar:
+            raise UnfitError(NotBuiltError("verifier: does not follow a grammar"))
         if revision and identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(

@@ -19,6 +19,7 @@ EXTRAS = {
     "grpc_reflection": "service",
     "grpc_status": "service",
     "jinja2": "orchestrator",
+    "llguidance": "grammar",
     "llvmlite": "verifier",
     "matplotlib": "bench",
     "numba": "verifier",
@@ -34,7 +35,7 @@ EXTRAS = {
     "rich": "cli",
     "safetensors": "verifier",
     "structlog": "service",
-    "tokenizers": "orchestrator",
+    "tokenizers": "grammar",
     "torch": "verifier",
     "transformers": "verifier",
     "starlette": "openai",
@@ -46,7 +47,8 @@ EXTRAS = {
 """Module to the smallest extra that brings it."""
 
 HELD = {"cli": frozenset({"cli"}), "service": frozenset({"cli", "service"})}
-HELD |= {role: HELD["service"] | {role} for role in ("draft", "verifier", "orchestrator")}
+HELD["grammar"] = HELD["service"] | {"grammar"}
+HELD |= {role: HELD["grammar"] | {role} for role in ("draft", "verifier", "orchestrator")}
 HELD["export"] = HELD["verifier"] | {"export"}
 HELD["otel"] = HELD["service"] | {"otel"}
 HELD["openai"] = HELD["service"] | {"openai"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.noise import gumbel
 from specdec.decoding.processing import Logits, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
+from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.truncation import survivors
 
 
@@ -20,9 +21,15 @@ def choose_token(
     position: int,
     penalty_state: PenaltyState | None = None,
     path: Sequence[int] = (),
+    allowed: TokenMask | None = None,
 ) -> int:
     """Return the token that one row, float32 [V], chooses: `choose` for a single row."""
-    return int(choose(logits[None], [SamplingQuery(sampler, position, penalty_state, path)])[0])
+    return int(choose(logits[None], [SamplingQuery(sampler, position, penalty_state, path, allowed=allowed)])[0])
+
+
+def mask_of(tokens: Collection[int], vocabulary: int) -> TokenMask:
+    """Return the mask that allows these tokens."""
+    return np.packbits([token in tokens for token in range(vocabulary)], bitorder="little")
 
 
 def choose_tokens(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:

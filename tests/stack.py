@@ -20,6 +20,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
+from orchestrator.grammar_check import GrammarCheck
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -29,6 +30,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
+from specdec.grammar.compiler import GrammarCompiler
 from specdec.serving.identity import identity_of, pod_info
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
@@ -253,7 +255,8 @@ async def stack(
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)
             limits = verifier_limits or VerifierLimits()
-            service = verifier_kind(loop, identity, limits, pod_info(engine))
+            grammars = GrammarCompiler.of(ModelDirectory(target))
+            service = verifier_kind(loop, identity, limits, pod_info(engine), grammars)
             pod = VerifierPod(service, loop=loop)
             await exits.enter_async_context(running(pod))
             return pod
@@ -270,7 +273,7 @@ async def stack(
             loop = DraftLoop(drafter)
             loop.start()
             identity, limits = identity_of(directory, engine, capacity), draft_limits or DraftLimits()
-            service = draft_kind(loop, identity, limits, pod_info(engine))
+            service = draft_kind(loop, identity, limits, pod_info(engine), GrammarCompiler.of(directory))
             pod = DraftPod(service, loop=loop, drafter=drafter)
             await exits.enter_async_context(running(pod))
             return pod
@@ -287,7 +290,7 @@ async def stack(
             drafts_are_trusted=True,
         )
         model = Model.of(ModelDirectory(target))
-        orchestrator = GenerationServicer(model, peers)
+        orchestrator = GenerationServicer(model, peers, grammars=GrammarCheck(target))
         address, _ = await exits.enter_async_context(served(orchestrator))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -22,6 +22,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
+    from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process import logs
     from specdec.serving.process.options import serving
@@ -188,7 +189,7 @@ def main(
         fast_paths.log_off()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         identity = identity_of(directory, loaded, loop.context)
-        return VerifierServicer(loop, identity, limits, pod_info(loaded))
+        return VerifierServicer(loop, identity, limits, pod_info(loaded), GrammarCompiler.of(directory))
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         run(server, lambda: in_a_thread_of_its_own(start), "verifier")

@@ -12,11 +12,15 @@ import grpc
 import structlog
 from prometheus_client.metrics_core import Metric
 
+from specdec.decoding.sampling_limits import sampling_violations
 from specdec.decoding.speculation import drafters_of
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.grammar import GrammarError
 from specdec.serving import checksum
 from specdec.serving.errors import InvalidRequestError, OverloadedError, ProtocolError, TenantLimitError
+from specdec.serving.grammars import compiled_grammar
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import finish_name, lookahead_from, paths_from, sampler_from, sampling_from
 from specdec.serving.response_queue import ResponseQueue
@@ -28,10 +32,10 @@ from specdec.serving.validation import (
     MAX_NODES_A_MESSAGE,
     MOST_WEIGHT,
     drafter_violations,
+    grammar_violations,
     lookahead_violations,
     open_size_violations,
     rule_violations,
-    sampling_violations,
     text_violations,
     token_violations,
 )
@@ -73,14 +77,17 @@ class VerifierServicer(
         identity: model_pb2.ModelIdentity,
         limits: Limits,
         info: model_pb2.PodInfo | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """Serve a backend. `info` is what statistics tell of the pod besides its identity."""
+        """Serve a backend. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
+        with a grammar are refused."""
         super().__init__(backend, limits.max_sessions)
         self._info = info or pod_info()
         self._started = time.monotonic()
         self._backend = backend
         self.identity = identity
         self._limits = limits
+        self._grammars = grammars
         self._usual_tokens = float(BLOCK)  # of KV cache that a new session takes, moving average
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -187,6 +194,9 @@ class VerifierServicer(
             serving=self.works,
         )
 
+    def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
+        return super().takes_long(request) or request.open.HasField("grammar")
+
     def detach(self, session: BackendSession) -> None:
         self._backend.detach(session)
 
@@ -223,6 +233,7 @@ class VerifierServicer(
             drafting_wanted=wanted,
             min_candidate_probability=probability,
             max_candidates=session.policy.max_candidates,
+            follows_grammar=session.request.grammar is not None,
         )
         return verifier_pb2.VerifyResponse(opened=opened)
 
@@ -273,6 +284,8 @@ class VerifierServicer(
             problem = f"is {message.tenant_weight:g}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
             violations.append(("tenant_weight", problem))
         violations += _policy_violations(message.policy)
+        if message.HasField("grammar"):
+            violations += grammar_violations(message.grammar, end_tokens, vocabulary)
         if violations:
             raise InvalidRequestError(violations)
         sampler = sampler_from(sampling, end_tokens, len(prompt) + message.min_tokens, message)
@@ -290,11 +303,13 @@ class VerifierServicer(
             deadline=deadline if message.attempt <= 1 else None,
             checksum=opening_checksum,
             coalesce_commits=message.coalesce_commits,
+            grammar=compiled_grammar(self._grammars, message.grammar),
         )
-        return cast(
-            "BackendSession",
-            self._backend.session(wanted, self._policy(message.policy), self._limits.max_nodes, vocabulary),
-        )
+        policy, nodes = self._policy(message.policy), self._limits.max_nodes
+        try:
+            return cast("BackendSession", self._backend.session(wanted, policy, nodes, vocabulary))
+        except GrammarError as error:
+            raise InvalidRequestError([("generated_tokens", str(error))]) from None
 
 
 def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from verifier_service.backend.session_backend import MakeCommit, MemoryUse, Sess
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
 from verifier_service.proposers.draft_model import DraftModelProposer
+from verifier_service.proposers.forced import ForcedTokens
 from verifier_service.proposers.lookup import LookupProposer
 from verifier_service.proposers.proposer import Phase, ProposalStats, Proposer
 from verifier_service.proposers.windows import observe_windows
@@ -89,7 +90,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         with phase("compiled_loops"):
             warm_up(engine.vocabulary)
         local = [] if draft_model is None else [draft_model]
-        proposers = [LookupProposer(suffix_cache_tokens), *local, *proposers]
+        proposers = [ForcedTokens(), LookupProposer(suffix_cache_tokens), *local, *proposers]
         self._speculation = AdaptiveSpeculation(
             controller or SpeculationController(tuning.controller), draft_model, proposers, self._threads
         )

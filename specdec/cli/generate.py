@@ -31,6 +31,7 @@ STYLES = {
     "local_model": "green",
     "ngram": "yellow",
     "lookahead": "magenta",
+    "grammar": "blue",
     "correction": "red",
     "bonus": "cyan",
     "plain": "default",
@@ -91,6 +92,19 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop string: the text ends before it. May be repeated.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File of a JSON schema: each text is a value that it describes.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression, in Rust's syntax, that matches each text as a whole.")
+    ] = None,
+    lark: Annotated[
+        Path | None,
+        typer.Option(help="File of a context-free grammar in Lark's syntax: each text is what `start` derives."),
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Text that may be the answer; no other may be than those. May be repeated.")
+    ] = None,
     speculation: Annotated[
         SpeculationName,
         typer.Option(
@@ -144,7 +158,8 @@ def generate(
     """Continue prompts.
 
     On a terminal, each token has the colour of its source: green for a draft model, yellow for n-gram lookup, magenta
-    for a lookahead window, red and cyan for the target's own word after candidates, none for plain decoding.
+    for a lookahead window, blue for what a grammar forces, red and cyan for the target's own word after candidates,
+    none for plain decoding.
     """
     if (prompt is None) == (prompt_file is None):
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
@@ -161,6 +176,10 @@ def generate(
         "ignore_generation_config": ignore_generation_config or None,
         "seed": seed,
         "stop": stop or (),
+        "json_schema": _content(json_schema),
+        "regex": regex,
+        "lark": _content(lark),
+        "choice": choice or None,
         "speculation": speculation,
         "lookahead": lookahead,
         "rule": rule,
@@ -186,6 +205,14 @@ def generate(
             _complete(client, Waiting(address, access=allowed), text, options, json_output)
     except (ValueError, TypeError) as error:  # what no message can say
         fail(str(error), ExitStatus.USAGE)
+
+
+def _content(file: Path | None) -> str | None:
+    """Return the text of a file that an option names."""
+    try:
+        return None if file is None else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{file}: {getattr(error, 'strerror', None) or error}", ExitStatus.USAGE)
 
 
 def _complete_file(

@@ -98,7 +98,7 @@ class Chunk:
     text: str  # empty while a character is incomplete
     tokens: list[int]
     token_texts: list[str]  # the part of `text` that each token made readable
-    sources: list[str]  # "remote_draft", "local_model", "ngram", "lookahead", "correction", "bonus" or "plain"
+    sources: list[str]  # "remote_draft", "local_model", "ngram", "lookahead", "grammar", "correction", "bonus", "plain"
     logprobs: list[Logprobs]  # of each token, if asked for
     elapsed_seconds: float  # since the request arrived, pauses included
     forward_seconds: float  # of the target's forward pass

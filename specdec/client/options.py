@@ -65,6 +65,16 @@ class GenerateOptions(TypedDict, total=False):
     banned_tokens: Annotated[Iterable[int] | None, "Token ids that are never chosen."]
     seed: Annotated[int | None, "Seed of sampling. Default: drawn by the server, and sent in the first chunk."]
 
+    json_schema: Annotated[
+        str | Mapping[str, Any] | None, "The text is a JSON value that this schema describes, as JSON or as a mapping."
+    ]
+    regex: Annotated[str | None, "The whole text matches this regular expression, in Rust's syntax."]
+    lark: Annotated[str | None, "The text is what this context-free grammar, in Lark's syntax, derives from `start`."]
+    choice: Annotated[Sequence[str] | None, "The text is one of these."]
+    grammar_after_token: Annotated[
+        int | None, "With one of these four: the text is free up to and including the first token with this id."
+    ]
+
     speculation: Annotated[
         Speculation | None,
         "Who may propose candidates. auto: all drafters, where that pays. draft: draft services alone, where that "

@@ -5,6 +5,7 @@ Values are not judged here: the server knows the model and its limits. Only what
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar, Unpack
@@ -51,6 +52,8 @@ _SAMPLING = {
 _CONTRAST = {"alpha", "amateur_temperature"}
 _SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
+_GRAMMARS = ("json_schema", "regex", "lark", "choice")
+
 _TURN = 'a mapping with "role" and "content" and nothing else'
 
 
@@ -68,6 +71,11 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         raise ValueError("give either speculation or drafters: both say who may propose candidates")
     if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
         raise ValueError(f"n = {n}: must be at least 1")  # 0 in a message is an n that was left open
+    grammars = [name for name in _GRAMMARS if name in given]
+    if len(grammars) > 1:
+        raise ValueError(f"a request has one grammar, not several: {', '.join(grammars)}")
+    if "grammar_after_token" in given and not grammars:
+        raise ValueError(f"grammar_after_token is given, but none of {', '.join(_GRAMMARS)}")
     request = pb.GenerateRequest()
     for name, value in given.items():
         if name in _PLAIN:
@@ -78,6 +86,10 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             _put(request.contrast, name, name, value)
         elif name in _SPECULATION:
             _put(request.speculation, name, name, value)
+        elif name in _GRAMMARS:
+            _put_grammar(request.grammar, name, value)
+        elif name == "grammar_after_token":
+            _put(request.grammar, "after_token", name, value)
         elif name == "prompt":
             _put(request, "text", name, value)
         elif name == "tokens":
@@ -112,6 +124,22 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         else:
             raise TypeError(f"unknown option: {name}")
     return request
+
+
+def _put_grammar(grammar: model_pb2.Grammar, kind: str, value: object) -> None:
+    """Set the grammar; a schema may be a mapping, and is JSON in the message."""
+    if kind == "choice":
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(f"choice = {value!r}: must be a list of texts")
+        grammar.choice.SetInParent()
+        _put(grammar.choice, "texts", kind, value)
+        return
+    if kind == "json_schema" and isinstance(value, Mapping):
+        try:
+            value = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema = {value!r}: {error}") from error
+    _put(grammar, kind, kind, value)
 
 
 def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:

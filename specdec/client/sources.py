@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from specdec.v2.model_pb2 import (
+    TOKEN_SOURCE_GRAMMAR,
     TOKEN_SOURCE_LOCAL_MODEL,
     TOKEN_SOURCE_LOOKAHEAD,
     TOKEN_SOURCE_NGRAM,
@@ -13,7 +14,13 @@ from specdec.v2.model_pb2 import (
     TokenSource,
 )
 
-ACCEPTED = (TOKEN_SOURCE_REMOTE_DRAFT, TOKEN_SOURCE_NGRAM, TOKEN_SOURCE_LOOKAHEAD, TOKEN_SOURCE_LOCAL_MODEL)
+ACCEPTED = (
+    TOKEN_SOURCE_REMOTE_DRAFT,
+    TOKEN_SOURCE_NGRAM,
+    TOKEN_SOURCE_LOOKAHEAD,
+    TOKEN_SOURCE_LOCAL_MODEL,
+    TOKEN_SOURCE_GRAMMAR,
+)
 """Sources of accepted candidates. A token of any other source is the target's own, and the last of its step."""
 
 

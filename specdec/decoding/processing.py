@@ -1,5 +1,5 @@
-"""Logit processing before the choice, the same under every rule: penalties, bias, bans, and the division by the
-temperature."""
+"""Logit processing before the choice, the same under every rule: penalties, bias, bans, token masks, and the division
+by the temperature."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.token_mask import TokenMask, barriers
 
 Logits = NDArray[np.float32]
 
@@ -31,8 +32,8 @@ def tempered(z: Logits, samplings: Sequence[Sampling]) -> Logits:
 
 
 def adjusted(logits: Logits, queries: Sequence[SamplingQuery]) -> Logits:
-    """Return logits with penalties, bias and bans applied; the caller's rows are left alone."""
-    if not any(query.sampler.adjusts or query.position < query.sampler.first_end_position for query in queries):
+    """Return logits with penalties, bias, bans and token masks applied; the caller's rows are left alone."""
+    if not any(query.adjusts for query in queries):
         return logits
     z = logits.copy()
     start = 0
@@ -62,9 +63,20 @@ def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None
         z[:, ids] += bias
     if sampling.banned_tokens:
         z[:, sampler.banned] = -np.inf
-    for row, query in zip(z, queries, strict=True):
+    for row, raw, query in zip(z, logits, queries, strict=True):
         if query.position < sampler.first_end_position:
             row[sampler.ends] = -np.inf
+        if query.allowed is not None:
+            _keep_allowed(row, raw, query.allowed)
+
+
+def _keep_allowed(row: Logits, raw: Logits, allowed: TokenMask) -> None:
+    """Rule out what a grammar does not allow, in place. Where bans leave nothing of what it allows, the grammar has the
+    last word: the choice is among its tokens by the `raw` logits."""
+    wall = barriers(allowed, len(row))
+    row += wall
+    if row.max() == -np.inf:
+        np.add(raw, wall, out=row)
 
 
 def _penalised(logits: Logits, counts: NDArray[np.integer], sampling: Sampling) -> Logits:

@@ -38,6 +38,11 @@ class DraftDistribution:
             return None
         return cls(tokens, numbers)
 
+    @classmethod
+    def certain(cls, token: int) -> DraftDistribution:
+        """Return the distribution with all probability on one token."""
+        return cls(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
+
     def fits(self, rule: Rule, vocabulary: int) -> bool:
         """Return True if the rule can use it: REJECTION needs weights of some tokens, CONTRASTIVE log-probabilities of
         all (but for the padding at the end of a vocabulary)."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import request_state
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.token_mask import TokenMask
 
 
 class PenaltyState:
@@ -73,7 +74,8 @@ class SamplingQuery(NamedTuple):
 
     `penalty_state` covers the committed text and is needed if the sampling penalises; `path` holds the candidates
     between the committed text and this position. `proposal` is the draft's proposal for this position, for the rules
-    that use one; CONTRASTIVE cannot choose without it.
+    that use one; CONTRASTIVE cannot choose without it. `allowed` are the tokens that a grammar lets come here; None:
+    all.
     """
 
     sampler: RequestSampler
@@ -81,3 +83,9 @@ class SamplingQuery(NamedTuple):
     penalty_state: PenaltyState | None = None
     path: Sequence[int] = ()
     proposal: Proposal | None = None
+    allowed: TokenMask | None = None
+
+    @property
+    def adjusts(self) -> bool:
+        """True if logits are not taken as they are."""
+        return self.sampler.adjusts or self.allowed is not None or self.position < self.sampler.first_end_position

@@ -81,7 +81,8 @@ class TokenTree:
     """Committed tokens and the candidates below them.
 
     Candidates are dropped silently if they can never be taken: at positions past `last_position`, below an end token,
-    with ids outside the vocabulary or logprobs that are not finite, and while `max_nodes` are alive.
+    with ids outside the vocabulary or logprobs that are not finite, where `permits` (parent, token) says no, and while
+    `max_nodes` are alive.
 
     In a `sampled` tree (REJECTION) candidates are draws: a node has one child at most, and gets it together with the
     distribution that the child was drawn from. The child that arrives first stays, whatever it is.
@@ -96,6 +97,7 @@ class TokenTree:
         end_tokens: frozenset[int] = frozenset(),
         max_nodes: int = 1 << 30,
         sampled: bool = False,
+        permits: Callable[[Node, int], bool] | None = None,
     ) -> None:
         self.committed = list(committed)
         self.base = len(self.committed)
@@ -107,6 +109,8 @@ class TokenTree:
         self._end_tokens = end_tokens
         self._max_nodes = max_nodes
         self._sampled = sampled
+        # Whether a draw is offered must not depend on what was drawn.
+        self._permits = None if sampled else permits
 
     def insert(self, base: int, paths: Paths, origin: int = 0) -> list[Node]:
         """Insert paths that start from the committed text as it was when it had `base` tokens; return the new nodes.
@@ -170,6 +174,7 @@ class TokenTree:
             or not math.isfinite(logprob)
             or (parent.token in self._end_tokens and parent is not self.root)
             or self.size >= self._max_nodes
+            or (self._permits is not None and not self._permits(parent, token))
         ):
             return None
         node = Node(token, position, parent, min(logprob, 0.0), origin)

@@ -43,15 +43,20 @@ READ = frozenset(
         "logprobs",
         "messages",
         "prompt",
+        "response_format",
         "seed",
         "specdec",
         "stream",
         "stream_options",
+        "structured_outputs",
         "top_k",
         "top_logprobs",
     }
 )
 """Fields that are read one by one below."""
+
+GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""What `structured_outputs` may hold, and the options that these are."""
 
 OF_CHAT = frozenset({"chat_template_kwargs", "max_completion_tokens", "messages", "top_logprobs"})
 OF_COMPLETIONS = frozenset({"prompt"})
@@ -98,7 +103,6 @@ REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),  # says how tools are called, if there are any
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -163,7 +167,7 @@ def parse(body: bytes, *, chat: bool) -> Asked:
             raise refused(name, f"is {json.dumps(value)}, must be {'text' if name == 'stop' else 'a number'}")
     if not chat:
         options.setdefault("max_tokens", COMPLETION_TOKENS)
-    for found in (_seed(given), _top_k(given), _logit_bias(given), _logprobs(given, chat=chat)):
+    for found in (_seed(given), _top_k(given), _logit_bias(given), _logprobs(given, chat=chat), _grammar(given)):
         options |= dict(found)
     options |= _own(given)
     if not given.get("model"):
@@ -221,6 +225,10 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     names = dict(PROMPT_FIELDS) | {"template_arguments": "chat_template_kwargs"}
     names |= {RENAMED[name]: name for name in given if name in RENAMED}
     names |= {name: f"specdec.{name}" for name in given.get("specdec", {})}
+    own = given.get("structured_outputs")
+    for name, option in GRAMMARS.items():
+        here = f"structured_outputs.{name}" if isinstance(own, dict) and own else "response_format"
+        names |= {option: here, f"grammar.{option}": here}
     return names | ({"logprobs": "top_logprobs"} if chat else {})
 
 
@@ -289,6 +297,34 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
         raise refused(name, "needs logprobs: true")
     if wanted:
         yield "logprobs", top
+
+
+def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what the text must look like: `response_format` is OpenAI's way to say it, `structured_outputs` vLLM's."""
+    wanted = given.get("response_format", {"type": "text"})
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    own = given.get("structured_outputs", {})
+    if not isinstance(own, dict):
+        raise refused("structured_outputs", "must be an object")
+    own = {name: value for name, value in own.items() if value is not None}
+    for name in own:
+        if name not in GRAMMARS:
+            known = ", ".join(sorted(GRAMMARS))
+            raise unknown(f"structured_outputs.{name}", f"unknown parameter, must be one of {known}")
+    if len(own) > 1 or (own and kind != "text"):
+        raise refused("structured_outputs", "must say one thing, and nothing beside response_format")
+    match kind:
+        case "text":
+            yield from ((GRAMMARS[name], value) for name, value in own.items())
+        case "json_object":
+            yield "json_schema", {"type": "object"}
+        case "json_schema":
+            inner = wanted.get("json_schema")
+            if not isinstance(inner, dict) or not isinstance(schema := inner.get("schema"), dict):
+                raise refused("response_format.json_schema", "must be an object with a schema")
+            yield "json_schema", schema
+        case _:
+            raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
 
 
 def _own(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.tree import Paths
+from specdec.grammar.grammar import Grammar, Kind
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 LOGPROB_UNIT = 1.0 / 96.0
@@ -72,6 +73,15 @@ RULES = {
     model_pb2.ACCEPTANCE_RULE_REJECTION: Rule.REJECTION,
     model_pb2.ACCEPTANCE_RULE_CONTRASTIVE: Rule.CONTRASTIVE,
 }
+
+
+def grammar_from(message: model_pb2.Grammar) -> Grammar | None:
+    """Return a grammar; None if the message has none."""
+    field = message.WhichOneof("kind")
+    if field is None:
+        return None
+    source = tuple(message.choice.texts) if field == "choice" else (getattr(message, field),)
+    return Grammar(Kind(field), source, message.after_token if message.HasField("after_token") else None)
 
 
 def lookahead_from(message: model_pb2.Lookahead) -> Lookahead:

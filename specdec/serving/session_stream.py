@@ -37,7 +37,7 @@ OPEN_SECONDS = 10.0
 """Seconds for `open` to arrive once a stream has begun."""
 
 LONG_BYTES = 1 << 14
-"""Bytes above which an `open` is parsed in a thread: a long prompt takes a tenth of a second."""
+"""Bytes above which an `open` takes long to parse: a long prompt takes a tenth of a second."""
 
 INBOX_REQUESTS = 32
 INBOX_BYTES = 1 << 20
@@ -105,6 +105,10 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         """Return the session that an `open` asks for; ServiceError if it is refused. `deadline` is the caller's, in
         monotonic time."""
 
+    def takes_long(self, request: Request) -> bool:
+        """Return whether an `open` takes so long to parse that it is parsed in a thread."""
+        return request.ByteSize() > LONG_BYTES  # type: ignore[attr-defined, no-any-return]
+
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
         """Give a session memory and let the worker work on it, and record what happens to it; PoolFullError if there is
@@ -141,8 +145,10 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self._sessions += 1
         try:
             with self.timelines.begin(self.timeline_name) as timeline:
-                long = first.ByteSize() > LONG_BYTES
-                session = await asyncio.to_thread(self.parse, first, deadline) if long else self.parse(first, deadline)
+                if self.takes_long(first):
+                    session = await asyncio.to_thread(self.parse, first, deadline)
+                else:
+                    session = self.parse(first, deadline)
                 await self._serve(session, requests, context, timeline)
         finally:
             self._sessions -= 1

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Drafter
+from specdec.grammar.grammar import Kind, source_violation
 from specdec.serving.messages import RULES, contrast_from, lookahead_from
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
@@ -19,11 +20,6 @@ MAX_NODES_A_MESSAGE = 1024
 
 
 MAX_BIASES = 4096
-
-
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Limits of the repetition penalty: outside of them, logits become so large or small that only the penalty would
-choose."""
 
 
 def size_violations(
@@ -43,39 +39,6 @@ def size_violations(
 def too_many(field: str, count: int, limit: int, of: str) -> tuple[str, str] | None:
     """Return the violation of a field that has more than `limit` of something; None if it has not."""
     return (field, f"has {count} {of}, must have at most {limit}") if count > limit else None
-
-
-def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
-    """Return (field, problem) for every field with a value outside its range, for the first such value of a field.
-    `barred`: end tokens that `min_tokens` rules out at first; with the banned ones they must leave something to
-    choose."""
-    prefix = "sampling."
-    found: list[tuple[str, str]] = []
-
-    def check(field: str, value: float, good: bool, limit: str) -> bool:
-        if not good:
-            found.append((prefix + field, f"is {value:g}, must be {limit}"))
-        return good
-
-    s = sampling
-    check("temperature", s.temperature, 0 <= s.temperature < math.inf, "a finite number of at least 0")
-    check("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]")
-    check("min_p", s.min_p, 0 <= s.min_p < 1, "in [0, 1)")
-    least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-    # A float32 on the wire: 0.01 is a little less there.
-    within = least * (1 - 1e-6) <= s.repetition_penalty <= most
-    check("repetition_penalty", s.repetition_penalty, within, f"in [{least:g}, {most:g}]")
-    check("frequency_penalty", s.frequency_penalty, -2 <= s.frequency_penalty <= 2, "in [-2, 2]")
-    check("presence_penalty", s.presence_penalty, -2 <= s.presence_penalty <= 2, "in [-2, 2]")
-    for token, bias in s.logit_bias.items():
-        known = check(f"logit_bias[{token}]", token, token < vocabulary, f"keyed by a token id below {vocabulary}")
-        if not (known and check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "in [-100, 100]")):
-            break
-    highest = max(s.banned_tokens, default=0)
-    check("banned_tokens", highest, highest < vocabulary, f"a token id below {vocabulary}")
-    if len(s.banned_tokens | barred) >= vocabulary:
-        found.append((f"{prefix}banned_tokens", f"leaves none of the {vocabulary} tokens to choose"))
-    return found
 
 
 def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tuple[str, str]]:
@@ -146,6 +109,24 @@ def rule_violations(
         ]
     elif contrast.ByteSize():
         found.append(("contrast", "is set, may be set with the CONTRASTIVE rule only"))
+    return found
+
+
+def grammar_violations(
+    message: model_pb2.Grammar, end_tokens: frozenset[int], vocabulary: int
+) -> list[tuple[str, str]]:
+    """Return what is wrong with a grammar, as far as it can be told without compiling it."""
+    field = message.WhichOneof("kind")
+    if field is None:
+        return [("grammar", "is set and empty, must have one of json_schema, regex, lark, choice")]
+    source = message.choice.texts if field == "choice" else [getattr(message, field)]
+    found = []
+    if problem := source_violation(Kind(field), source):
+        found.append((f"grammar.{field}", problem))
+    if not end_tokens:
+        found.append(("grammar", "needs a token that ends the text: the model's own, or one of stop_tokens"))
+    if message.after_token >= vocabulary:
+        found.append(("grammar.after_token", f"is {message.after_token}, must be a token id below {vocabulary}"))
     return found
 
 

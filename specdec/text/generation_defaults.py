@@ -8,9 +8,9 @@ from typing import Self
 import numpy as np
 
 from specdec.decoding.sampling import Sampling
+from specdec.decoding.sampling_limits import sampling_violations
 from specdec.engine.model_directory import LARGEST_VOCABULARY, LONGEST_CONTEXT, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields
-from specdec.serving.validation import sampling_violations
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that are taken from the file; its `eos_token_id` is read with the model (`ModelDirectory`)."""

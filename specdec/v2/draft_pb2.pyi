@@ -103,6 +103,7 @@ class DraftOpen(google.protobuf.message.Message):
     MIN_TOKENS_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -135,6 +136,10 @@ class DraftOpen(google.protobuf.message.Message):
     def contrast(self) -> specdec.v2.model_pb2.Contrast:
         """Parameters of the CONTRASTIVE rule."""
 
+    @property
+    def grammar(self) -> specdec.v2.model_pb2.Grammar:
+        """What the generated text must look like: nothing else need be proposed."""
+
     def __init__(
         self,
         *,
@@ -148,9 +153,10 @@ class DraftOpen(google.protobuf.message.Message):
         min_tokens: builtins.int = ...,
         contrast: specdec.v2.model_pb2.Contrast | None = ...,
         vocabulary_size: builtins.int = ...,
+        grammar: specdec.v2.model_pb2.Grammar | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["contrast", b"contrast", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___DraftOpen = DraftOpen
 

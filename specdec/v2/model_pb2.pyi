@@ -129,6 +129,8 @@ class _TokenSourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Proposed by a lookahead window, accepted by the target."""
     TOKEN_SOURCE_LOCAL_MODEL: _TokenSource.ValueType  # 7
     """Proposed by the verifier's own draft model, accepted by the target."""
+    TOKEN_SOURCE_GRAMMAR: _TokenSource.ValueType  # 8
+    """Forced by the grammar, proposed without a model, accepted by the target."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
     """Where a committed token came from."""
@@ -149,6 +151,8 @@ TOKEN_SOURCE_LOOKAHEAD: TokenSource.ValueType  # 6
 """Proposed by a lookahead window, accepted by the target."""
 TOKEN_SOURCE_LOCAL_MODEL: TokenSource.ValueType  # 7
 """Proposed by the verifier's own draft model, accepted by the target."""
+TOKEN_SOURCE_GRAMMAR: TokenSource.ValueType  # 8
+"""Forced by the grammar, proposed without a model, accepted by the target."""
 global___TokenSource = TokenSource
 
 class _FinishReason:
@@ -360,6 +364,73 @@ class Sampling(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
 
 global___Sampling = Sampling
+
+@typing.final
+class Grammar(google.protobuf.message.Message):
+    """What a text must look like: structured output. Tokens that would break it are never chosen, under any rule; a text that
+    ends early, by its length say, is the beginning of one that fits.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    LARK_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    AFTER_TOKEN_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """A JSON schema: the text is a value that it describes, in one line with a space after each comma and colon, unless
+    the schema's own `x-guidance` says otherwise. What of JSON Schema is not supported is refused by name.
+    """
+    regex: builtins.str
+    """A regular expression that matches the whole text, in Rust's syntax: without look-around and back-references."""
+    lark: builtins.str
+    """A context-free grammar in Lark's syntax, with llguidance's extensions: the text is what `start` derives."""
+    after_token: builtins.int
+    """The text is free up to and including the first token with this id, such as the end of its reasoning; the grammar
+    holds for the rest. Unset: for all of it.
+    """
+    @property
+    def choice(self) -> global___Choice:
+        """The text is one of these."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        regex: builtins.str = ...,
+        lark: builtins.str = ...,
+        choice: global___Choice | None = ...,
+        after_token: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_after_token", b"_after_token"]) -> typing.Literal["after_token"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "regex", "lark", "choice"] | None: ...
+
+global___Grammar = Grammar
+
+@typing.final
+class Choice(google.protobuf.message.Message):
+    """Texts, of which one is chosen."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 1024, none empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["texts", b"texts"]) -> None: ...
+
+global___Choice = Choice
 
 @typing.final
 class Extend(google.protobuf.message.Message):

@@ -109,6 +109,7 @@ class VerifyOpen(google.protobuf.message.Message):
     COALESCE_COMMITS_FIELD_NUMBER: builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -155,6 +156,10 @@ class VerifyOpen(google.protobuf.message.Message):
     def contrast(self) -> specdec.v2.model_pb2.Contrast:
         """Parameters of the CONTRASTIVE rule."""
 
+    @property
+    def grammar(self) -> specdec.v2.model_pb2.Grammar:
+        """What the generated text must look like."""
+
     def __init__(
         self,
         *,
@@ -174,9 +179,10 @@ class VerifyOpen(google.protobuf.message.Message):
         coalesce_commits: builtins.bool = ...,
         tenant_weight: builtins.float = ...,
         priority: builtins.int = ...,
+        grammar: specdec.v2.model_pb2.Grammar | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "policy", b"policy", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
     @typing.overload
@@ -196,6 +202,7 @@ class VerifyOpened(google.protobuf.message.Message):
     DRAFTING_WANTED_FIELD_NUMBER: builtins.int
     MIN_CANDIDATE_PROBABILITY_FIELD_NUMBER: builtins.int
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
+    FOLLOWS_GRAMMAR_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
     drafting_wanted: builtins.bool
@@ -206,6 +213,8 @@ class VerifyOpened(google.protobuf.message.Message):
     """Candidates of this session that a step verifies at most: as many as its policy asks for, or as this pod takes. 0: it
     does not say.
     """
+    follows_grammar: builtins.bool
+    """Whether it follows the `grammar` of VerifyOpen. A verifier that does not know the field says no."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -223,9 +232,10 @@ class VerifyOpened(google.protobuf.message.Message):
         drafting_wanted: builtins.bool = ...,
         min_candidate_probability: builtins.float = ...,
         max_candidates: builtins.int = ...,
+        follows_grammar: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["capacity", b"capacity", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "identity", b"identity", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
 
 global___VerifyOpened = VerifyOpened
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +33,8 @@ EVERY_OPTION: dict[str, Any] = {
     "logit_bias": {7: -2.0},
     "banned_tokens": [8],
     "seed": 2**64 - 1,
+    "regex": "a+",
+    "grammar_after_token": 12,
     "drafters": ["ngram", "lookahead"],
     "forced": True,
     "rule": "rejection",
@@ -49,9 +52,12 @@ EVERY_OPTION: dict[str, Any] = {
 }
 
 
+OTHER_GRAMMARS = ("json_schema", "lark", "choice")
+
+
 def test_every_option_has_its_place() -> None:
     assert (
-        EVERY_OPTION.keys() | {"tokens", "messages", "time", "template_arguments", "speculation"}
+        EVERY_OPTION.keys() | {"tokens", "messages", "time", "template_arguments", "speculation", *OTHER_GRAMMARS}
         == GenerateOptions.__annotations__.keys()
     )
     assert build_request("hi", **EVERY_OPTION) == pb.GenerateRequest(
@@ -86,6 +92,7 @@ def test_every_option_has_its_place() -> None:
             max_branches=7,
             lookahead=model_pb2.Lookahead(window=5, ngram=4, guesses=3),
         ),
+        grammar=model_pb2.Grammar(regex="a+", after_token=12),
         rule=model_pb2.ACCEPTANCE_RULE_REJECTION,
         contrast=model_pb2.Contrast(alpha=0.25, amateur_temperature=0.5),
         generated_tokens=[1, 2],
@@ -102,13 +109,41 @@ def test_every_field_has_its_option() -> None:
         for message in (pb.GenerateRequest, pb.SamplingParameters, pb.Speculation, model_pb2.Contrast)
         for field in message.DESCRIPTOR.fields
     }
-    without_option = {"sampling", "contrast", "json_schema", "speculation", "off"}  # fields are options; not built yet
+    without_option = {"sampling", "contrast", "grammar", "speculation", "off"}  # their fields are options
     renamed = {"text": "prompt", "chat": "messages"}
-    assert {renamed.get(name, name) for name in fields - without_option} == EVERY_OPTION.keys() | {
-        "prompt",
-        "tokens",
-        "messages",
-    }
+    of_grammars = {"regex", "grammar_after_token"}
+    wanted = EVERY_OPTION.keys() - of_grammars | {"prompt", "tokens", "messages"}
+    assert {renamed.get(name, name) for name in fields - without_option} == wanted
+    kinds = {field.name for field in model_pb2.Grammar.DESCRIPTOR.fields}
+    assert kinds == {"after_token", "regex", *OTHER_GRAMMARS}
+
+
+def test_grammars() -> None:
+    schema = {"type": "object", "x": [1, True, None]}
+    assert json.loads(build_request(json_schema=schema).grammar.json_schema) == schema
+    assert build_request(json_schema="{").grammar.json_schema == "{"  # for the server to refuse
+    assert build_request(choice=["a", "b"]).grammar.choice.texts == ["a", "b"]
+    assert build_request(choice=[]).grammar.WhichOneof("kind") == "choice"
+    assert build_request(lark="start: x").grammar == model_pb2.Grammar(lark="start: x")
+    assert not build_request("hi").HasField("grammar")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"regex": "a", "lark": "b"}, "one grammar, not several: regex, lark"),
+        ({"grammar_after_token": 5}, "but none of json_schema, regex, lark, choice"),
+        ({"json_schema": {"a": {1}}}, "json_schema = "),
+        ({"json_schema": {"a": float("nan")}}, "json_schema = "),
+        ({"json_schema": 5}, "json_schema = 5: must be text"),
+        ({"choice": "ab"}, "choice = 'ab': must be a list"),
+        ({"choice": [1]}, "choice = "),
+        ({"regex": 5}, "regex = 5: must be text"),
+    ],
+)
+def test_what_is_no_grammar(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=problem):
+        build_request("hi", **options)
 
 
 def test_prompts() -> None:

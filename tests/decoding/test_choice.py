@@ -30,7 +30,8 @@ from specdec.decoding.choice import BLOCK, choose
 from specdec.decoding.noise import gumbel
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
-from tests.choices import choose_token, choose_tokens
+from specdec.decoding.token_mask import TokenMask
+from tests.choices import choose_token, choose_tokens, mask_of
 from tests.choices import scores as scores_of
 
 FALSE_ALARM = 1e-6
@@ -54,6 +55,11 @@ class Case:
     position: int = 0
     end_tokens: frozenset[int] = frozenset()
     first_end_position: int = 0
+    allowed: frozenset[int] | None = None
+
+    @property
+    def mask(self) -> TokenMask | None:
+        return None if self.allowed is None else mask_of(self.allowed, len(self.logits))
 
     @property
     def row(self) -> NDArray[np.float32]:
@@ -71,17 +77,18 @@ class Case:
 
     @property
     def query(self) -> SamplingQuery:
-        return SamplingQuery(self.sampler, self.position, self.penalty_state, self.path)
+        return SamplingQuery(self.sampler, self.position, self.penalty_state, self.path, allowed=self.mask)
 
     def choose(self) -> int:
-        return choose_token(self.sampler, self.row, self.position, self.penalty_state, self.path)
+        return choose_token(self.sampler, self.row, self.position, self.penalty_state, self.path, self.mask)
 
     def draft_candidates(self, width: int) -> tuple[list[int], list[float]]:
         return draft_candidates(self.row, self.query, width)
 
 
 def reference_adjusted(case: Case) -> list[float]:
-    """Penalties, bias and bans, in the design's order."""
+    """Penalties, bias, bans and the token mask, in the design's order. Where bans leave nothing of what the mask
+    allows, only the mask holds."""
     s = case.sampling
     output = case.output + case.path
     adjusted = []
@@ -95,7 +102,12 @@ def reference_adjusted(case: Case) -> list[float]:
         z = float32(z + float32(s.logit_bias.get(token, 0.0)))
         too_early = token in case.end_tokens and case.position < case.first_end_position
         adjusted.append(-math.inf if token in s.banned_tokens or too_early else z)
-    return adjusted
+    if case.allowed is None:
+        return adjusted
+    kept = [z if token in case.allowed else -math.inf for token, z in enumerate(adjusted)]
+    if any(z > -math.inf for z in kept):
+        return kept
+    return [float32(z) if token in case.allowed else -math.inf for token, z in enumerate(case.logits)]
 
 
 def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, float]:
@@ -169,6 +181,7 @@ def cases(
         position=draw(st.integers(0, 5)),
         end_tokens=draw(st.just(frozenset()) | st.frozensets(token)),
         first_end_position=draw(st.integers(0, 5)),
+        allowed=draw(st.none() | st.frozensets(token, min_size=1)),
     )
     assume(any(z > -math.inf for z in reference_adjusted(case)))  # a rule that bans every token has no choice
     return case
@@ -197,7 +210,7 @@ class TestChoose:
         more = [token % len(case.logits) for token in more]
         penalty_state = case.penalty_state
         penalty_state.extend(more)
-        got = choose_token(case.sampler, case.row, case.position, penalty_state, case.path)
+        got = choose_token(case.sampler, case.row, case.position, penalty_state, case.path, case.mask)
         assert got == reference_choice(replace(case, output=case.output + more))
 
     @settings(max_examples=100, deadline=None)
@@ -209,6 +222,12 @@ class TestChoose:
         assert row.tobytes() == case.row.tobytes()
         assert np.array_equal(penalty_state.seen, seen)
         assert np.array_equal(penalty_state.output_counts, counts)
+
+    def test_a_broken_row_is_found_whatever_is_allowed(self) -> None:
+        """A token without a finite logit is chosen, also where the broken logit is of one that is ruled out."""
+        logits = [1.0, math.nan, 2.0]
+        for allowed in ({0}, {1}, {0, 2}):
+            assert Case(logits, allowed=frozenset(allowed)).choose() == 1
 
     def test_greedy_takes_the_lowest_id_among_equals(self) -> None:
         assert Case([1.0, 3.0, 3.0, 3.0]).choose() == 1
@@ -316,7 +335,8 @@ class TestManyRows:
     ) -> None:
         """Broken rows among them: they raise nothing, and disturb nobody."""
         alone = [
-            choose_token(query.sampler, row, query.position, query.penalty_state, query.path) for row, query in batch
+            choose_token(query.sampler, row, query.position, query.penalty_state, query.path, query.allowed)
+            for row, query in batch
         ]
         assert together(batch) == alone
         some = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1))
@@ -335,7 +355,9 @@ class TestManyRows:
         of_paths = [replace(case, path=path) for path in paths]
         assume(all(any(z > -math.inf for z in reference_adjusted(each)) for each in of_paths))
         sampler, penalty_state = case.sampler, case.penalty_state
-        rows = [(case.row, SamplingQuery(sampler, case.position, penalty_state, path)) for path in paths]
+        rows = [
+            (case.row, SamplingQuery(sampler, case.position, penalty_state, path, allowed=case.mask)) for path in paths
+        ]
         assert together(rows) == [reference_choice(each) for each in of_paths]
 
     @pytest.mark.parametrize("kind", KINDS)

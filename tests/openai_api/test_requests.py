@@ -39,7 +39,18 @@ def completion(**fields: Any) -> Asked:
     ("fields", "param", "problem"),
     [
         ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "text, json_object or json_schema"),
+        ({"response_format": "json_object"}, "response_format", "text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
+        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "one of choice, grammar, json, regex"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must say one thing"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "nothing beside response_format",
+        ),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "structured_outputs.regex = 5"),
+        ({"structured_outputs": 5}, "structured_outputs", "must be an object"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
         ({"store": True}, "store", "is not supported"),
         ({"temprature": 1}, "temprature", "unknown parameter"),
@@ -133,6 +144,17 @@ def test_every_field_that_openai_has_is_known() -> None:
     assert of_completions - known == set()
     assert of_chat | {"chat_template_kwargs"} >= OF_CHAT  # vLLM's
     assert of_completions >= OF_COMPLETIONS
+
+
+def test_what_a_text_must_look_like() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"name": "n", "strict": True, "schema": schema}
+    assert chat(response_format={"type": "json_schema", "json_schema": named}).options["json_schema"] == schema
+    assert chat(response_format={"type": "json_object"}).options["json_schema"] == {"type": "object"}
+    assert chat(structured_outputs={"json": schema, "regex": None}).options["json_schema"] == schema
+    assert completion(structured_outputs={"regex": "a+"}).options["regex"] == "a+"
+    assert completion(structured_outputs={"choice": ["a", "b"]}).options["choice"] == ["a", "b"]
+    assert completion(structured_outputs={"grammar": "start: x"}).options["lark"] == "start: x"
 
 
 def test_null_is_silence() -> None:

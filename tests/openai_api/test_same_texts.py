@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from demo.train import CHAT_TEMPLATE
 from specdec.client import AsyncClient
@@ -82,3 +83,38 @@ async def test_a_caller_who_leaves_frees_all_memory(directories: Directories) ->
         assert not services.idle
         await stream.close()
         await until(lambda: services.idle)
+
+
+async def test_what_a_text_must_look_like(directories: Directories) -> None:
+    """By all names that it goes by here; what is wrong with it is told of the field that the caller knows."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {"prompt": [5, 6, 7, 8], "max_tokens": 48, "temperature": 1.0, "seed": 3}
+    async with stack(directories.target, directories.near) as services, front(services.address) as http:
+        asked["model"] = services.model.name
+        async with AsyncClient(services.address) as client:
+            want = await client.complete(
+                tokens=[5, 6, 7, 8], max_tokens=48, temperature=1.0, seed=3, json_schema=schema
+            )
+        assert json.loads(want.text).keys() == {"a", "b"}
+        create: Any = http.client.completions.create
+        for own in ({"json": schema}, {"regex": r'\{"a": (1|22|333), "b": (true|false)\}'}):
+            assert (await create(**asked, extra_body={"structured_outputs": own})).choices[0].text == want.text
+        named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        assert (await create(**asked, extra_body={"response_format": named})).choices[0].text == want.text
+        stream = await create(**asked, extra_body={"response_format": named}, stream=True)
+        assert "".join([event.choices[0].text async for event in stream if event.choices]) == want.text
+        for extra, param in (
+            ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+                "response_format",
+            ),
+        ):
+            with pytest.raises(BadRequestError) as refused:
+                await create(**asked, extra_body=extra)
+            assert refused.value.param == param

@@ -17,7 +17,7 @@ from tests.stack import stack
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.1:50050"
-PAGES = ["README.md", "docs/client-guide.md"]
+PAGES = ["README.md", "docs/client-guide.md", "docs/structured-output.md"]
 
 
 def snippets(page: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.speculation import OWN_DRAFTERS, Drafter
+from specdec.grammar.compiler import CompiledGrammar
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class SessionRequest:
     deadline: float | None = None  # of the caller, in monotonic time
     checksum: int = 0  # of the VerifyOpen
     coalesce_commits: bool = False  # nobody waits for single tokens
+    grammar: CompiledGrammar | None = None  # what the generated text must look like
 
 
 @dataclass

@@ -18,6 +18,7 @@ class TokenSource(IntEnum):
     NGRAM = 5
     LOOKAHEAD = 6
     LOCAL_MODEL = 7
+    GRAMMAR = 8
 
 
 class FinishReason(IntEnum):
@@ -28,7 +29,7 @@ class FinishReason(IntEnum):
     CONTEXT = 3
 
 
-REMOTE_DRAFT, CORRECTION, BONUS, PLAIN, NGRAM, LOOKAHEAD, LOCAL_MODEL = TokenSource
+REMOTE_DRAFT, CORRECTION, BONUS, PLAIN, NGRAM, LOOKAHEAD, LOCAL_MODEL, GRAMMAR = TokenSource
 STOP, LENGTH, CONTEXT = FinishReason
 
 

@@ -135,7 +135,7 @@ class SessionNgrams:
     def _insert(
         self, tree: TokenTree, tokens: Sequence[int], logprobs: Sequence[float], match: int, origin: int, sampled: bool
     ) -> None:
-        rows = [(parent, _certain(token)) for parent, token in enumerate(tokens)] if sampled else ()
+        rows = [(parent, DraftDistribution.certain(token)) for parent, token in enumerate(tokens)] if sampled else ()
         for node in tree.insert(tree.base, Paths(tokens, range(len(tokens)), logprobs, rows), origin):
             node.match = match + node.position - tree.base
 
@@ -196,11 +196,6 @@ class SessionNgrams:
         assert self.pool is not None
         for ngram in self.window.advance(int(self._text[self._length - 1]), chosen, committed):
             self.pool.add(ngram)
-
-
-def _certain(token: int) -> DraftDistribution:
-    """Return a distribution with all probability on one token."""
-    return DraftDistribution(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
 
 
 def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:

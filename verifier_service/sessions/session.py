@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -11,6 +11,7 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.query import PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
+from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
@@ -51,6 +52,7 @@ class Session:
         self.policy = policy
         self.vocabulary = vocabulary
         text = request.prompt + request.generated
+        self.grammar = None if request.grammar is None else request.grammar.begin(request.generated, request.end_tokens)
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
             text,
@@ -59,6 +61,7 @@ class Session:
             end_tokens=request.end_tokens,
             max_nodes=max_nodes + MAX_OWN_NODES,
             sampled=request.sampler.rule is Rule.REJECTION,
+            permits=None if self.grammar is None else self._permits,
         )
         self.penalty_state = (
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
@@ -150,6 +153,14 @@ class Session:
         self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT)
         self.draft_timing.arrived(base, arrived, held)
         self._expected_tokens = None
+
+    def _permits(self, parent: Node, token: int) -> bool:
+        assert self.grammar is not None
+        return self.grammar.permits([node.token for node in parent.path()], token)
+
+    def allowed(self, path: Sequence[int]) -> TokenMask | None:
+        """Return the tokens that the grammar lets come after the committed text and a path; None: all."""
+        return None if self.grammar is None else self.grammar.allowed(path)
 
     def usable(self, node: Node) -> bool:
         """True if verifying a candidate can bring anything. Under CONTRASTIVE nothing can be chosen below a candidate
@@ -271,6 +282,8 @@ class Session:
         self._expected_tokens = None
         if self.penalty_state is not None:
             self.penalty_state.extend(result.tokens)
+        if self.grammar is not None:
+            self.grammar.commit(result.tokens)
         self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
 
     def finish(self, token: int, position: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.tree import Node
+from specdec.serving.errors import InvalidRequestError
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
 from verifier_service.sessions.session import Session
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
@@ -58,6 +59,9 @@ class TreeVerification:
             yield from zip(tree.lookahead_results, queries, strict=True)
 
     def take(self, token: int) -> bool:
+        if self.session.grammar is not None and self.session.grammar.error is not None:
+            self.fail(InvalidRequestError([("grammar", str(self.session.grammar.error))]))
+            return False
         position = self._node.position + 1
         tree = self.planned.tree
         child = None if tree is None else self._tested(tree, token)
@@ -99,7 +103,12 @@ class TreeVerification:
         accepted, the candidates below it stay alive."""
         proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
         return SamplingQuery(
-            self.session.request.sampler, node.position + 1, self.session.penalty_state, path, proposal
+            self.session.request.sampler,
+            node.position + 1,
+            self.session.penalty_state,
+            path,
+            proposal,
+            self.session.allowed(path),
         )
 
     def _source(self, child: Node | None) -> int:

@@ -17,8 +17,9 @@ from specdec.engine.gpu.upload import upload
 
 
 def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
-    """Return float32 logits [n, V] with penalties, biases and bans applied; the caller's tensor is not changed."""
-    if not any(query.sampler.adjusts or query.position < query.sampler.first_end_position for query in queries):
+    """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the caller's tensor is not
+    changed. A row of which bans leave nothing that its mask allows has no finite logit: the host decides it."""
+    if not any(query.adjusts for query in queries):
         return logits
     z = logits.clone()
     _penalise(z, queries)
@@ -34,7 +35,20 @@ def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
     ]
     if any(len(ids) for ids in ruled_out):
         z[_indices(z, ruled_out)] = -torch.inf
+    _keep_allowed(z, queries)
     return z
+
+
+def _keep_allowed(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
+    """Rule out what token masks do not allow, in place."""
+    masked = [(row, query.allowed) for row, query in enumerate(queries) if query.allowed is not None]
+    if not masked:
+        return
+    rows, masks = zip(*masked, strict=True)
+    bits = _on(z, np.stack(masks))[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
+    walls = torch.zeros(1, device=z.device).where(bits.flatten(1)[:, : z.shape[1]].bool(), -torch.inf)
+    at = _on(z, np.array(rows))
+    z[at] = z[at] + walls
 
 
 def tempered(z: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:

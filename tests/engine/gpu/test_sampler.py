@@ -18,6 +18,7 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.gpu import shortlist
 from specdec.engine.gpu.sampler import GpuLogits
+from tests.choices import mask_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -55,7 +56,9 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[SamplingQuery]]:
         penalty_state = PenaltyState(vocabulary, *random.integers(0, vocabulary, (2, 4)).tolist())
         for _ in range(draw(st.integers(1, 3))):
             path = random.integers(0, vocabulary, draw(st.integers(0, 3))).tolist()
-            queries.append(SamplingQuery(sampler, 7 + len(path), penalty_state, path))
+            allowed = draw(st.none() | st.frozensets(st.integers(0, vocabulary - 1), min_size=1))
+            mask = None if allowed is None else mask_of(allowed, vocabulary)
+            queries.append(SamplingQuery(sampler, 7 + len(path), penalty_state, path, allowed=mask))
             row = random.normal(size=vocabulary).astype(np.float32) * draw(st.sampled_from([0.01, 1.0, 20.0]))
             if draw(st.booleans()):
                 row = np.round(row)

@@ -1,0 +1,1 @@
+"""Structured output: which tokens a grammar lets a text go on with."""

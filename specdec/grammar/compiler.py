@@ -1,0 +1,154 @@
+"""Compiles grammars for one tokenizer, by llguidance (https://github.com/guidance-ai/llguidance).
+
+Every service that follows a grammar compiles it for itself: what is sent is its source. The library's limits on work
+are counted in steps and not in seconds, so that a grammar which is refused is refused everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
+
+from specdec.grammar.grammar import Grammar, GrammarError, Kind
+from specdec.grammar.text_grammar import TextGrammar
+
+if TYPE_CHECKING:  # only whoever follows a grammar needs them
+    from pathlib import Path
+
+    from llguidance import LLMatcher, LLTokenizer
+
+    from specdec.engine.model_directory import ModelDirectory
+
+KEPT = 64
+"""Compiled grammars that are kept: the same schema comes again and again."""
+
+LONGEST_PROBLEM = 160
+"""Characters of a problem that are told."""
+
+
+class CompiledGrammar:
+    """A grammar that is ready to be followed, by any number of texts."""
+
+    def __init__(self, matcher: LLMatcher, after_token: int | None, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._after_token = after_token
+        self._vocabulary = vocabulary
+
+    def begin(self, generated: Sequence[int], end_tokens: frozenset[int]) -> TextGrammar:
+        """Return where a text stands that has so many tokens already; GrammarError if they do not fit."""
+        text = TextGrammar(self._matcher.deep_copy(), self._after_token, end_tokens, self._vocabulary)
+        text.commit(generated)
+        if text.error is not None:
+            raise text.error
+        return text
+
+
+class GrammarCompiler:
+    """Compiles grammars for the tokenizer of a model, whose logits are `vocabulary` wide. Any thread may use it."""
+
+    def __init__(self, tokenizer_file: Path, vocabulary: int) -> None:
+        self._file = tokenizer_file
+        self._vocabulary = vocabulary
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, directory: ModelDirectory) -> Self:
+        """Return a compiler for the model of a directory."""
+        return cls(directory.path / "tokenizer.json", directory.vocabulary)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar; GrammarError if it cannot be, or lets no text begin. Takes a millisecond, or a second for
+        the largest; other threads run meanwhile."""
+        with self._lock:
+            if (known := self._kept.get(grammar)) is not None:
+                self._kept.move_to_end(grammar)
+                return known
+            tokenizer = self._tokenizer
+        compiled = CompiledGrammar(self._matcher(grammar, tokenizer), grammar.after_token, self._vocabulary)
+        with self._lock:
+            self._kept[grammar] = compiled
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _matcher(self, grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(tokenizer, _in_library_form(grammar), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds that nothing can begin a text
+        if matcher.is_error():
+            raise GrammarError(_told(matcher.get_error()))
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """The library's view of the tokenizer. It gets an end token of its own, beyond the vocabulary: which tokens end
+        a text is each request's to say."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+        from tokenizers import Tokenizer
+
+        from specdec.text.token_bytes import TokenBytes
+
+        tokenizer = Tokenizer.from_file(str(self._file))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        end, pieces = self._vocabulary, TokenBytes(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+
+        class View:
+            eos_token_id = end
+            bos_token_id = None
+            tokens = [pieces.of(token) for token in range(end)] + [b"<end>"]
+            special_token_ids = [token for token, each in added.items() if each.special and token < end] + [end]
+
+            def __call__(self, text: bytes | str) -> list[int]:
+                text = text if isinstance(text, str) else text.decode(errors="replace")
+                return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        return LLTokenizer(TokenizerWrapper(View()))
+
+
+def _in_library_form(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    (source, *_) = grammar.source
+    try:
+        match grammar.kind:
+            case Kind.JSON_SCHEMA:
+                json.loads(source)
+                # JSON in one line, as most programs write it, unless the schema's `x-guidance` says otherwise: where
+                # any white space may stand, little is forced.
+                return LLMatcher.grammar_from_json_schema(
+                    source, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+                )
+            case Kind.REGEX:
+                return LLMatcher.grammar_from_regex(source)
+            case Kind.LARK:
+                return LLMatcher.grammar_from_lark(source)
+            case Kind.CHOICE:
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, grammar.source)))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_told(str(error))) from None
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a string of Lark."""
+    escaped = re.sub(r'[\\"]', lambda found: "\\" + found[0], text)
+    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
+
+
+def _told(problem: str) -> str:
+    """Return a problem of the library's in one short line."""
+    if problem.startswith("NoExtension"):
+        return "lets no text begin"
+    first, *others = problem.splitlines() or [""]
+    told = next((line for line in others if line.startswith("error: ")), first)  # of a regex: the rest draws where
+    return "cannot be used: " + told[:LONGEST_PROBLEM]

@@ -1,0 +1,52 @@
+"""The grammar of a request, as a value: what its text must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+LONGEST_SOURCE = 128 << 10
+"""Bytes of a schema, an expression or a grammar; of all choices together."""
+
+MOST_CHOICES = 1024
+
+
+class Kind(Enum):
+    """The language that a grammar is written in; values as the fields of specdec.v2.Grammar."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON schema: the text is a value that it describes."""
+    REGEX = "regex"
+    """A regular expression, without look-around and back-references: it matches the whole text."""
+    LARK = "lark"
+    """A context-free grammar, as Lark writes them: the text is what `start` derives."""
+    CHOICE = "choice"
+    """A list of texts, of which the text is one."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar. `source` has one entry but for CHOICE; with `after_token` the text is free up to and including the
+    first token with that id, the end of its reasoning say, and the grammar holds for the rest."""
+
+    kind: Kind
+    source: tuple[str, ...]
+    after_token: int | None = None
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message says why."""
+
+
+def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
+    """Return what is wrong with the source of a grammar, as far as it can be told without compiling it."""
+    if kind is Kind.CHOICE:
+        if not 0 < len(source) <= MOST_CHOICES:
+            return f"has {len(source)} texts, must have 1 to {MOST_CHOICES}"
+        if not all(source):
+            return "has an empty text, must have at least 1 character in each"
+    size = sum(len(each.encode()) for each in source)
+    if size > LONGEST_SOURCE:
+        return f"has {size} bytes, must have at most {LONGEST_SOURCE}"
+    return None if all(source) else "is empty"

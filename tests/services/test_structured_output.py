@@ -1,0 +1,233 @@
+"""Texts with a grammar: they fit it, and are the same whatever speculation does, however they are resumed, and whoever
+dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from specdec.engine.model_directory import ModelDirectory
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.grammar import Grammar, Kind
+from specdec.v2 import generation_pb2, model_pb2
+from tests.models import END
+from tests.services.conftest import Directories
+from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack
+from tests.verifier_service.fakes import Decided
+from verifier_service.speculation.controller import Mode
+
+PROMPT = list(range(40, 60))
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["function", "class", "module"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": model_pb2.Grammar(json_schema=json.dumps(SCHEMA)),
+    "regex": model_pb2.Grammar(regex="([a-z]{1,3}-){2,9}[0-9]+"),
+    "lark": model_pb2.Grammar(lark='start: "[" (item (", " item)*)? "]"\nitem: /[a-z]{1,4}/ | start'),
+    "choice": model_pb2.Grammar(choice=model_pb2.Choice(texts=["not at all", "not yet", "never"])),
+}
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "seed": 1},
+    {"temperature": 0.8, "seed": 2},
+    {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.5, "seed": 3},
+]
+LOOKING = generation_pb2.Speculation(drafters=OWN_DRAFTERS, lookahead=model_pb2.Lookahead(window=4, ngram=3, guesses=2))
+
+
+def slow_target() -> None:
+    """Longer than a draft takes, so that there is something to verify."""
+    time.sleep(0.004)
+
+
+def check_fits(directories: Directories, grammar: model_pb2.Grammar, completion: generation_pb2.Completion) -> None:
+    """The whole text fits, or what there is of it when it reached its length."""
+    field = grammar.WhichOneof("kind")
+    assert field is not None
+    source = tuple(grammar.choice.texts) if field == "choice" else (getattr(grammar, field),)
+    compiled = GrammarCompiler.of(ModelDirectory(directories.target)).compile(Grammar(Kind(field), source))
+    tokens = list(completion.tokens)
+    ended = completion.finish.reason == model_pb2.FINISH_REASON_STOP
+    assert ended == (tokens[-1] == END)
+    text = tokens[:-1] if ended else tokens
+    state = compiled.begin(text, frozenset({END}))
+    assert state.permits([], END) or not ended
+
+
+async def all_of(services: Stack, **fields: Any) -> list[generation_pb2.Completion]:
+    """A completion for each grammar and sampling, those of a grammar at once."""
+    found: list[generation_pb2.Completion] = []
+    for grammar in GRAMMARS.values():
+        found += await asyncio.gather(
+            *(
+                services.generate(PROMPT, sampling=sampling, grammar=grammar, max_tokens=60, **fields)
+                for sampling in SAMPLINGS
+            )
+        )
+    return found
+
+
+def tokens_of(completions: Sequence[generation_pb2.Completion]) -> list[list[int]]:
+    return [list(completion.tokens) for completion in completions]
+
+
+async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories) -> None:
+    patient: dict[str, Any] = {"target_delay": slow_target, "patience_seconds": 0.3}
+    async with stack(directories.target, directories.near, **patient) as services:
+        plain = await all_of(services, plain=True)
+        cases = [grammar for grammar in GRAMMARS.values() for _ in SAMPLINGS]
+        for grammar, completion in zip(cases, plain, strict=True):
+            check_fits(directories, grammar, completion)
+        drafted = await all_of(services, speculation=ALWAYS)
+        assert tokens_of(drafted) == tokens_of(plain)
+        assert sum(each.finish.speculation.sources["remote_draft"] for each in drafted) > 30
+        own = await all_of(services, speculation=generation_pb2.Speculation(drafters=OWN_DRAFTERS))
+        assert tokens_of(own) == tokens_of(plain)
+        assert sum(each.finish.speculation.sources["grammar"] for each in own) > 30
+        assert tokens_of(await all_of(services, speculation=LOOKING)) == tokens_of(plain)
+    async with stack(
+        directories.target,
+        directories.random,
+        draft_model=directories.near,
+        controller=Decided(Mode.LOCAL_DRAFT),
+        target_delay=slow_target,
+    ) as services:
+        local = await all_of(services)
+        assert tokens_of(local) == tokens_of(plain)
+        assert sum(each.finish.speculation.sources["local_model"] for each in local) > 10
+
+
+async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directories) -> None:
+    """A draft that agrees with its target as much as any is right nearly always where little is left to choose."""
+    async with stack(directories.target, directories.target, target_delay=slow_target) as services:
+        completion = await services.generate(PROMPT, grammar=GRAMMARS["regex"], max_tokens=60, speculation=ALWAYS)
+        assert services.draft_loop is not None
+        assert completion.finish.speculation.accepted > 0
+        assert services.draft_loop.stats.guessed >= len(completion.tokens) - 2
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+async def test_a_text_is_resumed_from_anywhere(directories: Directories, name: str) -> None:
+    grammar = GRAMMARS[name]
+    async with stack(directories.target, directories.near) as services:
+        fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "grammar": grammar, "max_tokens": 40}
+        whole = list((await services.generate(PROMPT, **fields)).tokens)
+        for length in range(1, len(whole), 3):
+            rest = await services.generate(PROMPT, generated_tokens=whole[:length], **fields)
+            assert whole[:length] + list(rest.tokens) == whole
+
+
+async def test_reasoning_may_end_anywhere(directories: Directories) -> None:
+    """The token that ends it is chosen by the model itself: the second different one of its plain text. Before it
+    nothing is ruled out; behind it, in the same step or not, the grammar holds."""
+    async with stack(directories.target, directories.target, target_delay=slow_target) as services:
+        fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "max_tokens": 40}
+        free = list((await services.generate(PROMPT, plain=True, **fields)).tokens)
+        for at in range(0, 12, 2):
+            marker = free[at]
+            begins = free.index(marker) + 1
+            fields["grammar"] = model_pb2.Grammar(regex="[0-9]{4,6}", after_token=marker)
+            plain = list((await services.generate(PROMPT, plain=True, **fields)).tokens)
+            assert plain[:begins] == free[:begins]
+            piece = b"".join(services.model.tokenizer.piece(token) for token in plain[begins:-1])
+            assert piece.isdigit()
+            assert 4 <= len(piece) <= 6
+            assert plain[-1] == END
+            for speculation in (ALWAYS, generation_pb2.Speculation(drafters=OWN_DRAFTERS), LOOKING):
+                assert list((await services.generate(PROMPT, speculation=speculation, **fields)).tokens) == plain
+
+
+async def test_other_rules_keep_to_the_grammar(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        for rule, sampling in (
+            (model_pb2.ACCEPTANCE_RULE_REJECTION, {"temperature": 0.9, "seed": 5}),
+            (model_pb2.ACCEPTANCE_RULE_CONTRASTIVE, {"seed": 5}),
+        ):
+            for grammar in GRAMMARS.values():
+                completion = await services.generate(
+                    PROMPT, sampling=sampling, grammar=grammar, max_tokens=60, rule=rule
+                )
+                check_fits(directories, grammar, completion)
+
+
+async def test_bans_yield_where_the_grammar_leaves_nothing_else(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        (only,) = services.model.tokenizer.encode("x", special=False)
+        completion = await services.generate(
+            PROMPT,
+            sampling={"banned_tokens": [only]},
+            grammar=model_pb2.Grammar(regex="x"),
+            max_tokens=9,
+            min_tokens=5,
+        )
+        assert list(completion.tokens) == [only, END]
+
+
+async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Directories) -> None:
+    grammar = model_pb2.Grammar(lark='start: (/[a-z]{1,4}/ ", ")* "end"')
+    fields: dict[str, Any] = {"sampling": {"temperature": 1.0, "seed": 4}, "grammar": grammar, "max_tokens": 60}
+    async with stack(directories.target, directories.near, verifiers=2, target_delay=slow_target) as services:
+        want = await services.generate(PROMPT, plain=True, **fields)
+        request = generation_pb2.GenerateRequest(
+            tokens=generation_pb2.TokenPrompt(ids=PROMPT),
+            sampling=generation_pb2.SamplingParameters(**fields.pop("sampling")),
+            **fields,
+        )
+        tokens: list[int] = []
+        ended = False
+        async for response in services.stub.Generate(request):
+            tokens += response.tokens
+            if len(tokens) < 5:
+                continue
+            for pod in [] if ended else services.verifiers:
+                if pod.loop.pool.held:
+                    await pod.stop()
+                    ended = True
+            if response.HasField("finish"):
+                assert response.finish.speculation.failover_events["verifier_lost"] == 1
+        assert tokens == list(want.tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"grammar": model_pb2.Grammar()}, "grammar: is set and empty"),
+        ({"grammar": model_pb2.Grammar(regex="(")}, "grammar.regex: cannot be used: error: unclosed group"),
+        ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, "Invalid type: strin"),
+        ({"grammar": model_pb2.Grammar(json_schema='{"$ref": "#"}')}, "grammar.json_schema: lets no text begin"),
+        ({"grammar": model_pb2.Grammar(choice=model_pb2.Choice())}, "grammar.choice: has 0 texts"),
+        ({"grammar": model_pb2.Grammar(regex="a", after_token=9999)}, "grammar.after_token: is 9999"),
+        ({"grammar": model_pb2.Grammar(regex="a"), "ignore_end_token": True}, "needs a token that ends the text"),
+        (
+            {"grammar": model_pb2.Grammar(regex="a"), "generated_tokens": [9], "sampling": {"seed": 1}},
+            "generated_tokens: the text leaves its grammar at its token 0",
+        ),
+    ],
+)
+async def test_refusals(directories: Directories, fields: dict[str, Any], problem: str) -> None:
+    async with stack(directories.target, directories.near) as services:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await services.generate(PROMPT, max_tokens=9, **fields)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert problem in (refused.value.details() or "")
+
+
+async def test_a_verifier_that_follows_no_grammar_is_not_asked(directories: Directories) -> None:
+    """It would give a text without: one of an older version does not know the field."""
+    async with stack(directories.target, directories.near) as services:
+        services.verifiers[0].service._grammars = None
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await services.generate(PROMPT, max_tokens=9, grammar=GRAMMARS["regex"])
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
