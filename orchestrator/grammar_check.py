@@ -33,10 +33,11 @@ REMEMBERED = 1024
 
 
 class GrammarCheck:
-    """Tries the grammars of requests for one model."""
+    """Tries the grammars of requests for the model of a directory; each may take so many `seconds`."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, seconds: float = SECONDS) -> None:
         self._model = model
+        self._seconds = seconds
         self._process: Process | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -76,10 +77,10 @@ class GrammarCheck:
         answer = b""
         try:
             process.stdin.write(json.dumps(question).encode() + b"\n")
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(self._seconds):
                 answer = await process.stdout.readline()
         except TimeoutError:
-            return f"takes longer than {SECONDS:g} s to compile"
+            return f"takes longer than {self._seconds:g} s to compile"
         finally:
             if not answer:
                 log.warning("grammar_check_ended", seconds=round(time.monotonic() - begin, 3))

@@ -15,11 +15,19 @@ from tests.models import tokenizer
 CONTEXT = 1024
 """Of the models that the pods serve: room for texts that are long enough to be interrupted."""
 
+_ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["function", "class"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
 _KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"regex": "([a-z]{1,6}[,.] ){120,}", "ignore_end_token": False},
     {"top_p": 0.9, "top_k": 40},
     {"logprobs": 2},
+    {"json_schema": {"type": "array", "items": _ITEM, "minItems": 30}, "ignore_end_token": False},
     {"ignore_end_token": False, "min_tokens": 60},
     {"ignore_end_token": False, "stop": ["q7", "zu", "K"], "presence_penalty": 0.5},
 )

@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 
+from demo.prompts import held_out
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
+from specdec.local import DEMO
 from specdec.v2 import generation_pb2, model_pb2
+from testing.schemas import random_schema
 from tests.models import END
 from tests.services.conftest import Directories
+from tests.services.test_transformers import onnx
 from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack
 from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
@@ -231,3 +238,47 @@ async def test_a_verifier_that_follows_no_grammar_is_not_asked(directories: Dire
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await services.generate(PROMPT, max_tokens=9, grammar=GRAMMARS["regex"])
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.verify
+async def test_a_thousand_schemas() -> None:
+    """Random schemas and seeds on the demo pair, greedy and sampled: drafted text is plain text, and valid, or the
+    beginning of valid text where it reached its length."""
+    chance = random.Random(11)
+    prompts = held_out(20, tokens=40)
+    requests = [
+        {"json_schema": json.dumps(random_schema(chance)), "temperature": temperature, "seed": chance.getrandbits(64)}
+        for _ in range(1000)
+        for temperature in (0.0, 0.8)
+    ]
+    counts: Counter[str] = Counter()
+
+    async with stack(DEMO / "target", DEMO / "draft", draft_engine=onnx, capacity=16384) as services:
+
+        async def check(number: int, json_schema: str, **sampling: Any) -> None:
+            fields: dict[str, Any] = {
+                "sampling": sampling,
+                "grammar": model_pb2.Grammar(json_schema=json_schema),
+                "max_tokens": 96,
+            }
+            prompt = prompts[number % len(prompts)]
+            drafted = await services.generate(prompt, **fields)
+            plain = await services.generate(prompt, plain=True, **fields)
+            assert list(drafted.tokens) == list(plain.tokens), json_schema
+            if drafted.finish.reason == model_pb2.FINISH_REASON_STOP:
+                jsonschema.validate(json.loads(drafted.text), json.loads(json_schema))
+                counts["valid"] += 1
+            else:
+                compiled = compiler.compile(Grammar(Kind.JSON_SCHEMA, (json_schema,)))
+                compiled.begin(drafted.tokens, services.model.end_tokens)
+                counts["cut"] += 1
+            for name, count in drafted.finish.speculation.sources.items():
+                counts[name] += count
+
+        compiler = GrammarCompiler.of(ModelDirectory(DEMO / "target"))
+        for start in range(0, len(requests), 16):
+            part = enumerate(requests[start : start + 16], start)
+            await asyncio.gather(*(check(number, **request) for number, request in part))
+    print(dict(counts))
+    assert counts["valid"] > 1000
+    assert counts["grammar"] > 10_000
