@@ -43,8 +43,9 @@ class GrammarCheck:
         self._waiting = 0
         self._known: OrderedDict[Grammar, str] = OrderedDict()  # to what is wrong; empty: nothing
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise InvalidRequestError if a grammar cannot be used, OverloadedError if too many wait to be tried."""
+    async def check(self, grammar: Grammar, field: str) -> None:
+        """Raise InvalidRequestError if a grammar, which comes of this field of a request, cannot be used, and
+        OverloadedError if too many wait to be tried."""
         if (problem := self._known.get(grammar)) is None:
             if self._waiting >= MAX_WAITING:
                 raise OverloadedError(f"{self._waiting} grammars are waiting already, the limit is reached")
@@ -60,7 +61,7 @@ class GrammarCheck:
         else:
             self._known.move_to_end(grammar)
         if problem:
-            raise InvalidRequestError([(f"grammar.{grammar.kind.value}", problem)])
+            raise InvalidRequestError([(field, problem)])
 
     async def close(self) -> None:
         """End the process."""

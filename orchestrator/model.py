@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
+from specdec.client.tool_formats import ToolFormat, format_of
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.text.tokenizer import Tokenizer
@@ -45,6 +46,16 @@ class Model:
         other's requests alike."""
         decides = [self.tokenizer.fingerprint, sorted(self.end_tokens), self.defaults.told]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of functions; None if its chat template does not say it in a known way."""
+        return format_of(self.tokenizer.template_source or "")
+
+    @cached_property
+    def tool_marker(self) -> int | None:
+        """The special token that begins calls; None where they begin with text."""
+        return None if self.tool_format is None else self.tokenizer.special_token(self.tool_format.marker)
 
     @property
     def most_text(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from orchestrator.model import Model
+from orchestrator.tools import tool_violations, tools_for_template, turns_for_template
 from specdec.serving.validation import token_violations, too_many
 from specdec.text.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.v2 import generation_pb2
@@ -40,6 +41,8 @@ def prompt_tokens(
                 size = message.chat.template_arguments.ByteSize()
                 if too_long := too_many("chat.template_arguments", size, MOST_ARGUMENTS, "bytes"):
                     violations.append(too_long)
+                elif wrong := tool_violations(message.chat, model):
+                    violations += wrong
                 elif message.chat.messages:
                     return model.tokenizer.encode(_rendered(message.chat, model, time), special=False, limit=most)
                 else:
@@ -70,7 +73,8 @@ def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> 
         arguments = _whole(json_format.MessageToDict(chat.template_arguments))
     except ValueError as error:  # a number that JSON does not have
         raise ChatTemplateError(f"template_arguments: {error}") from None
-    text = model.tokenizer.render([(turn.role, turn.content) for turn in chat.messages], time, arguments)
+    tools = tools_for_template(chat.tools)
+    text = model.tokenizer.render(turns_for_template(chat.messages), time, arguments, tools)
     if (length := len(text.encode())) > model.most_text:
         raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
     return text

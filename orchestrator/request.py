@@ -12,6 +12,7 @@ from orchestrator.prompt import prompt_tokens, time_of
 from orchestrator.resolved import digest
 from orchestrator.sample import Request, Sample
 from orchestrator.tenants.file import LONGEST_NAME, Tenant
+from orchestrator.tools import tool_grammar
 from specdec.decoding.noise import sample_seed
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.sampling_limits import sampling_violations
@@ -102,8 +103,13 @@ def parse(
     if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
+    grammar = tool_grammar(message.chat, model)
     if message.HasField("grammar"):
-        violations += grammar_violations(message.grammar, end_tokens, model.vocabulary)
+        if grammar is not None:
+            violations.append(("grammar", "is set beside tools whose calls have a grammar"))
+        grammar = message.grammar
+    if grammar is not None:
+        violations += grammar_violations(grammar, end_tokens, model.vocabulary)
     speculation = _speculation(message, violations)
     if violations:
         raise InvalidRequestError(violations)
@@ -132,7 +138,8 @@ def parse(
         contrast=message.contrast,
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
-        grammar=message.grammar if message.HasField("grammar") else None,
+        grammar=grammar,
+        shown_token=model.tool_marker if message.chat.tools else None,
         time=time if message.WhichOneof("prompt") == "chat" else None,
     )
     return Request(
@@ -214,7 +221,7 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
         *size_violations(message.sampling, model.vocabulary),
     ]
     if len(chat) <= context:
-        length = sum(len(turn.role.encode()) + len(turn.content.encode()) for turn in chat)
+        length = sum(turn.ByteSize() for turn in chat) + sum(tool.ByteSize() for tool in message.chat.tools)
         found.append(too_many("chat", length, model.most_text, "bytes"))
     if message.n > MOST_SAMPLES:
         found.append(("n", f"is {message.n}, must be at most {MOST_SAMPLES}"))

@@ -32,6 +32,7 @@ class Sample:
     revision: str = ""  # of the model that the text was begun with; empty: any
     coalesce_commits: bool = False  # nobody reads while the text is made
     grammar: model_pb2.Grammar | None = None  # what the text must look like
+    shown_token: int | None = None  # a special token that the text shows all the same
     time: datetime | None = None  # that the chat template saw
 
     @property

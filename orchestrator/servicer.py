@@ -212,6 +212,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             vocabulary_size=model.vocabulary,
             chat=model.tokenizer.has_chat_template,
             text_fingerprint=model.text_fingerprint,
+            tool_format="" if model.tool_format is None else model.tool_format.name,
         )
 
     def _check_caller(self, method: str, context: Context) -> None:
@@ -257,8 +258,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parsed = work()
         else:
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work)
-        if self._grammars is not None and (grammar := grammar_from(request.grammar)) is not None:
-            await self._grammars.check(grammar)
+        message = parsed.samples[0].grammar
+        if self._grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
+            field = f"grammar.{grammar.kind.value}" if request.HasField("grammar") else "chat.tools"
+            await self._grammars.check(grammar, field)
         record_parsed(timeline, parsed)
         return parsed
 

@@ -23,8 +23,10 @@ class Detokenizer:
     """An incremental decoder. It decodes a short window of earlier tokens as well, because what a token spells depends
     on its neighbours (a leading space, a byte of a longer character)."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: int | None = None) -> None:
+        """`shown` is a special token that is spelt, as no other is."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._window = list(prompt[-8:])  # decoded before; gives context
         self._pending: list[int] = []  # not yet spelt
         while self._window and tokenizer.decode(self._window).endswith(INCOMPLETE) and len(self._pending) < 4:
@@ -33,6 +35,10 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
+        if token == self._shown:
+            text = self.flush() + self._tokenizer.piece(token).decode(errors="replace")
+            self._window, self._pending, self._window_text = [], [], ""
+            return text
         self._pending.append(token)
         text = self._tokenizer.decode(self._window + self._pending)
         incomplete = text.endswith(INCOMPLETE) and len(self._pending) < MOST_PENDING
@@ -68,8 +74,10 @@ class Spelt:
 class TextStream:
     """The detokenizer and stop strings of one sample."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], shown: int | None = None
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown)
         self._stop = tuple(stop)
         self._held = ""  # may be the beginning of a stop string
 

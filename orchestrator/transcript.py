@@ -47,7 +47,7 @@ class Transcript:
         self._sample = sample
         self._arrived = time.monotonic()
         self.statistics = Statistics()
-        self._text = TextStream(model.tokenizer, sample.prompt, sample.stop)
+        self._text = TextStream(model.tokenizer, sample.prompt, sample.stop, sample.shown_token)
         self._piece = model.tokenizer.piece
         self._found: int | None = None  # tokens that were in memory already when the text began
         self._completion_tokens = len(sample.generated)

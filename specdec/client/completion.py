@@ -146,6 +146,7 @@ class Model:
     vocabulary_size: int
     chat: bool  # True: it takes `messages`
     text_fingerprint: str  # equal ones: requests become tokens in the same way
+    tool_format: str = ""  # how it writes calls, as in `specdec.client.tool_formats`; empty: it knows no tools
 
 
 # A newer server may know values that this client does not: they read as "unspecified".
@@ -191,7 +192,10 @@ def read_result(response: pb.CompleteResponse) -> Result:
 
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
     """Convert the answer of `ListModels`."""
-    return [Model(m.name, m.context_tokens, m.vocabulary_size, m.chat, m.text_fingerprint) for m in response.models]
+    return [
+        Model(m.name, m.context_tokens, m.vocabulary_size, m.chat, m.text_fingerprint, m.tool_format)
+        for m in response.models
+    ]
 
 
 def _read_finish(finish: pb.Finish) -> Finish:

@@ -10,17 +10,20 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, get_args, get_type_hints
 
 Speculation = Literal["auto", "off", "always", "draft", "local"]
 """Names for who may propose candidates; the option `speculation` explains them."""
 
 
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation. Calls are as OpenAI's API has them."""
 
     role: str
     content: str
+    tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -32,6 +35,16 @@ class GenerateOptions(TypedDict, total=False):
     template_arguments: Annotated[
         Mapping[str, Any] | None, "With `messages`: variables that the model's chat template takes, by name."
     ]
+    tools: Annotated[
+        Sequence[Mapping[str, Any]] | None,
+        "With `messages`: functions that the model may call, as OpenAI's API has them. Calls are part of the text: "
+        "`specdec.client.tool_calls` reads them.",
+    ]
+    tool_choice: Annotated[
+        str | Mapping[str, Any] | None,
+        "With `tools`: auto, required (calls alone), none, or one function, as OpenAI's API has it. Default: auto.",
+    ]
+    parallel_tool_calls: Annotated[bool | None, "With `tools`: False allows one call at most. Default: True."]
     model: Annotated[str | None, "The one to ask, where several are served."]
 
     max_tokens: Annotated[

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar, Unpack
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
-from google.protobuf.message import Message as ProtobufMessage
 
+from specdec.client.fields import put
 from specdec.client.options import GenerateOptions, takes_options
+from specdec.client.tool_options import put_tool_calls, put_tool_choice, put_tools
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2
 
@@ -54,7 +54,7 @@ _SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
 _GRAMMARS = ("json_schema", "regex", "lark", "choice")
 
-_TURN = 'a mapping with "role" and "content" and nothing else'
+_TURN = 'a mapping with "role" and "content", and perhaps "tool_calls", "tool_call_id", "name"'
 
 
 @takes_options
@@ -64,9 +64,12 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
-    for name in ("time", "template_arguments"):
+    for name in ("time", "template_arguments", "tools"):
         if name in given and "messages" not in given:
             raise ValueError(f"{name} is given, but no messages: only chat templates see it")
+    for name in ("tool_choice", "parallel_tool_calls"):
+        if name in given and "tools" not in given:
+            raise ValueError(f"{name} is given, but no tools")
     if "speculation" in given and "drafters" in given:
         raise ValueError("give either speculation or drafters: both say who may propose candidates")
     if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
@@ -79,22 +82,22 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     request = pb.GenerateRequest()
     for name, value in given.items():
         if name in _PLAIN:
-            _put(request, name, name, value)
+            put(request, name, name, value)
         elif name in _SAMPLING:
-            _put(request.sampling, name, name, value)
+            put(request.sampling, name, name, value)
         elif name in _CONTRAST:
-            _put(request.contrast, name, name, value)
+            put(request.contrast, name, name, value)
         elif name in _SPECULATION:
-            _put(request.speculation, name, name, value)
+            put(request.speculation, name, name, value)
         elif name in _GRAMMARS:
             _put_grammar(request.grammar, name, value)
         elif name == "grammar_after_token":
-            _put(request.grammar, "after_token", name, value)
+            put(request.grammar, "after_token", name, value)
         elif name == "prompt":
-            _put(request, "text", name, value)
+            put(request, "text", name, value)
         elif name == "tokens":
             request.tokens.SetInParent()  # an empty prompt still says which form it has
-            _put(request.tokens, "ids", name, value)
+            put(request.tokens, "ids", name, value)
         elif name == "messages":
             request.chat.SetInParent()
             request.chat.messages.extend(_turns(value))
@@ -104,8 +107,17 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             request.chat.time.FromDatetime(value)
         elif name == "template_arguments":
             _put_arguments(request.chat, value)
+        elif name == "tools":
+            if given.get("tool_choice") != "none":
+                put_tools(request.chat, value)
+        elif name == "tool_choice":
+            put_tool_choice(request.chat, value)
+        elif name == "parallel_tool_calls":
+            if not isinstance(value, bool):
+                raise TypeError(f"parallel_tool_calls = {value!r}: must be true or false")
+            request.chat.single_tool_call = not value
         elif name == "stop":  # one string is a stop string, not its letters
-            _put(request, name, name, [value] if isinstance(value, str) else value)
+            put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
             request.speculation.MergeFrom(_named(_SPECULATIONS, name, value))
         elif name == "drafters":
@@ -118,9 +130,9 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "lookahead":
             if not isinstance(value, Sequence) or len(value) != 3:
                 raise ValueError(f"lookahead = {value!r}: not (W, N, G)")
-            _put(request.speculation, name, name, dict(zip(("window", "ngram", "guesses"), value, strict=True)))
+            put(request.speculation, name, name, dict(zip(("window", "ngram", "guesses"), value, strict=True)))
         elif name == "rule":
-            _put(request, name, name, _named(_RULES, name, value))
+            put(request, name, name, _named(_RULES, name, value))
         else:
             raise TypeError(f"unknown option: {name}")
     return request
@@ -132,14 +144,14 @@ def _put_grammar(grammar: model_pb2.Grammar, kind: str, value: object) -> None:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise TypeError(f"choice = {value!r}: must be a list of texts")
         grammar.choice.SetInParent()
-        _put(grammar.choice, "texts", kind, value)
+        put(grammar.choice, "texts", kind, value)
         return
     if kind == "json_schema" and isinstance(value, Mapping):
         try:
             value = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"json_schema = {value!r}: {error}") from error
-    _put(grammar, kind, kind, value)
+    put(grammar, kind, kind, value)
 
 
 def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
@@ -161,26 +173,17 @@ def _turns(messages: object) -> Iterator[pb.ChatMessage]:
         option = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise TypeError(f"{option} = {message!r}: must be {_TURN}")
-        if message.keys() != {"role", "content"}:
+        if not {"role", "content"} <= message.keys() <= {"role", "content", "tool_calls", "tool_call_id", "name"}:
             raise ValueError(f"{option} = {message!r}: must be {_TURN}")
         turn = pb.ChatMessage()
         for field, value in message.items():
-            _put(turn, field, f"{option}.{field}", value)
+            if field == "tool_calls":
+                put_tool_calls(turn, f"{option}.{field}", value)
+                continue
+            put(turn, field, f"{option}.{field}", value)
             if value is None:  # which a message takes for a field that is left out
                 raise TypeError(f"{option}.{field} = None: must be text (str)")
         yield turn
-
-
-def _put(message: ProtobufMessage, field: str, option: str, value: object) -> None:
-    """Set a field of any kind, and say which option it was if the value does not fit."""
-    try:
-        message.MergeFrom(type(message)(**{field: value}))
-    except (ValueError, TypeError, OverflowError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        wants_text = message.DESCRIPTOR.fields_by_name[field].type == FieldDescriptor.TYPE_STRING
-        # Protobuf names the wanted type of all fields but these.
-        problem = "must be text (str)" if wants_text and kind is TypeError else str(error)
-        raise kind(f"{option} = {value!r}: {problem}") from error
 
 
 def _named(values: Mapping[str, Value], option: str, name: object) -> Value:

@@ -7,25 +7,29 @@ are counted in steps and not in seconds, so that a grammar which is refused is r
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
-from specdec.grammar.grammar import Grammar, GrammarError, Kind
+from specdec.grammar.grammar import Grammar, GrammarError, Kind, lark_string
 from specdec.grammar.text_grammar import TextGrammar
 
 if TYPE_CHECKING:  # only whoever follows a grammar needs them
     from pathlib import Path
 
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
     from specdec.engine.model_directory import ModelDirectory
 
 KEPT = 64
 """Compiled grammars that are kept: the same schema comes again and again."""
+
+STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is written unless a schema's `x-guidance` says otherwise: in one line, as most programs write it. Where any
+white space may stand, little is forced."""
 
 LONGEST_PROBLEM = 160
 """Characters of a problem that are told."""
@@ -124,25 +128,15 @@ def _in_library_form(grammar: Grammar) -> str:
         match grammar.kind:
             case Kind.JSON_SCHEMA:
                 json.loads(source)
-                # JSON in one line, as most programs write it, unless the schema's `x-guidance` says otherwise: where
-                # any white space may stand, little is forced.
-                return LLMatcher.grammar_from_json_schema(
-                    source, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-                )
+                return LLMatcher.grammar_from_json_schema(source, STYLE)
             case Kind.REGEX:
                 return LLMatcher.grammar_from_regex(source)
             case Kind.LARK:
                 return LLMatcher.grammar_from_lark(source)
             case Kind.CHOICE:
-                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, grammar.source)))
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_string, grammar.source)))
     except (ValueError, RecursionError) as error:
         raise GrammarError(_told(str(error))) from None
-
-
-def _quoted(text: str) -> str:
-    """Return a text as a string of Lark."""
-    escaped = re.sub(r'[\\"]', lambda found: "\\" + found[0], text)
-    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
 
 
 def _told(problem: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -50,3 +51,9 @@ def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
     if size > LONGEST_SOURCE:
         return f"has {size} bytes, must have at most {LONGEST_SOURCE}"
     return None if all(source) else "is empty"
+
+
+def lark_string(text: str) -> str:
+    """Return a text as a string of Lark, between quotes."""
+    escaped = re.sub(r'[\\"]', lambda found: "\\" + found[0], text)
+    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'

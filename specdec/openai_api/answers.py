@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.client import Chunk, Finish, Logprobs, Piece
+from specdec.client.tool_calls import ToolCall, ToolCallReader
+from specdec.client.tool_formats import ToolFormat
 
 Json = dict[str, Any]
 
@@ -49,8 +51,12 @@ class Frame:
 class Choice:
     """One sample of one prompt, which comes chunk by chunk: each becomes a piece, or all are gathered."""
 
-    def __init__(self, index: int, *, first_sample: bool, chat: bool, logprobs: bool) -> None:
-        """`first_sample` of its prompt: the tokens of the prompt are counted with it."""
+    def __init__(
+        self, index: int, *, first_sample: bool, chat: bool, logprobs: bool, calls: Calls | None = None
+    ) -> None:
+        """`first_sample` of its prompt: the tokens of the prompt are counted with it. `calls`: functions may be
+        called."""
+        self._calls = calls
         self.index = index
         self.first_sample = first_sample
         self._chat = chat
@@ -75,25 +81,46 @@ class Choice:
         """Return a chunk of a request that has this seed as a piece of a stream."""
         piece: Json = {"index": self.index, "text": chunk.text}
         if self._chat:
-            said = chunk.text or chunk.finish is None
-            piece = {"index": self.index, "delta": {"content": chunk.text} if said else {}}
+            text, calls = self._said(chunk)
+            said = text or (chunk.finish is None and not calls)
+            piece = {"index": self.index, "delta": {"content": text} if said else {}}
+            if calls:
+                piece["delta"]["tool_calls"] = calls
         piece["logprobs"] = self._logprobs_of(chunk.logprobs) if chunk.logprobs else None
-        piece |= {"finish_reason": None} if chunk.finish is None else _end(chunk.finish)
+        piece |= {"finish_reason": None} if chunk.finish is None else self._end(chunk.finish)
         own = self._note(chunk, seed)
         return piece | ({"specdec": own} if own else {})
 
     def gather(self, chunk: Chunk, seed: int | None) -> None:
         """Keep a chunk of a request that has this seed for `whole`."""
-        self._text.append(chunk.text)
+        self._text.append(self._said(chunk)[0])
         self._logprobs += chunk.logprobs
         self._own |= self._note(chunk, seed)
 
     def whole(self) -> Json:
         """Return the sample, all of which was gathered."""
         text = "".join(self._text)
-        said: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        said: Json = {"message": self._message(text)} if self._chat else {"text": text}
         logprobs = self._logprobs_of(self._logprobs) if self._wants_logprobs else None
-        return {"index": self.index, **said, "logprobs": logprobs, **_end(self.finish), "specdec": self._own}
+        return {"index": self.index, **said, "logprobs": logprobs, **self._end(self.finish), "specdec": self._own}
+
+    def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
+        """Return what a chunk says, and the calls that are complete with it."""
+        return (chunk.text, []) if self._calls is None else self._calls.split(chunk)
+
+    def _message(self, text: str) -> Json:
+        """Return the message of a chat's sample."""
+        if self._calls is None or not self._calls.made:
+            return {"role": "assistant", "content": text}
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls.made]
+        return {"role": "assistant", "content": text or None, "tool_calls": calls}
+
+    def _end(self, finish: Finish) -> Json:
+        """Return how the sample ended; the stop string as vLLM names it."""
+        reason = REASONS.get(finish.reason, "stop")
+        if reason == "stop" and self._calls is not None and self._calls.made:
+            reason = "tool_calls"
+        return {"finish_reason": reason, "stop_reason": finish.stop or None}
 
     def _note(self, chunk: Chunk, seed: int | None) -> Json:
         """Note how the sample ended, if it did; return what only this project tells of a chunk."""
@@ -109,6 +136,33 @@ class Choice:
 
     def _logprobs_of(self, found: Iterable[Logprobs]) -> Json:
         return _chat_logprobs(found) if self._chat else _completion_logprobs(found, self._offset)
+
+
+class Calls:
+    """The calls of functions in one sample's text."""
+
+    def __init__(self, tool_format: ToolFormat, name: str) -> None:
+        """`name` is the sample's own: ids of calls come of it."""
+        self.made: list[Json] = []
+        self._reader = ToolCallReader(tool_format)
+        self._name = name
+
+    def split(self, chunk: Chunk) -> tuple[str, list[Json]]:
+        """Return what a chunk says besides calls, and the calls that are complete with it."""
+        found = list(self._reader.push(chunk.text))
+        if chunk.finish is not None:
+            found += self._reader.finish()
+        text = "".join(each for each in found if isinstance(each, str))
+        calls = [self._made(each) for each in found if isinstance(each, ToolCall)]
+        return text, calls
+
+    def _made(self, call: ToolCall) -> Json:
+        """Return a call in OpenAI's shape; templates of Mistral want ids of nine letters and digits."""
+        number = len(self.made)
+        identifier = hashlib.sha256(f"{self._name}-{number}".encode()).hexdigest()[:9]
+        function = {"name": call.name, "arguments": call.arguments}
+        self.made.append({"index": number, "id": identifier, "type": "function", "function": function})
+        return self.made[-1]
 
 
 class TextOffset:
@@ -142,11 +196,6 @@ def fingerprint(finishes: Iterable[Finish]) -> str:
     """Return a name for what the tokens were computed with: equal ones, and the same seed, mean equal tokens."""
     numerics = sorted({each.numerics for each in finishes})
     return f"fp_{hashlib.sha256(' '.join(numerics).encode()).hexdigest()[:16]}"
-
-
-def _end(finish: Finish) -> Json:
-    """Return how a sample ended; the stop string as vLLM names it."""
-    return {"finish_reason": REASONS.get(finish.reason, "stop"), "stop_reason": finish.stop or None}
 
 
 def _statistics(finish: Finish) -> Json:

@@ -13,7 +13,8 @@ from typing import Any
 from specdec.client import AsyncClient, Chunk, Model, SpecdecError
 from specdec.client.endpoint import Metadata
 from specdec.client.request_id import REQUEST_ID_CHARACTERS
-from specdec.openai_api.answers import Choice, Frame, Json, fingerprint, usage_of
+from specdec.client.tool_formats import FORMATS, ToolFormat
+from specdec.openai_api.answers import Calls, Choice, Frame, Json, fingerprint, usage_of
 from specdec.openai_api.errors import from_specdec
 from specdec.openai_api.requests import Asked
 from specdec.serving.interleaved import interleaved
@@ -46,24 +47,35 @@ class Gateway:
         except SpecdecError as error:
             raise from_specdec(error) from error
 
+    async def tool_format(self, asked: Asked, caller: Caller) -> ToolFormat | None:
+        """Return how the model that is asked writes calls of functions; None if it has none to call, or knows none."""
+        if not asked.calls_tools:
+            return None
+        found = (each.tool_format for each in await self.models(caller) if each.name == asked.model)
+        return FORMATS.get(next(found, ""))
+
     async def answer(self, asked: Asked, caller: Caller) -> Json:
         """Generate all samples of all prompts, and return them together."""
-        answer = _Answer(asked, caller)
+        tool_format = await self.tool_format(asked, caller)
+        answer: _Answer | None = None
         async with aclosing(self._chunks(asked, caller)) as chunks:
             async for number, chunk in chunks:
+                answer = answer or _Answer(asked, caller, tool_format)
                 answer.choice(number, chunk).gather(chunk, answer.seed(number, chunk))
+        assert answer is not None  # a stream ends with an error, or has chunks
         return answer.frame.whole(answer.choices)
 
     async def events(self, asked: Asked, caller: Caller) -> AsyncGenerator[Json, None]:
         """Generate all samples of all prompts, and return the events of their stream. What fails before there is a
         first token is raised here."""
+        tool_format = await self.tool_format(asked, caller)
         chunks = self._chunks(asked, caller)
         try:
             first = await anext(chunks)
         except BaseException:
             await chunks.aclose()
             raise
-        return _events(_Answer(asked, caller), first, chunks)
+        return _events(_Answer(asked, caller, tool_format), first, chunks)
 
     async def _chunks(self, asked: Asked, caller: Caller) -> Chunks:
         """Yield the chunks of all prompts as they come."""
@@ -94,10 +106,12 @@ class Gateway:
 
 @dataclass
 class _Answer:
-    """An answer that is being made."""
+    """An answer that is being made. Not before its first chunk: an orchestrator has then found the request valid, of
+    which any number of samples may be asked for."""
 
     asked: Asked
     caller: Caller
+    tool_format: ToolFormat | None  # None: the text has no calls
     frame: Frame = field(init=False)
     choices: list[Choice] = field(init=False)
     seeds: dict[int, int | None] = field(default_factory=dict)  # by prompt
@@ -107,9 +121,18 @@ class _Answer:
         kind = "chatcmpl" if asked.chat else "cmpl"
         self.frame = Frame(asked.chat, f"{kind}-{self.caller.request_id}", int(time.time()), asked.model)
         self.choices = [
-            Choice(index, first_sample=index % asked.samples == 0, chat=asked.chat, logprobs=asked.logprobs)
+            Choice(
+                index,
+                first_sample=index % asked.samples == 0,
+                chat=asked.chat,
+                logprobs=asked.logprobs,
+                calls=self._calls(index),
+            )
             for index in range(asked.samples * len(asked.prompts))
         ]
+
+    def _calls(self, index: int) -> Calls | None:
+        return None if self.tool_format is None else Calls(self.tool_format, f"{self.caller.request_id}-{index}")
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
         """Return what a chunk of the prompt of this number belongs to."""

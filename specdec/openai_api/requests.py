@@ -42,6 +42,7 @@ READ = frozenset(
         "logit_bias",
         "logprobs",
         "messages",
+        "parallel_tool_calls",
         "prompt",
         "response_format",
         "seed",
@@ -49,6 +50,8 @@ READ = frozenset(
         "stream",
         "stream_options",
         "structured_outputs",
+        "tool_choice",
+        "tools",
         "top_k",
         "top_logprobs",
     }
@@ -58,7 +61,17 @@ READ = frozenset(
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """What `structured_outputs` may hold, and the options that these are."""
 
-OF_CHAT = frozenset({"chat_template_kwargs", "max_completion_tokens", "messages", "top_logprobs"})
+OF_CHAT = frozenset(
+    {
+        "chat_template_kwargs",
+        "max_completion_tokens",
+        "messages",
+        "parallel_tool_calls",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+    }
+)
 OF_COMPLETIONS = frozenset({"prompt"})
 
 OWN = frozenset(
@@ -100,14 +113,11 @@ REFUSED_UNLESS: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # says how tools are called, if there are any
     "prediction": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -122,13 +132,16 @@ TEMPERATURE = 1.0
 MOST_PROMPTS = 64
 """Prompts of one request for completions."""
 
+TURN = ("role", "content", "tool_calls", "tool_call_id", "name")
+"""Fields of a message."""
+
 ROLES = {"developer": "system"}
 """Roles that templates know by another name."""
 
 PROMPT_FIELDS = {"text": "prompt", "tokens": "prompt", "tokens.ids": "prompt", "chat": "messages"}
 """What prompts are called by the gRPC API and by its client, and here."""
 
-_OPTION = re.compile(r"(\w+)(\[\d+\][.\w]*)? = ")
+_OPTION = re.compile(r"(\w+)((\[\d+\])|(\.\w+))* = ")
 """How the client's errors begin that are about one option."""
 
 
@@ -139,7 +152,7 @@ class Asked:
     chat: bool
     model: str
     prompts: list[dict[str, Any]]
-    """Options that say what the prompt is: `prompt`, `tokens`, or `messages` with `template_arguments`."""
+    """Options that say what the prompt is: `prompt`, `tokens`, or `messages` with what goes with them."""
     options: dict[str, Any]
     names: Mapping[str, str]
     """Of options and fields of the gRPC API to what the caller calls them."""
@@ -150,6 +163,11 @@ class Asked:
     def samples(self) -> int:
         """Samples of each prompt."""
         return int(self.options.get("n", 1))
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether calls of functions are looked for."""
+        return any("tools" in prompt and prompt.get("tool_choice") != "none" for prompt in self.prompts)
 
     @property
     def logprobs(self) -> bool:
@@ -167,8 +185,9 @@ def parse(body: bytes, *, chat: bool) -> Asked:
             raise refused(name, f"is {json.dumps(value)}, must be {'text' if name == 'stop' else 'a number'}")
     if not chat:
         options.setdefault("max_tokens", COMPLETION_TOKENS)
-    for found in (_seed(given), _top_k(given), _logit_bias(given), _logprobs(given, chat=chat), _grammar(given)):
-        options |= dict(found)
+    for read in (_seed, _top_k, _logit_bias, _grammar):
+        options |= dict(read(given))
+    options |= dict(_logprobs(given, chat=chat))
     options |= _own(given)
     if not given.get("model"):
         raise refused("model", "is missing: GET /v1/models lists what is served")
@@ -223,6 +242,7 @@ def _alike(value: object, other: object) -> bool:
 def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     """Return what the caller calls options and fields that have another name by gRPC."""
     names = dict(PROMPT_FIELDS) | {"template_arguments": "chat_template_kwargs"}
+    names |= {"tool_name": "tool_choice", "tool_required": "tool_choice", "single_tool_call": "parallel_tool_calls"}
     names |= {RENAMED[name]: name for name in given if name in RENAMED}
     names |= {name: f"specdec.{name}" for name in given.get("specdec", {})}
     own = given.get("structured_outputs")
@@ -327,6 +347,15 @@ def _grammar(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
 
 
+def _tools(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the functions that may be called, and how; without any, nothing that is about them."""
+    if tools := given.get("tools"):
+        yield "tools", tools
+        yield from ((name, given[name]) for name in ("tool_choice", "parallel_tool_calls") if name in given)
+    elif given.get("tool_choice", "none") not in ("none", "auto"):
+        raise refused("tool_choice", "needs tools")
+
+
 def _own(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that only this project has."""
     own = given.get("specdec", {})
@@ -381,26 +410,29 @@ def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages:
         raise refused("messages", "must be a list of at least one message")
     turns = [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
-    return {"messages": turns, "template_arguments": arguments or None}
+    return {"messages": turns, "template_arguments": arguments or None, **dict(_tools(given))}
 
 
-def _message(message: object, name: str) -> dict[str, str]:
-    """Return a turn. Parts of text are joined; there are no others."""
+def _message(message: object, name: str) -> dict[str, Any]:
+    """Return a turn. Parts of text are joined; there are no others. A turn that has calls may say nothing."""
     if not isinstance(message, dict):
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
-        if key not in ("role", "content") and value not in (None, [], ""):
+        if key not in (*TURN, "refusal") and value not in (None, [], ""):
             raise unsupported(f"{name}.{key}")
     if not isinstance(role, str):
         raise refused(f"{name}.role", "must be text")
-    if role in ("tool", "function"):
-        raise unsupported(f"{name}.role", "tools are not supported")
+    if role == "function":
+        raise unsupported(f"{name}.role", "is of an older API: answers to calls have the role tool")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+    if content is None and message.get("tool_calls"):
+        content = ""
     if not isinstance(content, str):
         raise refused(f"{name}.content", "must be text, or a list of parts of text")
-    return {"role": ROLES.get(role, role), "content": content}
+    own = {key: message[key] for key in TURN[2:] if message.get(key)}
+    return {"role": ROLES.get(role, role), "content": content, **own}
 
 
 def _part(part: object, name: str) -> str:

@@ -23,8 +23,8 @@ from specdec.text.token_bytes import TokenBytes
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Special tokens that chat templates may name."""
 
-NOT_BUILT = ("tools", "documents")
-"""Variables of chat templates that stand for what is not built."""
+RESERVED = ("tools", "documents")
+"""Variables of chat templates that no argument sets: functions have a field of their own, documents are not built."""
 
 TOKENIZER = "tokenizer.json"
 
@@ -59,12 +59,21 @@ class Tokenizer:
             resize_cache(REMEMBERED_WORDS)
         settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
         self._special = {name: _special_token(settings, name) for name in SPECIAL_TOKENS if settings.has(name)}
+        self._special_ids = {
+            added.content: token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
+        }
         source, file = template_of(directory.path / "chat_template.jinja", settings)
+        self.template_source = source
+        """The chat template; None if there is none."""
         self._template = compiled(source, file)
         decides = hashlib.sha256((directory.path / TOKENIZER).read_bytes())
         decides.update(json.dumps([self._special, source], sort_keys=True).encode())
         self.fingerprint = decides.hexdigest()
         """SHA-256, in hex, over all that decides which tokens a text or a conversation becomes."""
+
+    def special_token(self, text: str) -> int | None:
+        """Return the special token with this text, which texts do not show; None if it is none."""
+        return self._special_ids.get(text)
 
     @property
     def has_chat_template(self) -> bool:
@@ -125,25 +134,29 @@ class Tokenizer:
 
     def render(
         self,
-        messages: Sequence[tuple[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         time: datetime,
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render a conversation of (role, content) as the prompt text of the assistant's next turn. `time` is the only
-        clock that the template sees. `arguments` are further variables; ChatTemplateError if one has the name of what
-        every template gets, or the template fails."""
+        """Render a conversation as the prompt text of the assistant's next turn. `messages` have a `role` and a
+        `content`, and what else templates read of calls. `time` is the only clock that the template sees. `arguments`
+        are further variables; ChatTemplateError if one has the name of what every template gets, or the template
+        fails."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
 
         own: dict[str, Any] = {key: value for key, value in self._special.items() if value}
         own |= {
-            "messages": [{"role": role, "content": content} for role, content in messages],
+            "messages": [dict(message) for message in messages],
             "add_generation_prompt": True,
             "strftime_now": time.strftime,
         }
         for name in arguments:
-            if name in own or name in NOT_BUILT:
+            if name in own or name in RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be set by an argument of the template")
+        if tools is not None:
+            own["tools"] = [dict(tool) for tool in tools]
         try:
             return self._template.render(own | dict(arguments))
         except Exception as error:  # a template is a program: it may raise anything

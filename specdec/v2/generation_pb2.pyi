@@ -229,6 +229,16 @@ class ChatPrompt(google.protobuf.message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    TOOL_REQUIRED_FIELD_NUMBER: builtins.int
+    TOOL_NAME_FIELD_NUMBER: builtins.int
+    SINGLE_TOOL_CALL_FIELD_NUMBER: builtins.int
+    tool_required: builtins.bool
+    """The text is calls and nothing else, at least one."""
+    tool_name: builtins.str
+    """The text is a call of this function."""
+    single_tool_call: builtins.bool
+    """At most one call."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """Oldest first; at least one."""
@@ -243,17 +253,58 @@ class ChatPrompt(google.protobuf.message.Message):
         takes, such as `enable_thinking`. At most 16 KiB. A number without a fraction is a whole one to the template.
         """
 
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tool]:
+        """Functions that the model may call, for its chat template; 128 at most, each by another name. Refused unless the
+        template has a format of calls that is known here: ServedModel.tool_format. The text is as the model writes it, calls
+        included.
+        """
+
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         template_arguments: google.protobuf.struct_pb2.Struct | None = ...,
+        tools: collections.abc.Iterable[global___Tool] | None = ...,
+        tool_required: builtins.bool = ...,
+        tool_name: builtins.str = ...,
+        single_tool_call: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["template_arguments", b"template_arguments", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages", "single_tool_call", b"single_tool_call", "template_arguments", b"template_arguments", "time", b"time", "tool_name", b"tool_name", "tool_required", b"tool_required", "tools", b"tools"]) -> None: ...
 
 global___ChatPrompt = ChatPrompt
+
+@typing.final
+class Tool(google.protobuf.message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    PARAMETERS_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name: letters, digits, underscores and hyphens, 64 at most."""
+    description: builtins.str
+    """What it does, in words."""
+    parameters: builtins.str
+    """JSON schema of its arguments, an object's; empty: it takes none."""
+    strict: builtins.bool
+    """Calls of it fit their schema, whatever else is said. They do so always where the text has to be calls."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        description: builtins.str = ...,
+        parameters: builtins.str = ...,
+        strict: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]) -> None: ...
+
+global___Tool = Tool
 
 @typing.final
 class ChatMessage(google.protobuf.message.Message):
@@ -263,19 +314,59 @@ class ChatMessage(google.protobuf.message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """Who speaks: "system", "user", "assistant", or what else the model's template knows."""
+    """Who speaks: "system", "user", "assistant", "tool", or what else the model's template knows."""
     content: builtins.str
     """What is said."""
+    tool_call_id: builtins.str
+    """Which call this turn answers, for the role "tool"."""
+    name: builtins.str
+    """The function that was called, likewise, or the speaker's name, where the template wants it."""
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToolCall]:
+        """Calls that the assistant has made in this turn."""
+
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         content: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[global___ToolCall] | None = ...,
+        tool_call_id: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 global___ChatMessage = ChatMessage
+
+@typing.final
+class ToolCall(google.protobuf.message.Message):
+    """A call of a function."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """What an answer to it names."""
+    name: builtins.str
+    """The function."""
+    arguments: builtins.str
+    """Its arguments, a JSON object."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]) -> None: ...
+
+global___ToolCall = ToolCall
 
 @typing.final
 class SamplingParameters(google.protobuf.message.Message):
@@ -927,6 +1018,7 @@ class ServedModel(google.protobuf.message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     TEXT_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     context_tokens: builtins.int
@@ -940,6 +1032,10 @@ class ServedModel(google.protobuf.message.Message):
     normaliser, pre-tokeniser, added tokens), the special tokens, the chat template, the end tokens and the defaults of
     generation_config.json. Orchestrators that are asked in turn should have the same.
     """
+    tool_format: builtins.str
+    """How it writes calls of functions, as specdec.client.tool_formats names it; empty: it knows none, or in a format that
+    is not known here.
+    """
     def __init__(
         self,
         *,
@@ -948,8 +1044,9 @@ class ServedModel(google.protobuf.message.Message):
         vocabulary_size: builtins.int = ...,
         chat: builtins.bool = ...,
         text_fingerprint: builtins.str = ...,
+        tool_format: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "text_fingerprint", b"text_fingerprint", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "text_fingerprint", b"text_fingerprint", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ServedModel = ServedModel
 

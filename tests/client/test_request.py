@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -53,11 +54,12 @@ EVERY_OPTION: dict[str, Any] = {
 
 
 OTHER_GRAMMARS = ("json_schema", "lark", "choice")
+OTHERS = (*OTHER_GRAMMARS, "tools", "tool_choice", "parallel_tool_calls")
 
 
 def test_every_option_has_its_place() -> None:
     assert (
-        EVERY_OPTION.keys() | {"tokens", "messages", "time", "template_arguments", "speculation", *OTHER_GRAMMARS}
+        EVERY_OPTION.keys() | {"tokens", "messages", "time", "template_arguments", "speculation", *OTHERS}
         == GenerateOptions.__annotations__.keys()
     )
     assert build_request("hi", **EVERY_OPTION) == pb.GenerateRequest(
@@ -232,7 +234,7 @@ def test_no_samples_are_refused_with_the_limit() -> None:
         build_request("hi", n=0)
 
 
-TURN = 'must be a mapping with "role" and "content" and nothing else'
+TURN = 'must be a mapping with "role" and "content", and perhaps "tool_calls", "tool_call_id", "name"'
 FINE = {"role": "user", "content": "hi"}
 
 
@@ -242,7 +244,7 @@ FINE = {"role": "user", "content": "hi"}
         ("hi", TypeError, f"messages = 'hi': {TURN.replace('be', 'be a list, each item', 1)}"),
         ([FINE, "hi"], TypeError, f"messages[1] = 'hi': {TURN}"),
         ([FINE, {"role": "user"}], ValueError, f"messages[1] = {{'role': 'user'}}: {TURN}"),
-        ([{**FINE, "name": "x"}], ValueError, f"messages[0] = { ({**FINE, 'name': 'x'})!r}: {TURN}"),
+        ([{**FINE, "nam": "x"}], ValueError, f"messages[0] = { ({**FINE, 'nam': 'x'})!r}: {TURN}"),
         ([{**FINE, "content": 5}], TypeError, "messages[0].content = 5: must be text (str)"),
         ([{**FINE, "content": None}], TypeError, "messages[0].content = None: must be text (str)"),
         ([{**FINE, "role": [1]}], TypeError, "messages[0].role = [1]: must be text (str)"),
@@ -273,3 +275,47 @@ def test_clients_connect_when_first_used() -> None:
     client = AsyncClient("nowhere.invalid:1")  # made before there is a loop
     with pytest.raises(RuntimeError, match="no running event loop"):
         client.generate("hi")
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"b": 1, "a": 2}}}
+
+
+def test_tools() -> None:
+    """Schemas keep their order: templates show them as they are."""
+    said: list[Any] = [{"role": "user", "content": "hi"}]
+    chat = build_request(messages=said, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False).chat
+    (tool,) = chat.tools
+    assert (tool.name, tool.description, tool.parameters) == ("weather", "d", '{"b": 1, "a": 2}')
+    assert (chat.tool_required, chat.tool_name, chat.single_tool_call) == (True, "", True)
+    named = build_request(messages=said, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "f"}})
+    assert named.chat.tool_name == "f"
+    assert not build_request(messages=said, tools=[WEATHER], tool_choice="none").chat.tools
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    turns: list[Any] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+    ]
+    asked, answered = build_request(messages=turns).chat.messages
+    assert asked.tool_calls == [pb.ToolCall(id="c1", name="weather", arguments='{"city": "Bonn"}')]
+    assert answered.tool_call_id == "c1"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tools": [WEATHER]}, "tools is given, but no messages"),
+        ({"messages": [FINE], "tool_choice": "auto"}, "tool_choice is given, but no tools"),
+        ({"messages": [FINE], "tools": WEATHER}, "must be a list of functions"),
+        ({"messages": [FINE], "tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice = 'maybe': not one of auto"),
+        ({"messages": [FINE], "tools": [WEATHER], "parallel_tool_calls": 0}, "must be true or false"),
+        ({"messages": [FINE], "tools": [{"type": "custom"}]}, 'must have the type "function"'),
+        ({"messages": [FINE], "tools": [{"function": {"name": 5}}]}, "must have a name"),
+        ({"messages": [FINE], "tools": [{"function": {"name": "f", "x": 1}}]}, "function.x = 1: not one of name"),
+        ({"messages": [FINE], "tools": [{"function": {"name": "f", "parameters": 5}}]}, "must be an object"),
+        ({"messages": [{**FINE, "tool_calls": "x"}]}, "must be a list of calls"),
+        ({"messages": [{**FINE, "tool_calls": [{"function": {}}]}]}, "must have a name"),
+    ],
+)
+def test_what_is_no_tool(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(problem)):
+        build_request(**options)

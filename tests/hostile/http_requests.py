@@ -35,6 +35,21 @@ def value(generator: random.Random, depth: int = 0) -> Any:
     return {generator.choice(("role", "content", "type", "text", "x")): value(generator, depth + 1) for _ in range(3)}
 
 
+SHAPES: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
+    lambda generator: {"response_format": {"type": "json_schema", "json_schema": {"schema": value(generator)}}},
+    lambda _: {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+    lambda generator: {
+        "structured_outputs": {generator.choice(("json", "regex", "choice", "grammar")): value(generator)}
+    },
+    lambda _: {"structured_outputs": {"regex": "((a{1,900}){1,900}){1,900}"}},
+    lambda generator: {"structured_outputs": {"regex": "x" * generator.choice((1, 200_000))}},
+    lambda _: {"structured_outputs": {"grammar": "start: start start | "}},
+    lambda generator: {"tools": [{"type": "function", "function": {"name": "f", "parameters": value(generator)}}]},
+    lambda generator: {"tools": value(generator), "tool_choice": value(generator)},
+)
+"""What asks for a text of some form, or for calls."""
+
+
 def body(generator: random.Random) -> bytes:
     """A valid body with some fields replaced or added; now and then cut off, or with other bytes in it."""
     chat = generator.random() < 0.5
@@ -45,6 +60,8 @@ def body(generator: random.Random) -> bytes:
         fields[generator.choice(FIELDS)] = value(generator)
     if generator.random() < 0.2:
         fields["specdec"] = {generator.choice(sorted(OWN)): value(generator)}
+    if generator.random() < 0.1:
+        fields |= generator.choice(SHAPES)(generator)
     told = json.dumps(fields).encode()
     spoil = generator.random()
     if spoil < 0.1:

@@ -1,5 +1,6 @@
 """The models of the service tests serve here too."""
 
+from tests.faults.conftest import models
 from tests.services.conftest import directories
 
-__all__ = ["directories"]
+__all__ = ["directories", "models"]

@@ -24,6 +24,7 @@ from specdec.openai_api.requests import (
     parse,
 )
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -38,7 +39,12 @@ def completion(**fields: Any) -> Asked:
 @pytest.mark.parametrize(
     ("fields", "param", "problem"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function = None: must have a name"),
+        ({"tools": [{"type": "custom"}]}, "tools", 'must have the type "function"'),
+        ({"tools": "f"}, "tools", "must be a list"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "not one of auto"),
+        ({"tools": [TOOL], "parallel_tool_calls": 5}, "parallel_tool_calls", "parallel_tool_calls = "),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"response_format": {"type": "yaml"}}, "response_format", "text, json_object or json_schema"),
         ({"response_format": "json_object"}, "response_format", "text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
@@ -78,8 +84,13 @@ def completion(**fields: Any) -> Asked:
         ({"messages": "hello"}, "messages", "must be a list"),
         ({"messages": [1]}, "messages[0]", "must be an object"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
-        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].role", "tools are not supported"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "is not supported"),
+        ({"messages": [{"role": "function", "content": "4"}]}, "messages[0].role", "of an older API"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+            "messages",
+            "messages[0].tool_calls[0] = 5: must be an object",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio", "not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]",

@@ -118,3 +118,13 @@ async def test_what_a_text_must_look_like(directories: Directories) -> None:
             with pytest.raises(BadRequestError) as refused:
                 await create(**asked, extra_body=extra)
             assert refused.value.param == param
+
+
+async def test_more_samples_than_anybody_draws_take_no_memory(directories: Directories) -> None:
+    """How many are valid is the orchestrator's to say, which is asked first."""
+    async with stack(directories.target, None) as services, front(services.address) as http:
+        for stream in (False, True):
+            with pytest.raises(BadRequestError, match="n: is 4294967295, must be at most 16"):
+                await http.client.completions.create(
+                    model=services.model.name, prompt=[5], n=2**32 - 1, stream=stream, timeout=20
+                )

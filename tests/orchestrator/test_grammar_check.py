@@ -30,56 +30,56 @@ async def checking(seconds: float = 20.0) -> AsyncIterator[GrammarCheck]:
 
 async def test_outcomes_are_told_and_remembered() -> None:
     async with checking() as check:
-        await asyncio.gather(*(check.check(GOOD) for _ in range(4)))
+        await asyncio.gather(*(check.check(GOOD, "grammar.regex") for _ in range(4)))
         with pytest.raises(InvalidRequestError, match=r"grammar.regex: cannot be used: error: unclosed group"):
-            await check.check(WRONG)
+            await check.check(WRONG, "grammar.regex")
         await check.close()  # whatever is asked now is remembered
-        await check.check(GOOD)
+        await check.check(GOOD, "grammar.regex")
         with pytest.raises(InvalidRequestError):
-            await check.check(WRONG)
+            await check.check(WRONG, "grammar.regex")
         assert check._process is None
 
 
 async def test_what_takes_too_long_is_ended() -> None:
     async with checking() as check:
-        await check.check(GOOD)
+        await check.check(GOOD, "grammar.regex")
         check._seconds = 0.0
         with pytest.raises(InvalidRequestError, match="takes longer than 0 s to compile"):
-            await check.check(WRONG)
+            await check.check(WRONG, "grammar.regex")
         assert check._process is None
         check._seconds = 20.0
-        await check.check(Grammar(Kind.REGEX, ("b+",)))
+        await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
 
 
 async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
     """It dies of memory; here it is killed while it works on the grammar."""
     async with checking() as check:
-        await check.check(GOOD)
+        await check.check(GOOD, "grammar.regex")
         process = check._process
         assert process is not None
         process.kill()
         with contextlib.suppress(InvalidRequestError):  # if its death is not known yet
-            await check.check(WRONG)
+            await check.check(WRONG, "grammar.regex")
         await process.wait()
-        await check.check(Grammar(Kind.REGEX, ("b+",)))
+        await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
 
 
 async def test_who_leaves_gets_nobody_anothers_answer() -> None:
     async with checking() as check:
-        await check.check(GOOD)
-        asked = asyncio.create_task(check.check(WRONG))
+        await check.check(GOOD, "grammar.regex")
+        asked = asyncio.create_task(check.check(WRONG, "grammar.regex"))
         while not check._turn.locked():
             await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait([asked])
-        await check.check(Grammar(Kind.REGEX, ("b+",)))
+        await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
 
 
 async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "MAX_WAITING", 1)
     async with checking() as check:
-        first = asyncio.create_task(check.check(GOOD))
+        first = asyncio.create_task(check.check(GOOD, "grammar.regex"))
         await until(lambda: check._turn.locked())
         with pytest.raises(OverloadedError):
-            await check.check(WRONG)
+            await check.check(WRONG, "grammar.regex")
         await first

@@ -115,7 +115,7 @@ def test_whole_numbers_stay_whole(model: Model) -> None:
     seen: list[Any] = []
 
     class Recording(Untouched):
-        def render(self, messages: Any, time: Any, arguments: Any = None) -> str:
+        def render(self, messages: Any, time: Any, arguments: Any = None, tools: Any = None) -> str:
             seen.append(arguments)
             return "x"
 

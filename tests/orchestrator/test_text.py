@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.text import Detokenizer, TextStream
@@ -102,3 +102,16 @@ def test_tokens_that_spell_nothing_are_not_kept() -> None:
     assert len(detokenizer._pending) < 10
     text = "".join(detokenizer.push(token) for token in words[2:]) + detokenizer.flush()
     assert text == tokenizer.decode(words)[len(tokenizer.decode(words[:2])) :]
+
+
+@given(prompt=TOKENS, tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=20))
+def test_one_special_token_may_be_spelt(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> None:
+    """What stands between two of it is spelt as it is alone."""
+    assume(not tokenizer.decode(prompt).endswith("\ufffd"))
+    pieces, _ = spell(TextStream(tokenizer, prompt, (), shown=0), [0, *tokens])
+    parts: list[list[int]] = [[]]
+    for token in tokens:
+        parts.append([]) if token == 0 else parts[-1].append(token)
+    assert "".join(pieces) == "".join(
+        "<pad>" + "".join(spell(TextStream(tokenizer, [], ()), part)[0]) for part in parts
+    )

@@ -246,7 +246,7 @@ async def test_a_thousand_schemas() -> None:
     beginning of valid text where it reached its length."""
     chance = random.Random(11)
     prompts = held_out(20, tokens=40)
-    requests = [
+    requests: list[dict[str, Any]] = [
         {"json_schema": json.dumps(random_schema(chance)), "temperature": temperature, "seed": chance.getrandbits(64)}
         for _ in range(1000)
         for temperature in (0.0, 0.8)

@@ -15,6 +15,10 @@ from tests.models import make
 NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)
 
 
+def said(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return make("llama", tmp_path / "m")
@@ -39,30 +43,30 @@ def test_templates_have_what_transformers_gives_them(directory: Path) -> None:
         "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}{{ m.content | tojson }}"
         "{% generation %}!{% endgeneration %}{% endfor %}{{ eos_token }}{{ strftime_now('%d %b %Y %H:%M %Z') }}",
     )
-    assert tokenizer.render([("user", "é<b>"), ("skip", "x")], NOON) == '"é<b>"!</s>29 Feb 2024 12:00 UTC'
+    assert tokenizer.render(said(("user", "é<b>"), ("skip", "x")), NOON) == '"é<b>"!</s>29 Feb 2024 12:00 UTC'
 
 
 def test_a_template_takes_arguments(directory: Path) -> None:
     tokenizer = with_template(directory, "{{ depth | default(1) }} {{ self }} {{ messages[0].content }}")
-    assert tokenizer.render([("user", "x")], NOON, {"depth": 2, "self": 3}).startswith("2 ")
-    assert tokenizer.render([("user", "x")], NOON).startswith("1 ")
+    assert tokenizer.render(said(("user", "x")), NOON, {"depth": 2, "self": 3}).startswith("2 ")
+    assert tokenizer.render(said(("user", "x")), NOON).startswith("1 ")
 
 
 @pytest.mark.parametrize("name", ["messages", "strftime_now", "add_generation_prompt", "eos_token", "tools"])
 def test_no_argument_takes_the_place_of_what_is_ours(directory: Path, name: str) -> None:
     with pytest.raises(ChatTemplateError, match=f"'{name}' cannot be set"):
-        with_template(directory, "{{ messages }}").render([("user", "x")], NOON, {name: "x"})
+        with_template(directory, "{{ messages }}").render(said(("user", "x")), NOON, {name: "x"})
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('only users') }}", "{{ messages[5].content.strip() }}"])
 def test_a_template_may_refuse(directory: Path, template: str) -> None:
     with pytest.raises(ChatTemplateError, match="template says"):
-        with_template(directory, template).render([("system", "x")], NOON)
+        with_template(directory, template).render(said(("system", "x")), NOON)
 
 
 def test_a_template_cannot_reach_outside(directory: Path) -> None:
     with pytest.raises(ChatTemplateError):
-        with_template(directory, "{{ ''.__class__.__mro__[1].__subclasses__() }}").render([("user", "x")], NOON)
+        with_template(directory, "{{ ''.__class__.__mro__[1].__subclasses__() }}").render(said(("user", "x")), NOON)
 
 
 def test_a_broken_template_stops_the_start(directory: Path) -> None:
@@ -74,7 +78,7 @@ def test_a_broken_template_stops_the_start(directory: Path) -> None:
 def test_a_template_that_draws_lots_is_refused(directory: Path, template: str) -> None:
     """The same conversation would be another prompt each time."""
     with pytest.raises((ModelDirectoryError, ChatTemplateError)):
-        with_template(directory, template).render([("user", "x")], NOON)
+        with_template(directory, template).render(said(("user", "x")), NOON)
 
 
 def test_no_template_is_said(directory: Path) -> None:
@@ -84,4 +88,4 @@ def test_no_template_is_said(directory: Path) -> None:
     tokenizer = Tokenizer(ModelDirectory(directory))
     assert not tokenizer.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        tokenizer.render([("user", "x")], NOON)
+        tokenizer.render(said(("user", "x")), NOON)

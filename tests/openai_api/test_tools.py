@@ -1,0 +1,148 @@
+"""Functions are called and answered by OpenAI's own client, in the format of each family, with and without drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import BadRequestError
+
+from specdec.client import AsyncClient
+from specdec.client.tool_formats import GRANITE, HERMES, LLAMA, MISTRAL, ToolFormat
+from tests.faults.cluster import Models
+from tests.openai_api.front import front
+from tests.services.conftest import Directories
+from tests.stack import stack
+
+TEMPLATES: dict[ToolFormat, str] = {
+    HERMES: "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}",
+    MISTRAL: "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}[TOOL_RESULTS]{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}"
+    "{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    LLAMA: "<|start_header_id|>{% if tools %}"
+    'Answer {"name": function, "parameters": arguments}: {{ tools | tojson }}{% endif %}{% for m in messages %}'
+    "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}\n{% endfor %}',
+    GRANITE: "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content }}"
+    "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}\n"
+    "{% endfor %}",
+}
+"""In the words of these tests, with what each family's own ones have in common."""
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "unit": {"$ref": "#/$defs/unit"}},
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time"}},
+]
+SCHEMAS = {"weather": WEATHER, "time": {"type": "object", "maxProperties": 0}}
+MESSAGES: list[Any] = [{"role": "user", "content": "how warm is it?"}]
+
+
+@pytest.fixture(
+    params=[*TEMPLATES, "mistral, its marker a special token"], ids=lambda each: getattr(each, "name", each)
+)
+def called(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> tuple[ToolFormat, Path, Path]:
+    """A format, a target that has it, and a draft."""
+    special = isinstance(request.param, str)
+    tool_format = MISTRAL if special else request.param
+    for name, source in (("target", models.target), ("draft", models.draft)):
+        shutil.copytree(source, tmp_path / name)
+        settings = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        settings["chat_template"] = TEMPLATES[tool_format]
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
+        if special:
+            file = tmp_path / name / "tokenizer.json"
+            file.write_text(file.read_text().replace('"<pad>"', '"[TOOL_CALLS]"'))
+    return tool_format, tmp_path / "target", tmp_path / "draft"
+
+
+def check(calls: Any) -> None:
+    assert calls
+    for call in calls:
+        assert call.type == "function"
+        assert len(call.id) == 9
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+async def test_a_round_trip(called: tuple[ToolFormat, Path, Path]) -> None:
+    tool_format, target, draft = called
+    async with stack(target, draft) as services, front(services.address) as http:
+        asked: dict[str, Any] = {"model": services.model.name, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
+        create: Any = http.client.chat.completions.create
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            options = {"tool_choice": choice, "seed": 5, "temperature": 1.0, "parallel_tool_calls": False}
+            (whole,) = (await create(**asked, **options)).choices
+            assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+            check(whole.message.tool_calls)
+            assert len(whole.message.tool_calls) == 1
+            pieces: list[Any] = []
+            async for event in await create(**asked, **options, stream=True):
+                (piece,) = event.choices
+                assert not piece.delta.content
+                pieces += piece.delta.tool_calls or []
+            assert piece.finish_reason == "tool_calls"
+            plain = (await create(**asked, **options, extra_body={"specdec": {"speculation": "off"}})).choices[0]
+            found = [each.function.model_dump() for each in (*pieces, *plain.message.tool_calls)]
+            assert found == 2 * [whole.message.tool_calls[0].function.model_dump()]
+        (call,) = whole.message.tool_calls
+        turns = [
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+            {"role": "tool", "tool_call_id": call.id, "content": "21"},
+        ]
+        answer = await create(**{**asked, "messages": turns}, tool_choice="none", seed=1)
+        assert answer.choices[0].message.tool_calls is None
+        async with AsyncClient(services.address) as client:
+            (model,) = await client.models()
+            assert model.tool_format == tool_format.name
+            plain_turns: list[Any] = [{**turn, "content": turn["content"] or ""} for turn in turns]
+            prompted = await client.tokenize(messages=plain_turns)
+        prompt = services.model.tokenizer.decode(prompted.ids)
+        assert call.function.arguments in prompt
+        assert "21" in prompt
+
+
+async def test_what_is_said_freely_may_hold_calls_that_fit(called: tuple[ToolFormat, Path, Path]) -> None:
+    """A strict function among them gives the text a grammar; it may say what it likes else."""
+    _, target, draft = called
+    strict: list[Any] = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    async with stack(target, draft) as services, front(services.address) as http:
+        for seed in range(3):
+            answer: Any = await http.client.chat.completions.create(
+                model=services.model.name, messages=MESSAGES, tools=strict, max_tokens=40, seed=seed
+            )
+            (choice,) = answer.choices
+            assert choice.message.content or choice.message.tool_calls
+
+
+async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Directories) -> None:
+    _, target, draft = called
+    async with stack(target, draft) as services, front(services.address) as http:
+        create: Any = http.client.chat.completions.create
+        asked: dict[str, Any] = {"model": services.model.name, "messages": MESSAGES}
+        wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}
+        for options, param in (
+            ({"tools": [wrong], "tool_choice": "required"}, "tools"),
+            ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
+            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].name"),
+            ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ):
+            with pytest.raises(BadRequestError) as refused:
+                await create(**asked, **options)
+            assert refused.value.param == param, refused.value
+    async with stack(directories.target, None) as services, front(services.address) as http:
+        with pytest.raises(BadRequestError, match="no format of calls that is known here"):
+            await http.client.chat.completions.create(model=services.model.name, messages=MESSAGES, tools=TOOLS)
