@@ -35,6 +35,7 @@ ROOMS = {
         "prefix-routing": "how much of chats is computed again where several verifiers share the work",
         "production": "processor time that TLS, API keys and metrics cost",
         "http-overhead": "processor time and first tokens by OpenAI's HTTP API, beside gRPC",
+        "structured-output": "what a JSON schema does to speed, with drafts and without, beside vLLM",
         "overhead": "where the time of a verifier's step goes, by profile",
     },
     "network": {

@@ -103,13 +103,9 @@ def parse(
     if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
-    grammar = tool_grammar(message.chat, model)
-    if message.HasField("grammar"):
-        if grammar is not None:
-            violations.append(("grammar", "is set beside tools whose calls have a grammar"))
-        grammar = message.grammar
+    grammar = _grammar(message, model, violations)
     if grammar is not None:
-        violations += grammar_violations(grammar, end_tokens, model.vocabulary)
+        violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
     speculation = _speculation(message, violations)
     if violations:
         raise InvalidRequestError(violations)
@@ -263,6 +259,30 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
         max_branches=wanted.max_branches,
         lookahead=lookahead,
     )
+
+
+def _grammar(
+    message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]
+) -> model_pb2.Grammar | None:
+    """Return what the text must look like; None if it may be anything. One field may say so."""
+    said = {
+        "grammar": message.grammar if message.HasField("grammar") else None,
+        "json_schema": model_pb2.Grammar(json_schema=message.json_schema) if message.json_schema else None,
+        "chat.tools": tool_grammar(message.chat, model),
+    }
+    found = {field: grammar for field, grammar in said.items() if grammar is not None}
+    if len(found) > 1:
+        violations.append(
+            (next(iter(found)), f"is set beside {list(found)[1]}, which says what the text looks like too")
+        )
+    return next(iter(found.values()), None)
+
+
+def grammar_field(message: generation_pb2.GenerateRequest) -> str:
+    """Return the field that says what the text of a valid request must look like."""
+    if message.HasField("grammar"):
+        return f"grammar.{message.grammar.WhichOneof('kind')}"
+    return "json_schema" if message.json_schema else "chat.tools"
 
 
 def _check_stops(message: generation_pb2.GenerateRequest, model: Model, violations: list[tuple[str, str]]) -> None:

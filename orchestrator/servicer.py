@@ -20,7 +20,7 @@ from orchestrator.metrics import metrics
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.readiness import VERIFIER, Readiness
-from orchestrator.request import parse
+from orchestrator.request import grammar_field, parse
 from orchestrator.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.sample import Request
 from orchestrator.stats import OrchestratorStats, pod_view
@@ -260,8 +260,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work)
         message = parsed.samples[0].grammar
         if self._grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
-            field = f"grammar.{grammar.kind.value}" if request.HasField("grammar") else "chat.tools"
-            await self._grammars.check(grammar, field)
+            await self._grammars.check(grammar, grammar_field(request))
         record_parsed(timeline, parsed)
         return parsed
 

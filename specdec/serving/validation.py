@@ -113,16 +113,17 @@ def rule_violations(
 
 
 def grammar_violations(
-    message: model_pb2.Grammar, end_tokens: frozenset[int], vocabulary: int
+    message: model_pb2.Grammar, end_tokens: frozenset[int], vocabulary: int, source_field: str = ""
 ) -> list[tuple[str, str]]:
-    """Return what is wrong with a grammar, as far as it can be told without compiling it."""
-    field = message.WhichOneof("kind")
-    if field is None:
+    """Return what is wrong with a grammar, as far as it can be told without compiling it. Its source is told of as
+    `source_field`; by default as the field that has it."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
         return [("grammar", "is set and empty, must have one of json_schema, regex, lark, choice")]
-    source = message.choice.texts if field == "choice" else [getattr(message, field)]
+    source = message.choice.texts if kind == "choice" else [getattr(message, kind)]
     found = []
-    if problem := source_violation(Kind(field), source):
-        found.append((f"grammar.{field}", problem))
+    if problem := source_violation(Kind(kind), source):
+        found.append((source_field or f"grammar.{kind}", problem))
     if not end_tokens:
         found.append(("grammar", "needs a token that ends the text: the model's own, or one of stop_tokens"))
     if message.after_token >= vocabulary:

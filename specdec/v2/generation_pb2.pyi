@@ -72,6 +72,7 @@ class GenerateRequest(google.protobuf.message.Message):
     SPECULATION_FIELD_NUMBER: builtins.int
     RULE_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     CONTRAST_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
@@ -98,6 +99,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """Log-probability of each token, and of this many of the most probable tokens, 0 to 20."""
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule."""
+    json_schema: builtins.str
+    """A JSON schema that the text fits: short for `grammar.json_schema`. Empty: none."""
     tenant: builtins.str
     """On whose behalf the request comes: computed prompt prefixes are shared within a tenant only, since the time an
     answer takes tells what is in memory. At most 256 characters; empty is one of the tenants.
@@ -178,6 +181,7 @@ class GenerateRequest(google.protobuf.message.Message):
         speculation: global___Speculation | None = ...,
         rule: specdec.v2.model_pb2.AcceptanceRule.ValueType = ...,
         generated_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        json_schema: builtins.str = ...,
         tenant: builtins.str = ...,
         contrast: specdec.v2.model_pb2.Contrast | None = ...,
         model_fingerprint: builtins.str = ...,
@@ -188,7 +192,7 @@ class GenerateRequest(google.protobuf.message.Message):
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload

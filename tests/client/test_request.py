@@ -111,7 +111,14 @@ def test_every_field_has_its_option() -> None:
         for message in (pb.GenerateRequest, pb.SamplingParameters, pb.Speculation, model_pb2.Contrast)
         for field in message.DESCRIPTOR.fields
     }
-    without_option = {"sampling", "contrast", "grammar", "speculation", "off"}  # their fields are options
+    without_option = {
+        "sampling",
+        "contrast",
+        "grammar",
+        "json_schema",
+        "speculation",
+        "off",
+    }  # their fields are options; short
     renamed = {"text": "prompt", "chat": "messages"}
     of_grammars = {"regex", "grammar_after_token"}
     wanted = EVERY_OPTION.keys() - of_grammars | {"prompt", "tokens", "messages"}

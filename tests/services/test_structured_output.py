@@ -22,10 +22,11 @@ from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
 from specdec.v2 import generation_pb2, model_pb2
 from testing.schemas import random_schema
+from tests.grammar.test_text_grammar import HOSTILE
 from tests.models import END
 from tests.services.conftest import Directories
 from tests.services.test_transformers import onnx
-from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, stack
+from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, request_of, stack
 from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
@@ -211,6 +212,8 @@ async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Direct
     ("fields", "problem"),
     [
         ({"grammar": model_pb2.Grammar()}, "grammar: is set and empty"),
+        ({"json_schema": '{"type": "strin"}'}, "json_schema: cannot be used: Invalid type: strin"),
+        ({"json_schema": "{}", "grammar": GRAMMARS["regex"]}, "grammar: is set beside json_schema"),
         ({"grammar": model_pb2.Grammar(regex="(")}, "grammar.regex: cannot be used: error: unclosed group"),
         ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, "Invalid type: strin"),
         ({"grammar": model_pb2.Grammar(json_schema='{"$ref": "#"}')}, "grammar.json_schema: lets no text begin"),
@@ -229,6 +232,13 @@ async def test_refusals(directories: Directories, fields: dict[str, Any], proble
             await services.generate(PROMPT, max_tokens=9, **fields)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert problem in (refused.value.details() or "")
+
+
+async def test_the_short_form_of_a_schema(directories: Directories) -> None:
+    async with stack(directories.target, directories.near) as services:
+        fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "max_tokens": 40}
+        short = await services.generate(PROMPT, json_schema=json.dumps(SCHEMA), **fields)
+        assert short.tokens == (await services.generate(PROMPT, grammar=GRAMMARS["schema"], **fields)).tokens
 
 
 async def test_a_verifier_that_follows_no_grammar_is_not_asked(directories: Directories) -> None:
@@ -282,3 +292,30 @@ async def test_a_thousand_schemas() -> None:
     print(dict(counts))
     assert counts["valid"] > 1000
     assert counts["grammar"] > 10_000
+
+
+@pytest.mark.verify
+async def test_hostile_schemas_hold_up_nobody(directories: Directories) -> None:
+    """Each is answered within two seconds, while a stream goes on."""
+
+    async def stream(services: Stack) -> float:
+        """The longest pause between two pieces of a text."""
+        request = request_of(PROMPT, max_tokens=200, ignore_end_token=True)
+        longest, last = 0.0, time.monotonic()
+        async for _ in services.stub.Generate(request):
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        return longest
+
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        pauses = []
+        for kind, source, _ in HOSTILE.values():
+            grammar = model_pb2.Grammar()
+            setattr(grammar, kind.value, source if isinstance(source, str) else json.dumps(source))
+            other, begin = asyncio.create_task(stream(services)), time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await services.generate(PROMPT, max_tokens=9, grammar=grammar)
+            assert time.monotonic() - begin < 2
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            pauses.append(await other)
+        print(f"longest pause {max(pauses):.3f} s")
+        assert max(pauses) < 1

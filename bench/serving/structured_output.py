@@ -1,0 +1,123 @@
+"""Measure what a JSON schema does to tokens a second and tokens a step, with drafts and without.
+
+    python -m bench structured-output [--rounds 5] [--streams 1 16]
+
+The demo pair, the draft in the verifier's process, continues prompts freely and by random schemas, drafted and plain,
+in turns, at temperature 0.8; requests of a round have the same prompts, schemas and seeds. With `--vllm-python`, the
+interpreter of `make bench-peers`, vLLM answers the same requests with schemas, plain and with n-gram speculation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from bench.arguments import parser_of
+from demo.prompts import held_out
+from specdec.client import AsyncClient
+from specdec.local import DEMO, Stack
+from testing.schemas import random_schema
+
+MOST_TOKENS = 64
+REQUESTS = 16
+"""Requests of a round, asked one after another or at once."""
+
+
+class Figures(NamedTuple):
+    """What one way brought in one round."""
+
+    tokens_a_second: float
+    tokens_a_step: float
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "free, plain": {"speculation": "off", "ignore_end_token": True},
+    "free, drafted": {"speculation": "auto", "ignore_end_token": True},
+    "schema, plain": {"speculation": "off"},
+    "schema, drafted": {"speculation": "auto"},
+}
+
+
+def requests(number: int) -> list[dict[str, Any]]:
+    """Return the requests of a round: prompts as token ids, schemas and seeds."""
+    chance = random.Random(number)
+    return [
+        {"tokens": prompt, "json_schema": random_schema(chance), "seed": chance.getrandbits(32)}
+        for prompt in held_out(REQUESTS, tokens=64, seed=number)
+    ]
+
+
+async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]], streams: int) -> Figures:
+    """Ask a round's requests one way, so many at once."""
+    places = asyncio.Semaphore(streams)
+
+    async def one(request: dict[str, Any]) -> tuple[int, int]:
+        own = {name: value for name, value in request.items() if name != "json_schema" or way.startswith("schema")}
+        async with places:
+            result = await client.complete(
+                **own,
+                **WAYS[way],
+                max_tokens=MOST_TOKENS,
+                temperature=0.8,
+                tenant=way,  # no way computes another's prompts
+            )
+        return len(result.completions[0].tokens), result.completions[0].finish.speculation.steps
+
+    begin = time.monotonic()
+    found = await asyncio.gather(*map(one, asked))
+    tokens, steps = (sum(each) for each in zip(*found, strict=True))
+    return Figures(tokens / (time.monotonic() - begin), tokens / steps)
+
+
+async def measure(address: str, streams: int, rounds: int) -> dict[str, list[Figures]]:
+    """Return the figures of each way, a round each."""
+    found: dict[str, list[Figures]] = {way: [] for way in WAYS}
+    async with AsyncClient(address, timeout=600) as client:
+        for number in range(-1, rounds):  # the first one warms
+            ways = list(WAYS)
+            for way in ways if number % 2 else ways[::-1]:
+                got = await figures(client, way, requests(number), streams)
+                if number >= 0:
+                    found[way].append(got)
+    return found
+
+
+def told(streams: int, found: dict[str, list[Figures]]) -> str:
+    """Return a table of medians, and ratios to plain decoding of the same kind, with their spread."""
+    lines = [f"{streams} streams"]
+    for way, rounds in found.items():
+        plain = found[f"{way.partition(',')[0]}, plain"]
+        ratios = sorted(a.tokens_a_second / b.tokens_a_second for a, b in zip(rounds, plain, strict=True))
+        speed, depth = (median(values) for values in zip(*rounds, strict=True))
+        lines.append(
+            f"  {way:16} {speed:7.1f} tokens/s, {depth:.2f} a step, {median(ratios):.2f} of plain "
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+    return "\n".join(lines)
+
+
+def vllm_told(python: str, streams: int, rounds: int) -> str:
+    """Return what vLLM's program prints of the same requests."""
+    options = ["--model", str(DEMO / "target"), "--streams", str(streams), "--tokens", str(MOST_TOKENS)]
+    given = json.dumps([requests(number) for number in range(-1, rounds)])
+    command = [python, "-m", "bench.systems.vllm_structured", *options]
+    return subprocess.run(command, input=given, text=True, stdout=subprocess.PIPE, check=True).stdout.rstrip()
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("structured-output", __doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--vllm-python", help="interpreter that has vLLM, as `make bench-peers` makes it")
+    args = parser.parse_args(given)
+    with Stack.start(DEMO / "target", "none", local_draft=DEMO / "draft", dtype="float32") as stack:
+        for streams in args.streams:
+            print(told(streams, asyncio.run(measure(stack.address, streams, args.rounds))), flush=True)
+    for streams in args.streams if args.vllm_python else ():
+        print(vllm_told(args.vllm_python, streams, args.rounds), flush=True)
