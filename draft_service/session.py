@@ -173,7 +173,7 @@ class Session:
     def query(self, node: Node) -> SamplingQuery:
         """Return the sampling query below a node."""
         path = [ancestor.token for ancestor in node.path()]
-        allowed = None if self.grammar is None else self.grammar.allowed(path)
+        allowed = None if self.grammar is None else self.grammar.hint(path)
         return SamplingQuery(self.request.sampler, node.position + 1, self.penalty_state, path, allowed=allowed)
 
     def add_children(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:

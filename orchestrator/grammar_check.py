@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from specdec.grammar.grammar import Grammar
+from specdec.grammar.grammar import Grammar, Kind
 from specdec.serving.errors import InternalError, InvalidRequestError, OverloadedError
 
 log = structlog.get_logger()
@@ -28,6 +28,9 @@ START_SECONDS = 30.0
 MAX_WAITING = 64
 """Requests that may wait for their grammars to be tried. They are tried one after another."""
 
+Key = tuple[Kind, tuple[str, ...]]
+"""What is tried of a grammar."""
+
 REMEMBERED = 1024
 """Grammars whose outcome is remembered."""
 
@@ -40,53 +43,63 @@ class GrammarCheck:
         self._seconds = seconds
         self._process: Process | None = None
         self._turn = asyncio.Lock()
-        self._waiting = 0
-        self._known: OrderedDict[Grammar, str] = OrderedDict()  # to what is wrong; empty: nothing
+        self._trials: dict[Key, asyncio.Task[str]] = {}  # under way
+        self._known: OrderedDict[Key, str] = OrderedDict()  # to what is wrong; empty: nothing
 
     async def check(self, grammar: Grammar, field: str) -> None:
         """Raise InvalidRequestError if a grammar, which comes of this field of a request, cannot be used, and
         OverloadedError if too many wait to be tried."""
-        if (problem := self._known.get(grammar)) is None:
-            if self._waiting >= MAX_WAITING:
-                raise OverloadedError(f"{self._waiting} grammars are waiting already, the limit is reached")
-            self._waiting += 1
-            try:
-                async with self._turn:
-                    problem = await self._tried(grammar)
-            finally:
-                self._waiting -= 1
-            self._known[grammar] = problem
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(grammar)
+        key = grammar.kind, grammar.source
+        problem = self._known.get(key)
+        if problem is None:
+            if key not in self._trials:
+                if len(self._trials) >= MAX_WAITING:
+                    raise OverloadedError(f"{len(self._trials)} grammars are waiting already, the limit is reached")
+                self._trials[key] = asyncio.create_task(self._try(key))
+            # Whoever leaves does not end the trial: its answer would be taken for that to the next question.
+            problem = await asyncio.shield(self._trials[key])
         if problem:
             raise InvalidRequestError([(field, problem)])
 
     async def close(self) -> None:
         """End the process."""
-        async with self._turn:
-            await self._end()
+        for trial in self._trials.values():
+            trial.cancel()
+        await asyncio.gather(*self._trials.values(), return_exceptions=True)
+        await self._end()
 
-    async def _tried(self, grammar: Grammar) -> str:
-        """Return what the process finds wrong with a grammar. Without its answer it is ended, since that would be taken
-        for the answer to the next question."""
+    async def _try(self, key: Key) -> str:
+        """Return what is wrong with a grammar. It is remembered, unless the grammar may do another time: the process
+        may have been slow, or died, for a reason of its own."""
+        try:
+            async with self._turn:
+                answer = await self._answer(key)
+        finally:
+            del self._trials[key]
+        if answer is None:
+            return f"takes longer than {self._seconds:g} s to compile, or too much memory"
+        self._known[key] = answer
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return answer
+
+    async def _answer(self, key: Key) -> str | None:
+        """Return the process's answer; None if it has none, and is ended."""
         process, begin = await self._started(), time.monotonic()
-        question = {"kind": grammar.kind.value, "source": grammar.source}
         assert process.stdin is not None
         assert process.stdout is not None
+        kind, source = key
         answer = b""
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            async with asyncio.timeout(self._seconds):
-                answer = await process.stdout.readline()
-        except TimeoutError:
-            return f"takes longer than {self._seconds:g} s to compile"
+            process.stdin.write(json.dumps({"kind": kind.value, "source": source}).encode() + b"\n")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._seconds):
+                    answer = await process.stdout.readline()
         finally:
             if not answer:
                 log.warning("grammar_check_ended", seconds=round(time.monotonic() - begin, 3))
                 await self._end()
-        return str(json.loads(answer)) if answer else "takes too much memory to compile"
+        return str(json.loads(answer)) if answer else None
 
     async def _started(self) -> Process:
         """Return the process, which is ready."""
@@ -95,13 +108,18 @@ class GrammarCheck:
         command = (sys.executable, "-m", "specdec.grammar.trial", str(self._model))
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert self._process.stdout is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_SECONDS):
-                if await self._process.stdout.readline():
-                    return self._process
-        await self._end()
-        log.error("grammar_check_does_not_start")
-        raise InternalError
+        ready = b""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(START_SECONDS):
+                    ready = await self._process.stdout.readline()
+        finally:
+            if not ready:
+                await self._end()
+        if not ready:
+            log.error("grammar_check_does_not_start")
+            raise InternalError
+        return self._process
 
     async def _end(self) -> None:
         process, self._process = self._process, None

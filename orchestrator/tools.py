@@ -35,8 +35,8 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
             found.append((f"{field}.name", "must have 1 to 64 letters, digits, underscores and hyphens"))
         elif tool.name in names[:index]:
             found.append((f"{field}.name", f"is {tool.name}, as another one's"))
-        if tool.parameters and _object(tool.parameters) is None:
-            found.append((f"{field}.parameters", "is not a JSON object"))
+        if problem := _schema_problem(tool.parameters):
+            found.append((f"{field}.parameters", problem))
     for field, wanted in (("tool_required", chat.tool_required), ("single_tool_call", chat.single_tool_call)):
         if wanted and not names:
             found.append((f"chat.{field}", "is set, needs tools"))
@@ -44,7 +44,7 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: Model) -> list[tuple
         found.append(("chat.tool_name", "is the name of none of the tools"))
     for index, turn in enumerate(chat.messages):
         for place, call in enumerate(turn.tool_calls):
-            if _object(call.arguments) is None:
+            if call.arguments and _object(call.arguments) is None:
                 found.append((f"chat.messages[{index}].tool_calls[{place}].arguments", "is not a JSON object"))
     return found
 
@@ -62,7 +62,7 @@ def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[d
                     {
                         "type": "function",
                         "id": call.id,
-                        "function": {"name": call.name, "arguments": _object(call.arguments)},
+                        "function": {"name": call.name, "arguments": _object(call.arguments or "{}")},
                     }
                     for call in turn.tool_calls
                 ],
@@ -93,10 +93,11 @@ def tool_grammar(chat: generation_pb2.ChatPrompt, model: Model) -> model_pb2.Gra
     if wanted is None or not (must or chat.single_tool_call or any(tool.strict for tool in chat.tools)):
         return None
     tools = [tool for tool in chat.tools if chat.tool_name in ("", tool.name)]
-    marker = _marker(wanted, model)
+    token = model.tool_marker
+    marker = _quoted(wanted.marker) if token is None else f"<[{token}]>"
     single = chat.single_tool_call or bool(chat.tool_name)
     rules = [*_calls(wanted, marker, single), *_call_rules(tools, wanted)]
-    rules += ["start: calls"] if must else _beside_text(wanted, marker, single)
+    rules += ["start: calls"] if must else _beside_text(wanted, marker, single, special=token is not None)
     return model_pb2.Grammar(lark="\n".join(rules))
 
 
@@ -112,17 +113,15 @@ def _calls(wanted: ToolFormat, marker: str, single: bool) -> Iterator[str]:
     yield f"calls: {one}" + ("" if single else f" ({_quoted(wanted.between)} {one})*")
 
 
-def _beside_text(wanted: ToolFormat, marker: str, single: bool) -> Iterator[str]:
+def _beside_text(wanted: ToolFormat, marker: str, single: bool, *, special: bool) -> Iterator[str]:
     """Yield the rules of a text that may hold calls."""
     if not wanted.marker:
         yield "start: calls | PLAIN"
         yield r"PLAIN: /([^{\s](.|\n)*)?/"
         return
     yield r"TEXT: /(.|\n)*/"
-    if marker.startswith("<["):  # a token by itself, which no text holds
-        yield "begin: TEXT " + marker
-    else:
-        yield "begin[lazy]: TEXT " + marker
+    # A special token is one by itself, which no text holds.
+    yield f"begin{'' if special else '[lazy]'}: TEXT {marker}"
     body = "list" if wanted.listed else "body"
     yield f"start: TEXT | begin {body}" if single else f"start: (begin {body})* TEXT"
 
@@ -137,19 +136,27 @@ def _call_rules(tools: Sequence[generation_pb2.Tool], wanted: ToolFormat) -> Ite
         yield f"arguments_{number}: %json {json.dumps(schema)}"
 
 
-def _marker(wanted: ToolFormat, model: Model) -> str:
-    """Return what begins calls, as a grammar names it: a special token by its id."""
-    token = model.tool_marker
-    return _quoted(wanted.marker) if token is None else f"<[{token}]>"
-
-
 def _quoted(text: str) -> str:
     """Return a text as a part of a rule, where nothing stands for no text."""
     return lark_string(text) if text else ""
 
 
 def _parameters(tool: generation_pb2.Tool) -> dict[str, Any]:
-    return (_object(tool.parameters) if tool.parameters else None) or NOTHING
+    """Return the schema of a function's arguments, which are an object in any case."""
+    found = _object(tool.parameters)
+    return NOTHING if found is None else {"type": "object", **found}
+
+
+def _schema_problem(parameters: str) -> str:
+    """Return what is wrong with a schema of arguments, as far as it can be told without compiling it."""
+    if not parameters:
+        return ""
+    found = _object(parameters)
+    if found is None:
+        return "is not a JSON object"
+    if found.get("type", "object") != "object":
+        return "has another type than object: arguments are one"
+    return "" if isinstance(found.get("x-guidance", {}), dict) else "has an x-guidance that is not an object"
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "parallel_tool_calls":
             if not isinstance(value, bool):
                 raise TypeError(f"parallel_tool_calls = {value!r}: must be true or false")
-            request.chat.single_tool_call = not value
+            request.chat.single_tool_call = not value and given.get("tool_choice") != "none"
         elif name == "stop":  # one string is a stop string, not its letters
             put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":

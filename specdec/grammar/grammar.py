@@ -12,6 +12,9 @@ LONGEST_SOURCE = 128 << 10
 
 MOST_CHOICES = 1024
 
+LONGEST_PROBLEM = 160
+"""Characters of a library's words about a grammar that are told."""
+
 
 class Kind(Enum):
     """The language that a grammar is written in; values as the fields of specdec.v2.Grammar."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.decoding.token_mask import TokenMask
-from specdec.grammar.grammar import GrammarError
+from specdec.grammar.grammar import LONGEST_PROBLEM, GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 class TextGrammar:
     """The state of one text in its grammar. One thread uses it.
 
-    A pure function of the text: what was asked about candidates meanwhile changes nothing. `error` is set once the
-    grammar has become too complex to go on, or the text has left it; from then on nothing is ruled out.
+    A pure function of the text: what was asked about candidates meanwhile changes nothing.
 
-    The library's matcher is moved along the token tree, down by the tokens of a path and back up by a rollback, so
-    that asking depth first costs a token at a time.
+    One of the library's matchers stands at the end of the committed text. A copy of it moves along the token tree, down
+    by the tokens of a path and back up by a rollback, so that asking depth first costs a token at a time.
     """
 
     def __init__(
@@ -29,12 +28,14 @@ class TextGrammar:
     ) -> None:
         """`matcher` stands at the beginning of the grammar; the text is free until `after_token`, if there is one."""
         self.error: GrammarError | None = None
+        """What has ended the text's grammar: it is too complex, or the text has left it."""
         self._matcher = matcher
         self._awaited = after_token  # the token that the grammar begins after; None: it has begun
         self._end_tokens = end_tokens
         self._vocabulary = vocabulary
         self._ends = np.array(sorted(end_tokens), dtype=np.int64)
-        self._ahead: list[int] = []  # tokens that the matcher has taken beyond the committed text
+        self._ahead_matcher = matcher.deep_copy()
+        self._ahead: list[int] = []  # tokens that the copy has taken beyond the committed text
         # Of the present text: masks by path, and what is forced.
         self._masks: dict[tuple[int, ...], TokenMask | None] = {}
         self._forced: list[int] | None = None
@@ -49,59 +50,75 @@ class TextGrammar:
         if below is None or self.error is not None:
             return
         self._awaited = None
-        if not self._reach(below) and self.error is None:
-            at = len(tokens) - len(below) + len(self._ahead)
-            self.error = GrammarError(f"the text leaves its grammar at its token {at}")
-        self._ahead = []
+        taken = self._matcher.try_consume_tokens(list(below))
+        if self._matcher.is_error():
+            self.error = _too_complex(self._matcher)
+        elif taken < len(below):
+            self.error = GrammarError(f"the text leaves its grammar at its token {len(tokens) - len(below) + taken}")
+        self._restart()
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the tokens that may come next after the committed text and a path of candidates; None if all may.
-        A path that the grammar rules out leads nowhere: None as well."""
+        """Return the tokens that may come next after the committed text and a path of candidates; None if all may, or
+        if the path itself is ruled out. GrammarError if the grammar is too complex to say."""
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
         return self._masks[key]
 
+    def hint(self, path: Sequence[int]) -> TokenMask | None:
+        """Return what `allowed` does, for whoever only proposes; None if it cannot be told."""
+        try:
+            return self.allowed(path)
+        except GrammarError:
+            return None
+
     def permits(self, path: Sequence[int], token: int) -> bool:
-        """Return whether a token may come next after the committed text and a path of candidates."""
+        """Return whether a token may come next after the committed text and a path of candidates; True if it cannot be
+        told."""
         below = self._constrained(path)
         if below is None or self.error is not None:
             return True
-        if not self._reach(below):
-            return False
-        if token in self._end_tokens and self._matcher.is_accepting():
+        try:
+            if not self._reach(below):
+                return False
+        except GrammarError:
             return True
-        return self._matcher.validate_tokens([token]) == 1
+        if token in self._end_tokens and self._ahead_matcher.is_accepting():
+            return True
+        return self._ahead_matcher.validate_tokens([token]) == 1
 
     def forced(self) -> list[int]:
         """Return the tokens that the grammar forces after the committed text, as the tokenizer writes them; at the end
         of the grammar the end token, if there is one alone. They are candidates: the bytes are forced, and a model may
         write them by other tokens."""
         if self._forced is None:
-            self._forced = self._find_forced()
+            try:
+                self._forced = self._find_forced()
+            except GrammarError:
+                self._forced = []
         return self._forced
 
     def _find_forced(self) -> list[int]:
         if self._awaited is not None or self.error is not None or not self._reach([]):
             return []
-        found = [token for token in self._matcher.compute_ff_tokens() if token < self._vocabulary]
+        found = [token for token in self._ahead_matcher.compute_ff_tokens() if token < self._vocabulary]
         self._reach(found)
         found = list(self._ahead)
-        if len(self._end_tokens) == 1 and self._matcher.is_stopped() and self._matcher.is_accepting():
+        if len(self._end_tokens) == 1 and self._ahead_matcher.is_stopped() and self._ahead_matcher.is_accepting():
             found += self._end_tokens
-        self._check()
         return found
 
     def _mask(self, path: Sequence[int]) -> TokenMask | None:
+        if self.error is not None:
+            raise self.error
         below = self._constrained(path)
-        if below is None or self.error is not None or not self._reach(below):
+        if below is None or not self._reach(below):
             return None
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: -(-self._vocabulary // 8)].copy()
-        if not self._check():
-            return None
+        mask = np.frombuffer(self._ahead_matcher.compute_bitmask(), np.uint8)[: -(-self._vocabulary // 8)].copy()
+        self._check()
         if self._vocabulary % 8:
             mask[-1] &= (1 << self._vocabulary % 8) - 1  # the library's own end token is not among ours
-        if self._matcher.is_accepting():
+        if self._ahead_matcher.is_accepting():
             np.bitwise_or.at(mask, self._ends // 8, (1 << (self._ends % 8)).astype(np.uint8))
         return mask
 
@@ -112,20 +129,35 @@ class TextGrammar:
         return path[path.index(self._awaited) + 1 :] if self._awaited in path else None
 
     def _reach(self, path: Sequence[int]) -> bool:
-        """Move the matcher to the end of a path below the committed text; False if the path cannot be gone."""
+        """Move the copy to the end of a path below the committed text; False if the path cannot be gone. GrammarError
+        if the grammar is too complex to say."""
         common = 0
         while common < min(len(path), len(self._ahead)) and path[common] == self._ahead[common]:
             common += 1
         if common < len(self._ahead):
-            self._matcher.rollback(len(self._ahead) - common)
+            behind = len(self._ahead) - common
             del self._ahead[common:]
-        rest = list(path[common:])
-        taken = self._matcher.try_consume_tokens(rest) if rest else 0
+            if not self._ahead_matcher.rollback(behind) or self._ahead_matcher.is_error():
+                self._restart()  # some of the library's extensions cannot be rolled back
+        rest = list(path[len(self._ahead) :])
+        taken = self._ahead_matcher.try_consume_tokens(rest) if rest else 0
+        self._check()
         self._ahead += rest[:taken]
-        return self._check() and taken == len(rest)
+        return taken == len(rest)
 
-    def _check(self) -> bool:
-        """Return whether the matcher works; what is wrong with it is kept."""
-        if self.error is None and self._matcher.is_error():
-            self.error = GrammarError("the grammar is too complex for this text")
-        return self.error is None
+    def _restart(self) -> None:
+        """Have the copy stand at the end of the committed text."""
+        self._ahead_matcher, self._ahead = self._matcher.deep_copy(), []
+
+    def _check(self) -> None:
+        """Raise GrammarError if the copy does not work any more; another one takes its place."""
+        if self._ahead_matcher.is_error():
+            error = _too_complex(self._ahead_matcher)
+            self._restart()
+            raise error
+
+
+def _too_complex(matcher: LLMatcher) -> GrammarError:
+    """Return the error for a grammar that takes too much work for one token, in the library's words."""
+    (told, *_) = matcher.get_error().splitlines() or [""]
+    return GrammarError(f"the grammar is too complex for this text: {told[:LONGEST_PROBLEM]}")

@@ -15,7 +15,7 @@ from specdec.client.endpoint import Metadata
 from specdec.client.request_id import REQUEST_ID_CHARACTERS
 from specdec.client.tool_formats import FORMATS, ToolFormat
 from specdec.openai_api.answers import Calls, Choice, Frame, Json, fingerprint, usage_of
-from specdec.openai_api.errors import from_specdec
+from specdec.openai_api.errors import from_specdec, unsupported
 from specdec.openai_api.requests import Asked
 from specdec.serving.interleaved import interleaved
 
@@ -51,8 +51,10 @@ class Gateway:
         """Return how the model that is asked writes calls of functions; None if it has none to call, or knows none."""
         if not asked.calls_tools:
             return None
-        found = (each.tool_format for each in await self.models(caller) if each.name == asked.model)
-        return FORMATS.get(next(found, ""))
+        name = next((each.tool_format for each in await self.models(caller) if each.name == asked.model), "")
+        if name and name not in FORMATS:
+            raise unsupported("tools", f"are called in the format {name}, which this server does not read")
+        return FORMATS.get(name)  # an orchestrator refuses tools of a model that knows none
 
     async def answer(self, asked: Asked, caller: Caller) -> Json:
         """Generate all samples of all prompts, and return them together."""

@@ -15,6 +15,7 @@ ServiceError
 ├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
 ├── PromptChangedError       FAILED_PRECONDITION   a text to resume has another prompt here
+├── GrammarFailureError      INVALID_ARGUMENT      the text's grammar is too complex to go on
 ├── ModelFailureError        INTERNAL              the model's output is unusable
 └── InternalError            INTERNAL              a mistake of ours; the log has it
 
@@ -184,6 +185,12 @@ class PromptChangedError(ServiceError):
     reason = "PROMPT_CHANGED"
 
 
+class GrammarFailureError(ServiceError):
+    """A text's grammar is too complex to go on: no verifier could."""
+
+    reason = "GRAMMAR_TOO_COMPLEX"
+
+
 class ModelFailureError(ServiceError):
     reason = "MODEL_FAILURE"
 
@@ -212,6 +219,7 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     EngineLostError: grpc.StatusCode.UNAVAILABLE,
+    GrammarFailureError: grpc.StatusCode.INVALID_ARGUMENT,
     ModelFailureError: grpc.StatusCode.INTERNAL,
     InternalError: grpc.StatusCode.INTERNAL,
 }
@@ -263,6 +271,8 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
             return TooLateError(f"{peer}: could not finish the text before the deadline", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(f"{peer}: has no room for more sessions", _retry_after(error))
+        case grpc.StatusCode.INVALID_ARGUMENT if _reason(error) == GrammarFailureError.reason:
+            return GrammarFailureError("grammar: is too complex for this text")
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequestError(_violations(error) or [("request", f"was refused by the {peer}")])
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -36,6 +36,14 @@ def read(tool_format: ToolFormat, *pieces: str) -> tuple[str, list[ToolCall]]:
     ]
 
 
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "<|tool_call|>", "[", "]", "{", "}", '{"name": 1}', "x ",
+    '{"nam": "f"}', '"', "\\", "\n", '{"name": "f", "arguments": 5, "parameters": 5}', '{"name": "f"', "},", "[]",
+    '{"name": "f", "arguments": {"a": NaN}, "parameters": {"a": 1e999}}',
+]  # fmt: skip
+"""Of which no call can be made."""
+
+
 @st.composite
 def cuts(draw: st.DrawFn, text: str) -> list[str]:
     places = sorted({0, len(text), *draw(st.lists(st.integers(0, len(text)), max_size=12))})
@@ -54,7 +62,7 @@ def test_calls_are_found_however_the_text_is_cut(
 
 @given(
     st.sampled_from(list(FORMATS.values())),
-    st.text(alphabet='<tool_cal>[]{}":, \n/TOLC|name x', max_size=40),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
     st.data(),
 )
 def test_text_without_calls_is_kept_however_it_is_cut(tool_format: ToolFormat, text: str, data: st.DataObject) -> None:
@@ -67,6 +75,13 @@ def test_text_without_calls_is_kept_however_it_is_cut(tool_format: ToolFormat, t
         (HERMES, 'a <tool_call>\n{"name": "f", "argum', ('a <tool_call>\n{"name": "f", "argum', [])),
         (HERMES, '<tool_call>{"name": 5}</tool_call> b', ('<tool_call>{"name": 5}</tool_call> b', [])),
         (HERMES, '<tool_call>{"name": "time"}', ("", [TIME])),  # cut off behind the call
+        (
+            HERMES,
+            'Use <tool_call> tags. <tool_call>{"name": 1}</tool_call><tool_call>{"name": "time"}</tool_call>',
+            ('Use <tool_call> tags. <tool_call>{"name": 1}</tool_call>', [TIME]),
+        ),
+        (HERMES, '<tool_call>{"a <tool_call>{"name": "time"}', ('<tool_call>{"a ', [TIME])),
+        (HERMES, "<tool_call>" + "[" * 100_000, ("<tool_call>" + "[" * 100_000, [])),
         (HERMES, '<tool_call>{"name": "time"}</tool_call>\nDone.', ("Done.", [TIME])),
         (MISTRAL, '[TOOL_CALLS] [{"name": "time", "arguments": {}}]', ("", [TIME])),
         (MISTRAL, "[TOOL_CALLS] []", ("[TOOL_CALLS] []", [])),
@@ -79,6 +94,14 @@ def test_text_without_calls_is_kept_however_it_is_cut(tool_format: ToolFormat, t
 def test_what_models_write(tool_format: ToolFormat, text: str, wanted: tuple[str, list[ToolCall]]) -> None:
     assert read(tool_format, text) == wanted
     assert read(tool_format, *text) == wanted
+
+
+def test_a_long_call_is_read_once() -> None:
+    """Not from its beginning with each piece: 100,000 pieces would take minutes."""
+    city = "x" * 100_000
+    text, calls = read(HERMES, '<tool_call>{"name": "f", "arguments": {"city": "', *city, '"}}</tool_call>')
+    assert text == ""
+    assert json.loads(calls[0].arguments)["city"] == city
 
 
 @pytest.mark.parametrize(

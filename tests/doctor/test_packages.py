@@ -75,7 +75,7 @@ def test_without_metadata_nothing_is_claimed() -> None:
 
 
 def test_every_extra_of_the_project_is_told_or_made_of_those() -> None:
-    assert set(EXTRAS) | {"service", "all", "bench", "dev"} == set(PROJECT["optional-dependencies"])
+    assert set(EXTRAS) | {"service", "grammar", "all", "bench", "dev"} == set(PROJECT["optional-dependencies"])
 
 
 def test_the_range_of_torch_is_the_one_that_is_tested() -> None:

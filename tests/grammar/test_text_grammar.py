@@ -38,6 +38,7 @@ GRAMMARS = [
     Grammar(Kind.JSON_SCHEMA, ("{}",)),
     Grammar(Kind.REGEX, (r"[0-9]{3}-[a-z]+( de| für)*",)),
     Grammar(Kind.LARK, (LISTS,)),
+    Grammar(Kind.LARK, ('start: few "."\nfew[max_tokens=3]: /[a-z ]+/',)),  # what cannot be rolled back
     Grammar(Kind.CHOICE, ("yes", "yes, but", 'a "b"\n\\', "\x01")),
 ]
 
@@ -216,3 +217,31 @@ def test_what_cannot_be_used_is_told_in_a_line(kind: Kind, source: Any, problem:
 )
 def test_sources_that_are_not_compiled(kind: Kind, source: list[str], problem: str) -> None:
     assert (source_violation(kind, source) or "").startswith(problem)
+
+
+HARD = Grammar(Kind.LARK, ("start: a\na: a a a | a a | /[a-z ]/ | ",))
+"""Compiled in a millisecond, it takes more and more work for a token the longer its text is."""
+
+
+def test_a_grammar_that_becomes_too_complex_is_given_up() -> None:
+    """At the same place, whatever was asked about candidates; who only proposes is told nothing."""
+    letters = [token for letter in "abcabcabcabcabcabc" for token in TOKENIZER.encode(letter, special=False)]
+    places = []
+    for look_ahead in (False, True):
+        state = begun(HARD)
+        for at, letter in enumerate(letters):
+            if look_ahead:
+                state.hint(letters[at : at + 6])
+                state.permits(letters[at : at + 3], letters[0])
+            try:
+                state.allowed([])
+            except GrammarError:
+                places.append(at)
+                break
+            state.commit([letter])
+        with pytest.raises(GrammarError, match="too complex for this text: "):
+            state.allowed([])
+        assert state.hint([]) is None
+        assert state.forced() == []
+    first, second = places
+    assert first == second

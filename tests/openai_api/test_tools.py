@@ -116,16 +116,29 @@ async def test_a_round_trip(called: tuple[ToolFormat, Path, Path]) -> None:
 
 
 async def test_what_is_said_freely_may_hold_calls_that_fit(called: tuple[ToolFormat, Path, Path]) -> None:
-    """A strict function among them gives the text a grammar; it may say what it likes else."""
-    _, target, draft = called
+    """A strict function among them gives the text a grammar; it may say what it likes else. A bias has it begin a call
+    where one token does."""
+    tool_format, target, draft = called
     strict: list[Any] = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     async with stack(target, draft) as services, front(services.address) as http:
+        marker = services.model.tool_marker
+        (brace,) = services.model.tokenizer.encode("{", special=False)
+        begins = marker if marker is not None else brace if tool_format is LLAMA else None
         for seed in range(3):
             answer: Any = await http.client.chat.completions.create(
-                model=services.model.name, messages=MESSAGES, tools=strict, max_tokens=40, seed=seed
+                model=services.model.name,
+                messages=MESSAGES,
+                tools=strict,
+                max_tokens=60,
+                seed=seed,
+                parallel_tool_calls=False,
+                logit_bias={} if begins is None else {str(begins): 100},
             )
             (choice,) = answer.choices
-            assert choice.message.content or choice.message.tool_calls
+            if begins is None:
+                assert choice.message.content or choice.message.tool_calls
+            else:
+                check(choice.message.tool_calls)
 
 
 async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Directories) -> None:
@@ -133,9 +146,14 @@ async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Dire
     async with stack(target, draft) as services, front(services.address) as http:
         create: Any = http.client.chat.completions.create
         asked: dict[str, Any] = {"model": services.model.name, "messages": MESSAGES}
-        wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}
+        inner = {"type": "object", "properties": {"a": {"type": "strin"}}}
+        wrong = {"type": "function", "function": {"name": "f", "parameters": inner}}
+        text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+        guided = {"type": "function", "function": {"name": "f", "parameters": {"x-guidance": 5}}}
         for options, param in (
             ({"tools": [wrong], "tool_choice": "required"}, "tools"),
+            ({"tools": [text]}, "tools[0].parameters"),
+            ({"tools": [guided], "tool_choice": "required"}, "tools[0].parameters"),
             ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
             ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].name"),
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
@@ -44,10 +45,12 @@ async def test_what_takes_too_long_is_ended() -> None:
     async with checking() as check:
         await check.check(GOOD, "grammar.regex")
         check._seconds = 0.0
-        with pytest.raises(InvalidRequestError, match="takes longer than 0 s to compile"):
+        with pytest.raises(InvalidRequestError, match="takes longer than 0 s to compile, or too much memory"):
             await check.check(WRONG, "grammar.regex")
         assert check._process is None
         check._seconds = 20.0
+        with pytest.raises(InvalidRequestError, match="unclosed group"):  # what took too long is tried again
+            await check.check(WRONG, "grammar.regex")
         await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
 
 
@@ -57,22 +60,29 @@ async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
         await check.check(GOOD, "grammar.regex")
         process = check._process
         assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        asked = asyncio.create_task(check.check(WRONG, "grammar.regex"))
+        await until(lambda: check._turn.locked())
         process.kill()
-        with contextlib.suppress(InvalidRequestError):  # if its death is not known yet
-            await check.check(WRONG, "grammar.regex")
-        await process.wait()
+        with pytest.raises(InvalidRequestError, match="or too much memory"):
+            await asked
         await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
 
 
-async def test_who_leaves_gets_nobody_anothers_answer() -> None:
+@pytest.mark.parametrize("started", [False, True])
+async def test_who_leaves_gets_nobody_anothers_answer(started: bool) -> None:
+    """Whether it leaves while the process starts, or while its grammar is tried."""
     async with checking() as check:
-        await check.check(GOOD, "grammar.regex")
+        if started:
+            await check.check(GOOD, "grammar.regex")
         asked = asyncio.create_task(check.check(WRONG, "grammar.regex"))
-        while not check._turn.locked():
+        while check._process is None or not check._trials:
             await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait([asked])
         await check.check(Grammar(Kind.REGEX, ("b+",)), "grammar.regex")
+        with pytest.raises(InvalidRequestError, match="unclosed group"):
+            await check.check(WRONG, "grammar.regex")
 
 
 async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,7 +291,6 @@ async def test_bad_input_names_the_field(services: Stack) -> None:
     ("fields", "code"),
     [
         ({"model": "gpt-5"}, grpc.StatusCode.NOT_FOUND),
-        ({"json_schema": "{}"}, grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
 async def test_what_is_not_here_is_refused_by_name(

@@ -22,11 +22,11 @@ from specdec.grammar.grammar import Grammar, Kind
 from specdec.local import DEMO
 from specdec.v2 import generation_pb2, model_pb2
 from testing.schemas import random_schema
-from tests.grammar.test_text_grammar import HOSTILE
+from tests.grammar.test_text_grammar import HARD, HOSTILE
 from tests.models import END
 from tests.services.conftest import Directories
 from tests.services.test_transformers import onnx
-from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, request_of, stack
+from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, request_of, stack, until
 from tests.verifier_service.fakes import Decided
 from verifier_service.speculation.controller import Mode
 
@@ -232,6 +232,21 @@ async def test_refusals(directories: Directories, fields: dict[str, Any], proble
             await services.generate(PROMPT, max_tokens=9, **fields)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert problem in (refused.value.details() or "")
+
+
+async def test_a_grammar_that_becomes_too_complex_ends_its_text_alone(directories: Directories) -> None:
+    """At once: another verifier would do no better."""
+    async with stack(directories.target, directories.near, verifiers=2) as services:
+        other = asyncio.create_task(services.generate(PROMPT, max_tokens=100, ignore_end_token=True))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await services.generate(
+                PROMPT, max_tokens=100, min_tokens=90, grammar=model_pb2.Grammar(lark=HARD.source[0])
+            )
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == "grammar: is too complex for this text"
+        assert len((await other).tokens) == 100
+        assert services.orchestrator._stats.failover_events["verifier_lost"] == 0
+        await until(lambda: services.idle)
 
 
 async def test_the_short_form_of_a_schema(directories: Directories) -> None:

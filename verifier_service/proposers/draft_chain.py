@@ -124,9 +124,7 @@ class DraftChain:
         """Return the candidates for a position and their logprobs, best first; none if the row is broken."""
         session = self.prefix.session
         sampler = session.request.sampler
-        query = SamplingQuery(
-            sampler, position, session.penalty_state, self.tokens, allowed=session.allowed(self.tokens)
-        )
+        query = SamplingQuery(sampler, position, session.penalty_state, self.tokens, allowed=session.hint(self.tokens))
         if not session.samples_candidates:
             return draft_candidates(logits, query, self._tuning.branches)
         proposal = rejection.propose(logits, query)

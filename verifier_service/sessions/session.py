@@ -159,8 +159,13 @@ class Session:
         return self.grammar.permits([node.token for node in parent.path()], token)
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the tokens that the grammar lets come after the committed text and a path; None: all."""
+        """Return the tokens that the grammar lets come after the committed text and a path; None: all. GrammarError if
+        it is too complex to say."""
         return None if self.grammar is None else self.grammar.allowed(path)
+
+    def hint(self, path: Sequence[int]) -> TokenMask | None:
+        """Return the same, None if it cannot be told."""
+        return None if self.grammar is None else self.grammar.hint(path)
 
     def usable(self, node: Node) -> bool:
         """True if verifying a candidate can bring anything. Under CONTRASTIVE nothing can be chosen below a candidate

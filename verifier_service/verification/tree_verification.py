@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import SamplingQuery
+from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
-from specdec.serving.errors import InvalidRequestError
 from verifier_service.backend.result import BONUS, CORRECTION, PLAIN, REMOTE_DRAFT, VerifyResult
 from verifier_service.sessions.session import Session
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
@@ -32,7 +32,7 @@ class TreeVerification:
         self._path: list[int] = []
 
     def query(self) -> SamplingQuery:
-        return self._query(self._node, self._path)
+        return self._query(self._node, self._path, self.session.allowed(self._path))
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """Yield every sampling query that the step may lead to, each after its row's index among the results: those of
@@ -41,10 +41,11 @@ class TreeVerification:
         The window may query a row of the tree as well. Of two queries to a row the later one counts: the tree's, which
         commits a token."""
         yield from self.lookahead_queries()
-        yield self.row, self.query()
+        yield self.row, self._query(self._node, self._path, self.session.hint(self._path))
         if self.planned.tree is not None:
             for node in self.planned.tree.candidates:
-                yield self.planned.tree.results[id(node)], self._query(node, [step.token for step in node.path()])
+                path = [step.token for step in node.path()]
+                yield self.planned.tree.results[id(node)], self._query(node, path, self.session.hint(path))
 
     @property
     def lookahead_count(self) -> int:
@@ -59,9 +60,6 @@ class TreeVerification:
             yield from zip(tree.lookahead_results, queries, strict=True)
 
     def take(self, token: int) -> bool:
-        if self.session.grammar is not None and self.session.grammar.error is not None:
-            self.fail(InvalidRequestError([("grammar", str(self.session.grammar.error))]))
-            return False
         position = self._node.position + 1
         tree = self.planned.tree
         child = None if tree is None else self._tested(tree, token)
@@ -98,7 +96,7 @@ class TreeVerification:
         child = self._node.children.get(token)
         return child if child is not None and id(child) in tree.results else None
 
-    def _query(self, node: Node, path: list[int]) -> SamplingQuery:
+    def _query(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
         """Return the sampling query below a node. A sampled child is tested even if it is not in this step: if it is
         accepted, the candidates below it stay alive."""
         proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
@@ -108,7 +106,7 @@ class TreeVerification:
             self.session.penalty_state,
             path,
             proposal,
-            self.session.allowed(path),
+            allowed,
         )
 
     def _source(self, child: Node | None) -> int:

@@ -15,6 +15,8 @@ from specdec.decoding.choice import choose
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
+from specdec.grammar.grammar import GrammarError
+from specdec.serving.errors import GrammarFailureError
 
 
 class TreeWalker(Protocol):
@@ -24,7 +26,7 @@ class TreeWalker(Protocol):
     """Index of the present node's logits among the results."""
 
     def query(self) -> SamplingQuery:
-        """Return the sampling query below the present node."""
+        """Return the sampling query below the present node; GrammarError if its grammar is too complex to have one."""
 
     def take(self, token: int) -> bool:
         """Commit the chosen token and go to its child; False if verification ends here."""
@@ -35,8 +37,20 @@ class TreeWalker(Protocol):
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
     """Verify the trees of all walkers, each until it ends or fails."""
-    while walkers:
-        tokens, sound = rows.choose([walker.row for walker in walkers], [walker.query() for walker in walkers])
+    while True:
+        queries: list[SamplingQuery] = []
+        asking: list[TreeWalker] = []
+        for walker in walkers:
+            try:
+                queries.append(walker.query())
+            except GrammarError as error:
+                walker.fail(GrammarFailureError(str(error)))
+            else:
+                asking.append(walker)
+        if not asking:
+            return
+        walkers = asking
+        tokens, sound = rows.choose([walker.row for walker in walkers], queries)
         remaining: list[TreeWalker] = []
         for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
