@@ -268,7 +268,7 @@ def _grammar(
     said = {
         "grammar": message.grammar if message.HasField("grammar") else None,
         "json_schema": model_pb2.Grammar(json_schema=message.json_schema) if message.json_schema else None,
-        "chat.tools": tool_grammar(message.chat, model),
+        "chat.tools": None if violations else tool_grammar(message.chat, model),
     }
     found = {field: grammar for field, grammar in said.items() if grammar is not None}
     if len(found) > 1:

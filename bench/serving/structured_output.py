@@ -25,7 +25,7 @@ from specdec.local import DEMO, Stack
 from testing.schemas import random_schema
 
 MOST_TOKENS = 64
-REQUESTS = 16
+REQUESTS = 48
 """Requests of a round, asked one after another or at once."""
 
 
@@ -49,7 +49,7 @@ def requests(number: int) -> list[dict[str, Any]]:
     chance = random.Random(number)
     return [
         {"tokens": prompt, "json_schema": random_schema(chance), "seed": chance.getrandbits(32)}
-        for prompt in held_out(REQUESTS, tokens=64, seed=number)
+        for prompt in held_out(REQUESTS, tokens=16, seed=number)
     ]
 
 
