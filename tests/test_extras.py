@@ -106,6 +106,9 @@ def test_commands_that_need_an_extra_are_commands() -> None:
         ("numba", ("verifier_service", *SERVING), "verifier"),
         ("yaml", ("verifier_service", *SERVING), "verifier"),
         ("transformers", ("verifier_service", *SERVING), "verifier"),
+        ("llguidance", ("draft_service", *SERVING), "draft"),
+        ("llguidance", ("verifier_service", *SERVING), "verifier"),
+        ("llguidance", ("orchestrator", *SERVING, "--verifier", "h:1"), "orchestrator"),
         ("jinja2", ("orchestrator", *SERVING, "--verifier", "h:1"), "orchestrator"),
     ],
 )

@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
+
 from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError, Kind, lark_string
 from specdec.grammar.text_grammar import TextGrammar
+from specdec.text.token_bytes import TokenBytes
 
-if TYPE_CHECKING:  # only whoever follows a grammar needs them
+if TYPE_CHECKING:
     from pathlib import Path
 
-    from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
     from specdec.engine.model_directory import ModelDirectory
@@ -80,8 +83,6 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, grammar.after_token, self._vocabulary)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
         limits = LLParserLimits(
             max_items_in_row=ROW_ITEMS, step_max_items=STEP_ITEMS, step_lexer_fuel=STEP_FUEL, verbose_errors=False
         )
@@ -96,11 +97,6 @@ class GrammarCompiler:
     def _tokenizer(self) -> LLTokenizer:
         """The library's view of the tokenizer. It gets an end token of its own, beyond the vocabulary: which tokens end
         a text is each request's to say."""
-        from llguidance import LLTokenizer, TokenizerWrapper
-        from tokenizers import Tokenizer
-
-        from specdec.text.token_bytes import TokenBytes
-
         tokenizer = Tokenizer.from_file(str(self._file))
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -121,8 +117,6 @@ class GrammarCompiler:
 
 
 def _in_library_form(grammar: Grammar) -> str:
-    from llguidance import LLMatcher
-
     (source, *_) = grammar.source
     try:
         match grammar.kind:
