@@ -28,6 +28,7 @@ class Security:
         self._tenants = folder / "tenants.yaml"
         self._issued: list[str] = []  # names of pods
         self.keys: dict[str, str] = {}  # of tenants
+        self._generations: list[dict[str, str]] = []  # of keys that are known, the newest first
         self.renew_keys()
 
     def options(self, name: str) -> tuple[str, ...]:
@@ -64,16 +65,18 @@ class Security:
         return self._authority.issue(f"calling-{who}", HOST, f"{who}.test")
 
     def renew(self) -> None:
-        """Replace the certificates of all pods, and have new clients use another key, beside that of those before."""
+        """Replace the certificates of all pods, and have new clients use another key, beside those of the ones before:
+        who asks now may have begun before the last renewal but one."""
         for name in self._issued:
             self._issue(name)
         self.renew_keys()
 
     def renew_keys(self) -> None:
-        before, self.keys = self.keys, {tenant: api_keys.new() for tenant in TENANTS}
+        self.keys = {tenant: api_keys.new() for tenant in TENANTS}
+        self._generations = [self.keys, *self._generations[:2]]
         lines = ["tenants:"]
         for tenant, limits in TENANTS.items():
-            keys = [api_keys.hash_of(each[tenant]) for each in (self.keys, before) if each]
+            keys = [api_keys.hash_of(each[tenant]) for each in self._generations]
             lines.append(f"  {tenant}: {{api_keys: {keys}{limits}}}")
         new = self._tenants.with_suffix(".new")
         new.write_text("\n".join(lines) + "\n")
