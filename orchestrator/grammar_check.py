@@ -20,7 +20,7 @@ from specdec.serving.errors import InternalError, InvalidRequestError, Overloade
 log = structlog.get_logger()
 
 SECONDS = 1.0
-"""Seconds that a grammar may take; the largest that are accepted take half of it."""
+"""Seconds that a grammar may take."""
 
 START_SECONDS = 30.0
 """Seconds that the process may take to start."""
@@ -29,7 +29,7 @@ MAX_WAITING = 64
 """Requests that may wait for their grammars to be tried. They are tried one after another."""
 
 Key = tuple[Kind, tuple[str, ...]]
-"""What is tried of a grammar."""
+"""The part of a grammar that is tried: its kind and its source."""
 
 REMEMBERED = 1024
 """Grammars whose outcome is remembered."""

@@ -30,7 +30,7 @@ REQUESTS = 48
 
 
 class Figures(NamedTuple):
-    """What one way brought in one round."""
+    """The speed of one way in one round."""
 
     tokens_a_second: float
     tokens_a_step: float

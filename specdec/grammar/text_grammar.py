@@ -1,4 +1,4 @@
-"""Where a text stands in its grammar: which tokens may follow it, or follow candidates below it."""
+"""The state of a text in its grammar: which tokens may follow the text, or candidates below it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TextGrammar:
     ) -> None:
         """`matcher` stands at the beginning of the grammar; the text is free until `after_token`, if there is one."""
         self.error: GrammarError | None = None
-        """What has ended the text's grammar: it is too complex, or the text has left it."""
+        """The reason why the grammar is followed no more: it is too complex, or the text has left it."""
         self._matcher = matcher
         self._awaited = after_token  # the token that the grammar begins after; None: it has begun
         self._end_tokens = end_tokens

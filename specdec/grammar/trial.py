@@ -17,7 +17,7 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, GrammarError, Kind
 
 MEMORY_BYTES = 2 << 30
-"""Address space that the process may have. It needs a tenth of that, mostly for libraries."""
+"""Address space that the process may have."""
 
 
 def problem_of(line: str, compiler: GrammarCompiler) -> str:

@@ -59,7 +59,7 @@ READ = frozenset(
 """Fields that are read one by one below."""
 
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-"""What `structured_outputs` may hold, and the options that these are."""
+"""Fields of `structured_outputs`, to the options that these are."""
 
 OF_CHAT = frozenset(
     {
@@ -166,7 +166,7 @@ class Asked:
 
     @property
     def calls_tools(self) -> bool:
-        """Whether calls of functions are looked for."""
+        """True if the text may hold tool calls, which are looked for."""
         return any("tools" in prompt and prompt.get("tool_choice") != "none" for prompt in self.prompts)
 
     @property

@@ -25,6 +25,7 @@ from testing.schemas import random_schema
 from tests.grammar.test_text_grammar import HARD, HOSTILE
 from tests.models import END
 from tests.services.conftest import Directories
+from tests.services.test_equality import slow_target
 from tests.services.test_transformers import onnx
 from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, request_of, stack, until
 from tests.verifier_service.fakes import Decided
@@ -53,11 +54,6 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.5, "seed": 3},
 ]
 LOOKING = generation_pb2.Speculation(drafters=OWN_DRAFTERS, lookahead=model_pb2.Lookahead(window=4, ngram=3, guesses=2))
-
-
-def slow_target() -> None:
-    """Longer than a draft takes, so that there is something to verify."""
-    time.sleep(0.004)
 
 
 def check_fits(directories: Directories, grammar: model_pb2.Grammar, completion: generation_pb2.Completion) -> None:

@@ -8,6 +8,7 @@ from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.tree import Paths
 from verifier_service.backend.result import GRAMMAR
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
+from verifier_service.sessions.session import Session
 
 LONGEST = 32
 """Most forced tokens in one step."""
@@ -18,13 +19,22 @@ does."""
 
 
 class ForcedTokens(Proposer):
-    """Proposes what grammars force."""
+    """Proposes what grammars force, once for each length of a text."""
+
+    def __init__(self) -> None:
+        self._proposed: dict[Session, int] = {}  # to the tokens that the text had
 
     def propose(self, step: ComingStep) -> ProposalStats:
         for session in step.proposed_for():
-            if session.grammar is None or not (tokens := session.grammar.forced()[:LONGEST]):
+            if session.grammar is None or self._proposed.get(session) == session.tree.base:
+                continue
+            self._proposed[session] = session.tree.base
+            if not (tokens := session.grammar.forced()[:LONGEST]):
                 continue
             sampled = enumerate(tokens) if session.samples_candidates else ()
             rows = [(place, DraftDistribution.certain(token)) for place, token in sampled]
             session.add_candidates(Paths(tokens, range(len(tokens)), [LOGPROB] * len(tokens), rows), GRAMMAR)
         return NO_PROPOSALS
+
+    def forget(self, session: Session) -> None:
+        self._proposed.pop(session, None)
