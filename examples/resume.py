@@ -11,14 +11,10 @@ def main(address: str = "127.0.0.1:50050") -> None:
     with Client(address) as client:
         whole = client.complete(PROMPT, max_tokens=40, temperature=0.8, seed=SEED).completions[0]
 
-        tokens: list[int] = []
-        revision = ""
         with client.generate(PROMPT, max_tokens=40, temperature=0.8, seed=SEED) as stream:
-            for chunk in stream:
-                tokens += chunk.tokens
-                revision = revision or chunk.model_fingerprint
-                if len(tokens) >= 10:
-                    break  # as if this process had died; what it knew of the text is in `tokens`
+            chunk = next(stream)
+        # As if this process had died here. A chunk has as many tokens as were ready: here at most ten are kept.
+        tokens, revision = chunk.tokens[:10], chunk.model_fingerprint
 
         rest = client.complete(
             PROMPT,
