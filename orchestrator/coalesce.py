@@ -16,6 +16,9 @@ COALESCE_SECONDS = 0.02
 """Seconds between two messages of a sample, at least. They are fewer than the seconds between two commits of an
 undrafted text: else such a commit would come too early, and wait for the next one."""
 
+ADDED = ("text", "reasoning", "reasoning_tokens", "steps", "offered")
+"""Fields of a response that add up; lists are joined, and the rest stands in the first response or the last one."""
+
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
@@ -45,10 +48,11 @@ def _merge(
     first: generation_pb2.GenerateResponse, then: generation_pb2.GenerateResponse
 ) -> generation_pb2.GenerateResponse:
     """Merge two responses into one. Times are those of the later one, except that waits add up."""
-    text, steps, offered = first.text + then.text, first.steps + then.steps, first.offered + then.offered
+    sums = {name: getattr(first, name) + getattr(then, name) for name in ADDED}
     queued = first.timings.queued_us + then.timings.queued_us
     first.MergeFrom(then)
-    first.text, first.steps, first.offered = text, steps, offered
+    for name, total in sums.items():
+        setattr(first, name, total)
     first.timings.CopyFrom(then.timings)
     first.timings.queued_us = queued
     return first

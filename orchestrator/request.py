@@ -103,7 +103,11 @@ def parse(
     if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
+    marks = model.reasoning_marks if message.WhichOneof("prompt") == "chat" else None
+    reasoning = None if marks is None else marks.after(prompt, model.tokenizer)
     grammar = _grammar(message, model, violations)
+    if grammar is not None and reasoning is not None and not grammar.HasField("after_token"):
+        grammar = reasoning.before(grammar)
     if grammar is not None:
         violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
     speculation = _speculation(message, violations)
@@ -136,6 +140,7 @@ def parse(
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,
         shown_token=model.tool_marker if message.chat.tools else None,
+        reasoning=reasoning,
         time=time if message.WhichOneof("prompt") == "chat" else None,
     )
     return Request(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
+from orchestrator.reasoning import Reasoning
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import Speculation
 from specdec.v2 import model_pb2
@@ -33,6 +34,7 @@ class Sample:
     coalesce_commits: bool = False  # nobody reads while the text is made
     grammar: model_pb2.Grammar | None = None  # what the text must look like
     shown_token: int | None = None  # a special token that the text shows all the same
+    reasoning: Reasoning | None = None  # that the answer begins with, or may begin with
     time: datetime | None = None  # that the chat template saw
 
     @property

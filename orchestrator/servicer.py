@@ -141,6 +141,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     if response.HasField("resolved"):
                         answer.resolved.CopyFrom(response.resolved)
                     completion = completions[response.index]
+                    completion.reasoning += response.reasoning
+                    completion.reasoning_tokens += response.reasoning_tokens
                     completion.text += response.text
                     completion.tokens.extend(response.tokens)
                     completion.sources.extend(response.sources)
@@ -213,6 +215,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             chat=model.tokenizer.has_chat_template,
             text_fingerprint=model.text_fingerprint,
             tool_format="" if model.tool_format is None else model.tool_format.name,
+            reasons=model.reasoning_marks is not None,
         )
 
     def _check_caller(self, method: str, context: Context) -> None:

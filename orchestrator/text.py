@@ -75,8 +75,16 @@ class TextStream:
     """The detokenizer and stop strings of one sample."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], shown: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        shown: int | None = None,
+        *,
+        behind_mark: bool = False,
     ) -> None:
+        """White space at the beginning is dropped `behind_mark`."""
+        self._drops_space = behind_mark
         self._detokenizer = Detokenizer(tokenizer, prompt, shown)
         self._stop = tuple(stop)
         self._held = ""  # may be the beginning of a stop string
@@ -93,6 +101,9 @@ class TextStream:
         return Spelt(spelt.text + held)
 
     def _release(self, new: str) -> Spelt:
+        if self._drops_space:
+            new = new.lstrip()
+            self._drops_space = not new
         if not self._stop:
             return Spelt(new)
         if not new:

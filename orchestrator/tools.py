@@ -67,6 +67,8 @@ def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[d
                     for call in turn.tool_calls
                 ],
             )
+        if turn.reasoning:
+            yield "reasoning_content", turn.reasoning
         if turn.tool_call_id:
             yield "tool_call_id", turn.tool_call_id
         if turn.name:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.model import Model
 from orchestrator.sample import Sample
-from orchestrator.text import TextStream
+from orchestrator.sample_text import SampleText
 from specdec.client.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
@@ -47,7 +47,7 @@ class Transcript:
         self._sample = sample
         self._arrived = time.monotonic()
         self.statistics = Statistics()
-        self._text = TextStream(model.tokenizer, sample.prompt, sample.stop, sample.shown_token)
+        self._text = SampleText(sample, model.tokenizer)
         self._piece = model.tokenizer.piece
         self._found: int | None = None  # tokens that were in memory already when the text began
         self._completion_tokens = len(sample.generated)
@@ -61,6 +61,7 @@ class Transcript:
             prompt_tokens=len(self._sample.prompt),
             completion_tokens=self._completion_tokens,
             cached_tokens=self._found or 0,
+            reasoning_tokens=self._text.reasoning_tokens,
         )
 
     @property
@@ -85,9 +86,10 @@ class Transcript:
         tokens = list(commit.committed.tokens)
         reason = commit.finish_reason
         pieces: list[str] = []
-        stop, kept = "", len(tokens)
+        stop, kept, before = "", len(tokens), self._text.reasoning_tokens
         for index, token in enumerate(tokens):
             if reason == model_pb2.FINISH_REASON_STOP and index == len(tokens) - 1:
+                self._text.end()
                 pieces.append("")  # the end token is committed, not spelt
                 break
             spelt = self._text.push(token)
@@ -101,13 +103,16 @@ class Transcript:
             pieces[-1] += spelt.text
             if spelt.stop:
                 stop, reason = spelt.stop, model_pb2.FINISH_REASON_STOP
+        reasoning = self._text.reasoning_tokens - before
         self._completion_tokens += kept
         self._count(commit, kept)
         if commit.logprobs:
             self._spell_logprobs(tokens, commit.logprobs)
         response = generation_pb2.GenerateResponse(
             index=self._sample.index,
-            text="".join(pieces),
+            reasoning="".join(pieces[:reasoning]),
+            reasoning_tokens=reasoning,
+            text="".join(pieces[reasoning:]),
             token_texts=pieces,
             tokens=tokens[:kept],
             sources=commit.sources[:kept],

@@ -104,7 +104,7 @@ def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: st
 def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
     """Answer the last question, piece by piece; Ctrl-C ends the answer. However it ends, what was said of it stays."""
     console = Console(highlight=False, soft_wrap=True)
-    report, said = Report(), ""
+    report, said, thought = Report(), "", ""
     try:
         with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
             report.request_id = stream.request_id
@@ -112,12 +112,14 @@ def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> Non
                 for chunk in stream:
                     waiting.heard()
                     report.take(chunk)
-                    said += chunk.text
                     if conversation.colours and console.is_terminal:
                         console.print(coloured(chunk), end="")
                     else:
+                        thought = thought or chunk.reasoning
+                        _aside(chunk.reasoning + ("\n\n" if thought and chunk.text and not said else ""))
                         sys.stdout.write(chunk.text)
                         sys.stdout.flush()
+                    said += chunk.text
     except SpecdecError:
         if said:
             print()
@@ -156,5 +158,11 @@ def _interrupting(stream: Stream) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    """Tell the person something that is no answer; stdout holds answers alone."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim", markup=False)
+    """Tell the person something in a line of its own."""
+    _aside(f"{line}\n")
+
+
+def _aside(text: str) -> None:
+    """Show what is no answer, a model's reasoning say; stdout holds answers alone."""
+    if text:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text, end="", style="dim", markup=False)

@@ -17,6 +17,7 @@ class Report:
         self._first: float | None = None
         self.tokens: list[int] = []
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self.seed: int | None = None
         self._finish: Finish | None = None
 
@@ -25,6 +26,7 @@ class Report:
             self._first = self.seconds
         self.tokens += chunk.tokens
         self._text.append(chunk.text)
+        self._reasoning.append(chunk.reasoning)
         self.seed = chunk.seed if chunk.seed is not None else self.seed
         self._finish = chunk.finish or self._finish
 
@@ -45,6 +47,7 @@ class Report:
         return {
             "tokens": self.tokens,
             "text": "".join(self._text),
+            **({"reasoning": reasoning} if (reasoning := "".join(self._reasoning)) else {}),
             "finish_reason": finish.reason,
             "usage": {"prompt_tokens": finish.prompt_tokens, "completion_tokens": finish.completion_tokens},
             "seed": self.seed,

@@ -71,6 +71,7 @@ class Finish:
     preemptions: int  # times the text lost its memory to another and was computed anew
     cached_tokens: int  # tokens of the prompt that were in memory already
     reproducible: bool  # True: the same request gives the same tokens again
+    reasoning_tokens: int  # of the completion's, resumed ones included
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class Chunk:
     """A piece of a stream. The last one of each sample has `finish`."""
 
     index: int  # which of the n samples
-    text: str  # empty while a character is incomplete
+    text: str  # of a chat, the answer alone; empty while a character is incomplete
     tokens: list[int]
-    token_texts: list[str]  # the part of `text` that each token made readable
+    token_texts: list[str]  # the part of `reasoning`, then of `text`, that each token made readable
     sources: list[str]  # "remote_draft", "local_model", "ngram", "lookahead", "grammar", "correction", "bonus", "plain"
     logprobs: list[Logprobs]  # of each token, if asked for
     elapsed_seconds: float  # since the request arrived, pauses included
@@ -109,6 +110,8 @@ class Chunk:
     seed: int | None  # of the request; in the first chunk
     model_fingerprint: str  # of the model that generates; in the first chunk, else empty
     resolved: Resolved | None  # how the request was understood; in the first chunk of each sample
+    reasoning: str = ""  # what the model thought before it answers, in a chat
+    reasoning_tokens: int = 0  # the first of `tokens`, which belong to it
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Completion:
     sources: list[str]  # of each token, as in Chunk
     logprobs: list[Logprobs]  # of each token, if asked for
     finish: Finish
+    reasoning: str = ""  # what the model thought before it answered, in a chat
+    reasoning_tokens: int = 0  # the first of `tokens`, which belong to it
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class Model:
     chat: bool  # True: it takes `messages`
     text_fingerprint: str  # equal ones: requests become tokens in the same way
     tool_format: str = ""  # how it writes calls, as in `specdec.client.tool_formats`; empty: it knows no tools
+    reasons: bool = False  # True: it may think before it answers a chat
 
 
 # A newer server may know values that this client does not: they read as "unspecified".
@@ -172,6 +178,8 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         seed=response.seed if response.HasField("seed") else None,
         model_fingerprint=response.model_fingerprint,
         resolved=_read_resolved(response.resolved) if response.HasField("resolved") else None,
+        reasoning=response.reasoning,
+        reasoning_tokens=response.reasoning_tokens,
     )
 
 
@@ -184,6 +192,8 @@ def read_result(response: pb.CompleteResponse) -> Result:
             sources=[_SOURCES.get(source, "unspecified") for source in completion.sources],
             logprobs=[_read_logprobs(logprobs) for logprobs in completion.logprobs],
             finish=_read_finish(completion.finish),
+            reasoning=completion.reasoning,
+            reasoning_tokens=completion.reasoning_tokens,
         )
         for completion in response.completions
     ]
@@ -193,7 +203,7 @@ def read_result(response: pb.CompleteResponse) -> Result:
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
     """Convert the answer of `ListModels`."""
     return [
-        Model(m.name, m.context_tokens, m.vocabulary_size, m.chat, m.text_fingerprint, m.tool_format)
+        Model(m.name, m.context_tokens, m.vocabulary_size, m.chat, m.text_fingerprint, m.tool_format, m.reasons)
         for m in response.models
     ]
 
@@ -222,6 +232,7 @@ def _read_finish(finish: pb.Finish) -> Finish:
         preemptions=finish.preemptions,
         cached_tokens=finish.usage.cached_tokens,
         reproducible=finish.reproducible,
+        reasoning_tokens=finish.usage.reasoning_tokens,
     )
 
 

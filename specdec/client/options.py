@@ -17,10 +17,12 @@ Speculation = Literal["auto", "off", "always", "draft", "local"]
 
 
 class Message(TypedDict):
-    """One turn of a conversation. Calls are as OpenAI's API has them."""
+    """One turn of a conversation. Calls are as OpenAI's API has them; `reasoning` came before the assistant's
+    `content`, and chat templates may repeat it."""
 
     role: str
     content: str
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
@@ -86,6 +88,9 @@ class GenerateOptions(TypedDict, total=False):
     choice: Annotated[Sequence[str] | None, "The text is one of these."]
     grammar_after_token: Annotated[
         int | None, "With one of these four: the text is free up to and including the first token with this id."
+    ]
+    grammar_opening_token: Annotated[
+        int | None, "With `grammar_after_token`: a text that does not begin with this token is not free at all."
     ]
 
     speculation: Annotated[

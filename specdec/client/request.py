@@ -54,7 +54,8 @@ _SPECULATION = {"forced", "max_candidates", "max_depth", "max_branches"}
 
 _GRAMMARS = ("json_schema", "regex", "lark", "choice")
 
-_TURN = 'a mapping with "role" and "content", and perhaps "tool_calls", "tool_call_id", "name"'
+_TURN_FIELDS = {"role", "content", "reasoning", "tool_calls", "tool_call_id", "name"}
+_TURN = 'a mapping with "role" and "content", and perhaps "reasoning", "tool_calls", "tool_call_id", "name"'
 
 
 @takes_options
@@ -79,6 +80,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         raise ValueError(f"a request has one grammar, not several: {', '.join(grammars)}")
     if "grammar_after_token" in given and not grammars:
         raise ValueError(f"grammar_after_token is given, but none of {', '.join(_GRAMMARS)}")
+    if "grammar_opening_token" in given and "grammar_after_token" not in given:
+        raise ValueError("grammar_opening_token is given, but no grammar_after_token")
     request = pb.GenerateRequest()
     for name, value in given.items():
         if name in _PLAIN:
@@ -91,8 +94,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             put(request.speculation, name, name, value)
         elif name in _GRAMMARS:
             _put_grammar(request.grammar, name, value)
-        elif name == "grammar_after_token":
-            put(request.grammar, "after_token", name, value)
+        elif name in ("grammar_after_token", "grammar_opening_token"):
+            put(request.grammar, name.removeprefix("grammar_"), name, value)
         elif name == "prompt":
             put(request, "text", name, value)
         elif name == "tokens":
@@ -173,7 +176,7 @@ def _turns(messages: object) -> Iterator[pb.ChatMessage]:
         option = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise TypeError(f"{option} = {message!r}: must be {_TURN}")
-        if not {"role", "content"} <= message.keys() <= {"role", "content", "tool_calls", "tool_call_id", "name"}:
+        if not {"role", "content"} <= message.keys() <= _TURN_FIELDS:
             raise ValueError(f"{option} = {message!r}: must be {_TURN}")
         turn = pb.ChatMessage()
         for field, value in message.items():

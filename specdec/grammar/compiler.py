@@ -43,14 +43,15 @@ them."""
 class CompiledGrammar:
     """A grammar that is ready to be followed, by any number of texts."""
 
-    def __init__(self, matcher: LLMatcher, after_token: int | None, vocabulary: int) -> None:
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, vocabulary: int) -> None:
+        """`matcher` stands at the beginning of the grammar."""
         self._matcher = matcher
-        self._after_token = after_token
+        self._grammar = grammar
         self._vocabulary = vocabulary
 
     def begin(self, generated: Sequence[int], end_tokens: frozenset[int]) -> TextGrammar:
         """Return where a text stands that has so many tokens already; GrammarError if they do not fit."""
-        text = TextGrammar(self._matcher.deep_copy(), self._after_token, end_tokens, self._vocabulary)
+        text = TextGrammar(self._matcher.deep_copy(), self._grammar, end_tokens, self._vocabulary)
         text.commit(generated)
         if text.error is not None:
             raise text.error
@@ -80,7 +81,7 @@ class GrammarCompiler:
             self._kept[key] = matcher
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return CompiledGrammar(matcher, grammar.after_token, self._vocabulary)
+        return CompiledGrammar(matcher, grammar, self._vocabulary)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         limits = LLParserLimits(

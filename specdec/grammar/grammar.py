@@ -32,11 +32,13 @@ class Kind(Enum):
 @dataclass(frozen=True)
 class Grammar:
     """A grammar. `source` has one entry but for CHOICE; with `after_token` the text is free up to and including the
-    first token with that id, the end of its reasoning say, and the grammar holds for the rest."""
+    first token with that id, the end of its reasoning say, and the grammar holds for the rest. With `opening_token` as
+    well, only a text that begins with that token is."""
 
     kind: Kind
     source: tuple[str, ...]
     after_token: int | None = None
+    opening_token: int | None = None
 
 
 class GrammarError(ValueError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.decoding.token_mask import TokenMask
-from specdec.grammar.grammar import LONGEST_PROBLEM, GrammarError
+from specdec.grammar.grammar import LONGEST_PROBLEM, Grammar, GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,14 +23,13 @@ class TextGrammar:
     by the tokens of a path and back up by a rollback, so that asking depth first costs a token at a time.
     """
 
-    def __init__(
-        self, matcher: LLMatcher, after_token: int | None, end_tokens: frozenset[int], vocabulary: int
-    ) -> None:
-        """`matcher` stands at the beginning of the grammar; the text is free until `after_token`, if there is one."""
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, end_tokens: frozenset[int], vocabulary: int) -> None:
+        """`matcher` stands at the beginning of the grammar; `grammar` says where in the text that is."""
         self.error: GrammarError | None = None
         """The reason why the grammar is followed no more: it is too complex, or the text has left it."""
         self._matcher = matcher
-        self._awaited = after_token  # the token that the grammar begins after; None: it has begun
+        self._awaited = grammar.after_token  # the token that the grammar begins after; None: it has begun
+        self._opening = grammar.opening_token  # the token by which alone a text is free until then; None: it is free
         self._end_tokens = end_tokens
         self._vocabulary = vocabulary
         self._ends = np.array(sorted(end_tokens), dtype=np.int64)
@@ -44,7 +43,10 @@ class TextGrammar:
         """Follow the text by tokens that have become final."""
         if tokens and tokens[-1] in self._end_tokens:
             tokens = tokens[:-1]  # the text is over
+        if not tokens:
+            return
         below = self._constrained(tokens)
+        self._opening = None
         self._masks.clear()
         self._forced = None
         if below is None or self.error is not None:
@@ -76,7 +78,7 @@ class TextGrammar:
         """Return whether a token may come next after the committed text and a path of candidates; True if it cannot be
         told."""
         below = self._constrained(path)
-        if below is None or self.error is not None:
+        if below is None or self.error is not None or (token == self._opening and not path):
             return True
         try:
             if not self._reach(below):
@@ -120,11 +122,13 @@ class TextGrammar:
             mask[-1] &= (1 << self._vocabulary % 8) - 1  # the library's own end token is not among ours
         if self._ahead_matcher.is_accepting():
             np.bitwise_or.at(mask, self._ends // 8, (1 << (self._ends % 8)).astype(np.uint8))
+        if self._opening is not None and not path:
+            mask[self._opening // 8] |= 1 << self._opening % 8
         return mask
 
     def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
         """Return the part of a path that the grammar is about; None if it has not begun at its end."""
-        if self._awaited is None:
+        if self._awaited is None or (self._opening is not None and (not path or path[0] != self._opening)):
             return path
         return path[path.index(self._awaited) + 1 :] if self._awaited in path else None
 

@@ -52,16 +52,25 @@ class Choice:
     """One sample of one prompt, which comes chunk by chunk: each becomes a piece, or all are gathered."""
 
     def __init__(
-        self, index: int, *, first_sample: bool, chat: bool, logprobs: bool, calls: Calls | None = None
+        self,
+        index: int,
+        *,
+        first_sample: bool,
+        chat: bool,
+        logprobs: bool,
+        reasoning: bool = True,
+        calls: Calls | None = None,
     ) -> None:
-        """`first_sample` of its prompt: the tokens of the prompt are counted with it. `calls`: functions may be
-        called."""
+        """`first_sample` of its prompt: the tokens of the prompt are counted with it. `reasoning`, if there is any, is
+        told. `calls`: functions may be called."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
         self._chat = chat
         self._wants_logprobs = logprobs
+        self._wants_reasoning = reasoning
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._logprobs: list[Logprobs] = []
         self._offset = TextOffset()
         self._own: Json = {}
@@ -82,11 +91,13 @@ class Choice:
         piece: Json = {"index": self.index, "text": chunk.text}
         if self._chat:
             text, calls = self._said(chunk)
-            said = text or (chunk.finish is None and not calls)
-            piece = {"index": self.index, "delta": {"content": text} if said else {}}
-            if calls:
-                piece["delta"]["tool_calls"] = calls
-        piece["logprobs"] = self._logprobs_of(chunk.logprobs) if chunk.logprobs else None
+            reasoning = self._thought(chunk)
+            said = text or (chunk.finish is None and not calls and not reasoning)
+            piece = {"index": self.index, "delta": {"reasoning": reasoning} if reasoning else {}}
+            piece["delta"] |= {"content": text} if said else {}
+            piece["delta"] |= {"tool_calls": calls} if calls else {}
+        logprobs = chunk.logprobs[chunk.reasoning_tokens :]
+        piece["logprobs"] = self._logprobs_of(logprobs) if logprobs else None
         piece |= {"finish_reason": None} if chunk.finish is None else self._end(chunk.finish)
         own = self._note(chunk, seed)
         return piece | ({"specdec": own} if own else {})
@@ -94,7 +105,8 @@ class Choice:
     def gather(self, chunk: Chunk, seed: int | None) -> None:
         """Keep a chunk of a request that has this seed for `whole`."""
         self._text.append(self._said(chunk)[0])
-        self._logprobs += chunk.logprobs
+        self._reasoning.append(self._thought(chunk))
+        self._logprobs += chunk.logprobs[chunk.reasoning_tokens :]
         self._own |= self._note(chunk, seed)
 
     def whole(self) -> Json:
@@ -108,12 +120,17 @@ class Choice:
         """Return what a chunk says, and the calls that are complete with it."""
         return (chunk.text, []) if self._calls is None else self._calls.split(chunk)
 
+    def _thought(self, chunk: Chunk) -> str:
+        """Return the reasoning of a chunk, as far as it is wanted."""
+        return chunk.reasoning if self._wants_reasoning else ""
+
     def _message(self, text: str) -> Json:
-        """Return the message of a chat's sample."""
-        if self._calls is None or not self._calls.made:
-            return {"role": "assistant", "content": text}
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls.made]
-        return {"role": "assistant", "content": text or None, "tool_calls": calls}
+        """Return the message of a chat's sample; its reasoning as vLLM names it."""
+        made = () if self._calls is None else self._calls.made
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in made]
+        others = {"reasoning": "".join(self._reasoning), "tool_calls": calls}
+        others = {name: value for name, value in others.items() if value}
+        return {"role": "assistant", "content": (text or None) if others else text, **others}
 
     def _end(self, finish: Finish) -> Json:
         """Return how the sample ended; the stop string as vLLM names it."""
@@ -189,6 +206,7 @@ def usage_of(choices: Sequence[Choice]) -> Json:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(each.finish.reasoning_tokens for each in choices)},
     }
 
 

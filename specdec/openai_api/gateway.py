@@ -128,6 +128,7 @@ class _Answer:
                 first_sample=index % asked.samples == 0,
                 chat=asked.chat,
                 logprobs=asked.logprobs,
+                reasoning=asked.reasoning,
                 calls=self._calls(index),
             )
             for index in range(asked.samples * len(asked.prompts))

@@ -39,6 +39,7 @@ RENAMED = {"ignore_eos": "ignore_end_token", "max_completion_tokens": "max_token
 READ = frozenset(
     {
         "chat_template_kwargs",
+        "include_reasoning",
         "logit_bias",
         "logprobs",
         "messages",
@@ -64,6 +65,7 @@ GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "gramma
 OF_CHAT = frozenset(
     {
         "chat_template_kwargs",
+        "include_reasoning",
         "max_completion_tokens",
         "messages",
         "parallel_tool_calls",
@@ -132,8 +134,14 @@ TEMPERATURE = 1.0
 MOST_PROMPTS = 64
 """Prompts of one request for completions."""
 
-TURN = ("role", "content", "tool_calls", "tool_call_id", "name")
-"""Fields of a message."""
+OF_TURN = {
+    "name": "name",
+    "reasoning": "reasoning",
+    "reasoning_content": "reasoning",
+    "tool_call_id": "tool_call_id",
+    "tool_calls": "tool_calls",
+}
+"""Fields of a message besides role and content, to those of the client; servers have two names for reasoning."""
 
 ROLES = {"developer": "system"}
 """Roles that templates know by another name."""
@@ -158,6 +166,8 @@ class Asked:
     """Of options and fields of the gRPC API to what the caller calls them."""
     stream: bool
     usage_in_stream: bool
+    reasoning: bool = True
+    """True: what the model thinks before it answers is told."""
 
     @property
     def samples(self) -> int:
@@ -199,6 +209,7 @@ def parse(body: bytes, *, chat: bool) -> Asked:
         names=_names(given, chat=chat),
         stream=_flag(given, "stream"),
         usage_in_stream=_usage_in_stream(given),
+        reasoning=_flag(given, "include_reasoning", default=True),
     )
     for each in (asked.options, *asked.prompts):
         _check(each, asked.names)
@@ -265,8 +276,8 @@ def _check(options: Mapping[str, Any], names: Mapping[str, str]) -> None:
         raise ApiError(400, name + message[len(option) :], param=name, code="invalid_value") from None
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = given.get(name, default)
     if not isinstance(value, bool):
         raise refused(name, "must be true or false")
     return value
@@ -419,7 +430,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
-        if key not in (*TURN, "refusal") and value not in (None, [], ""):
+        if key not in {"role", "content", "refusal", *OF_TURN} and value not in (None, [], ""):
             raise unsupported(f"{name}.{key}")
     if not isinstance(role, str):
         raise refused(f"{name}.role", "must be text")
@@ -427,11 +438,11 @@ def _message(message: object, name: str) -> dict[str, Any]:
         raise unsupported(f"{name}.role", "is of an older API: answers to calls have the role tool")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
-    if content is None and message.get("tool_calls"):
+    if content is None and any(message.get(key) for key in ("tool_calls", "reasoning", "reasoning_content")):
         content = ""
     if not isinstance(content, str):
         raise refused(f"{name}.content", "must be text, or a list of parts of text")
-    own = {key: message[key] for key in TURN[2:] if message.get(key)}
+    own = {name: message[key] for key, name in OF_TURN.items() if message.get(key)}
     return {"role": ROLES.get(role, role), "content": content, **own}
 
 

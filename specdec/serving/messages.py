@@ -81,7 +81,9 @@ def grammar_from(message: model_pb2.Grammar) -> Grammar | None:
     if field is None:
         return None
     source = tuple(message.choice.texts) if field == "choice" else (getattr(message, field),)
-    return Grammar(Kind(field), source, message.after_token if message.HasField("after_token") else None)
+    after = message.after_token if message.HasField("after_token") else None
+    opening = message.opening_token if message.HasField("opening_token") else None
+    return Grammar(Kind(field), source, after, opening)
 
 
 def lookahead_from(message: model_pb2.Lookahead) -> Lookahead:

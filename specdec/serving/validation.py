@@ -126,8 +126,13 @@ def grammar_violations(
         found.append((source_field or f"grammar.{kind}", problem))
     if not end_tokens:
         found.append(("grammar", "needs a token that ends the text: the model's own, or one of stop_tokens"))
-    if message.after_token >= vocabulary:
-        found.append(("grammar.after_token", f"is {message.after_token}, must be a token id below {vocabulary}"))
+    found += [
+        (f"grammar.{name}", f"is {token}, must be a token id below {vocabulary}")
+        for name in ("after_token", "opening_token")
+        if (token := getattr(message, name)) >= vocabulary
+    ]
+    if message.HasField("opening_token") and not message.HasField("after_token"):
+        found.append(("grammar.opening_token", "is set, needs after_token"))
     return found
 
 

@@ -59,9 +59,9 @@ class Tokenizer:
             resize_cache(REMEMBERED_WORDS)
         settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
         self._special = {name: _special_token(settings, name) for name in SPECIAL_TOKENS if settings.has(name)}
-        self._special_ids = {
-            added.content: token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added_ids = {each.content: token for token, each in added.items()}
+        self._special_ids = {each.content: token for token, each in added.items() if each.special}
         source, file = template_of(directory.path / "chat_template.jinja", settings)
         self.template_source = source
         """The chat template; None if there is none."""
@@ -74,6 +74,10 @@ class Tokenizer:
     def special_token(self, text: str) -> int | None:
         """Return the special token with this text, which texts do not show; None if it is none."""
         return self._special_ids.get(text)
+
+    def added_token(self, text: str) -> int | None:
+        """Return the token that always stands for this text, special or not; None if there is none."""
+        return self._added_ids.get(text)
 
     @property
     def has_chat_template(self) -> bool:

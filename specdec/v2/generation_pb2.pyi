@@ -321,6 +321,7 @@ class ChatMessage(google.protobuf.message.Message):
     TOOL_CALLS_FIELD_NUMBER: builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
     """Who speaks: "system", "user", "assistant", "tool", or what else the model's template knows."""
     content: builtins.str
@@ -329,6 +330,8 @@ class ChatMessage(google.protobuf.message.Message):
     """Which call this turn answers, for the role "tool"."""
     name: builtins.str
     """The function that was called, likewise, or the speaker's name, where the template wants it."""
+    reasoning: builtins.str
+    """What the assistant thought before it said `content`, for templates that repeat it."""
     @property
     def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToolCall]:
         """Calls that the assistant has made in this turn."""
@@ -341,8 +344,9 @@ class ChatMessage(google.protobuf.message.Message):
         tool_calls: collections.abc.Iterable[global___ToolCall] | None = ...,
         tool_call_id: builtins.str = ...,
         name: builtins.str = ...,
+        reasoning: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 global___ChatMessage = ChatMessage
 
@@ -531,10 +535,14 @@ class GenerateResponse(google.protobuf.message.Message):
     STEPS_FIELD_NUMBER: builtins.int
     OFFERED_FIELD_NUMBER: builtins.int
     RESOLVED_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n samples this belongs to."""
     text: builtins.str
-    """Text that became readable; may be empty while a character is incomplete."""
+    """Text that became readable; may be empty while a character is incomplete. Of a chat it is the answer alone: what the
+    model thought before it is `reasoning`.
+    """
     seed: builtins.int
     """The seed of the request; on the first response."""
     model_fingerprint: builtins.str
@@ -543,6 +551,12 @@ class GenerateResponse(google.protobuf.message.Message):
     """Target steps that made these tokens."""
     offered: builtins.int
     """Candidates verified in them."""
+    reasoning: builtins.str
+    """Reasoning that became readable, without the marks around it and white space behind them. For chats with a model that
+    reasons: ServedModel.reasons. Stop strings are not looked for in it.
+    """
+    reasoning_tokens: builtins.int
+    """Tokens that belong to the reasoning, its marks included; they are the first ones."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last response of this sample."""
@@ -565,7 +579,7 @@ class GenerateResponse(google.protobuf.message.Message):
 
     @property
     def token_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The part of `text` that each token made readable, one entry a token; joined they are `text`."""
+        """The part of `reasoning`, then of `text`, that each token made readable, one entry a token; joined they are both."""
 
     @property
     def resolved(self) -> global___ResolvedRequest:
@@ -587,9 +601,11 @@ class GenerateResponse(google.protobuf.message.Message):
         steps: builtins.int = ...,
         offered: builtins.int = ...,
         resolved: global___ResolvedRequest | None = ...,
+        reasoning: builtins.str = ...,
+        reasoning_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "resolved", b"resolved", "seed", b"seed", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "offered", b"offered", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "resolved", b"resolved", "seed", b"seed", "sources", b"sources", "steps", b"steps", "text", b"text", "timings", b"timings", "token_texts", b"token_texts", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 global___GenerateResponse = GenerateResponse
@@ -729,20 +745,24 @@ class Usage(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """Tokens of the prompt."""
     completion_tokens: builtins.int
     """Tokens generated, resumed ones included."""
     cached_tokens: builtins.int
     """Tokens of the prompt (and of resumed text) that were in memory already."""
+    reasoning_tokens: builtins.int
+    """Those of the generated tokens that belong to the reasoning, its marks included."""
     def __init__(
         self,
         *,
         prompt_tokens: builtins.int = ...,
         completion_tokens: builtins.int = ...,
         cached_tokens: builtins.int = ...,
+        reasoning_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]) -> None: ...
 
 global___Usage = Usage
 
@@ -947,8 +967,14 @@ class Completion(google.protobuf.message.Message):
     SOURCES_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     FINISH_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
     """The text."""
+    reasoning: builtins.str
+    """What the model thought before `text`, as in GenerateResponse."""
+    reasoning_tokens: builtins.int
+    """Tokens that belong to it, its marks included; they are the first ones."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its tokens, resumed ones not included."""
@@ -973,9 +999,11 @@ class Completion(google.protobuf.message.Message):
         sources: collections.abc.Iterable[specdec.v2.model_pb2.TokenSource.ValueType] | None = ...,
         logprobs: collections.abc.Iterable[specdec.v2.verifier_pb2.TokenLogprobs] | None = ...,
         finish: global___Finish | None = ...,
+        reasoning: builtins.str = ...,
+        reasoning_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["finish", b"finish"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finish", b"finish", "logprobs", b"logprobs", "sources", b"sources", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finish", b"finish", "logprobs", b"logprobs", "reasoning", b"reasoning", "reasoning_tokens", b"reasoning_tokens", "sources", b"sources", "text", b"text", "tokens", b"tokens"]) -> None: ...
 
 global___Completion = Completion
 
@@ -1023,6 +1051,7 @@ class ServedModel(google.protobuf.message.Message):
     CHAT_FIELD_NUMBER: builtins.int
     TEXT_FINGERPRINT_FIELD_NUMBER: builtins.int
     TOOL_FORMAT_FIELD_NUMBER: builtins.int
+    REASONS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     context_tokens: builtins.int
@@ -1040,6 +1069,8 @@ class ServedModel(google.protobuf.message.Message):
     """How it writes calls of functions, as specdec.client.tool_formats names it; empty: it knows none, or in a format that
     is not known here.
     """
+    reasons: builtins.bool
+    """Whether its answers to chats may begin with reasoning, between marks that are known here."""
     def __init__(
         self,
         *,
@@ -1049,8 +1080,9 @@ class ServedModel(google.protobuf.message.Message):
         chat: builtins.bool = ...,
         text_fingerprint: builtins.str = ...,
         tool_format: builtins.str = ...,
+        reasons: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "text_fingerprint", b"text_fingerprint", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "reasons", b"reasons", "text_fingerprint", b"text_fingerprint", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ServedModel = ServedModel
 

@@ -378,6 +378,7 @@ class Grammar(google.protobuf.message.Message):
     LARK_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
     AFTER_TOKEN_FIELD_NUMBER: builtins.int
+    OPENING_TOKEN_FIELD_NUMBER: builtins.int
     json_schema: builtins.str
     """A JSON schema: the text is a value that it describes, in one line with a space after each comma and colon, unless
     the schema's own `x-guidance` says otherwise. What of JSON Schema is not supported is refused by name.
@@ -389,6 +390,10 @@ class Grammar(google.protobuf.message.Message):
     after_token: builtins.int
     """The text is free up to and including the first token with this id, such as the end of its reasoning; the grammar
     holds for the rest. Unset: for all of it.
+    """
+    opening_token: builtins.int
+    """With `after_token`: only a text that begins with this token is free up to the other one. For any other text the
+    grammar holds from its beginning.
     """
     @property
     def choice(self) -> global___Choice:
@@ -402,11 +407,14 @@ class Grammar(google.protobuf.message.Message):
         lark: builtins.str = ...,
         choice: global___Choice | None = ...,
         after_token: builtins.int | None = ...,
+        opening_token: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_after_token", b"_after_token", "_opening_token", b"_opening_token", "after_token", b"after_token", "choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "opening_token", b"opening_token", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_after_token", b"_after_token", "_opening_token", b"_opening_token", "after_token", b"after_token", "choice", b"choice", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "opening_token", b"opening_token", "regex", b"regex"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_after_token", b"_after_token"]) -> typing.Literal["after_token"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_opening_token", b"_opening_token"]) -> typing.Literal["opening_token"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "regex", "lark", "choice"] | None: ...
 

@@ -159,6 +159,36 @@ def test_a_text_is_free_until_its_reasoning_ends(split: int) -> None:
     assert tokens_of(state.allowed([])) == tokens_of(begun(Grammar(Kind.REGEX, ("aa",))).allowed([]))
 
 
+@pytest.mark.parametrize("split", range(5))
+def test_a_text_is_free_only_if_it_opens_its_reasoning(split: int) -> None:
+    """Else the grammar holds from the beginning: there the mask allows what the grammar does, and the opening token."""
+    opening, marker, (a,) = 76, 77, TOKENIZER.encode("a", special=False)
+    grammar = Grammar(Kind.REGEX, ("aaa",), after_token=marker, opening_token=opening)
+    three, two = (tokens_of(begun(Grammar(Kind.REGEX, (text,))).allowed([])) for text in ("aaa", "aa"))
+    assert tokens_of(begun(grammar).allowed([])) == sorted({opening, *three})
+    assert begun(grammar).permits([], opening)
+    assert not begun(grammar).permits([], 3)
+    assert begun(grammar).forced() == []
+
+    reasoning = [opening, 5, opening, marker]
+    state = begun(grammar)
+    state.commit(reasoning[:split])
+    path = reasoning[split:]
+    if path:
+        assert state.allowed(path[:-1]) is None or split == 0 == len(path[:-1])
+        assert state.permits(path[:-1], path[-1])
+    assert tokens_of(state.allowed(path)) == three
+    state.commit([*path, a])
+    assert tokens_of(state.allowed([])) == two
+
+    silent = begun(grammar)
+    assert tokens_of(silent.allowed([a])) == two
+    assert not silent.permits([a], opening)
+    silent.commit([a])
+    assert tokens_of(silent.allowed([])) == two
+    assert not silent.permits([], marker)
+
+
 def test_a_later_marker_is_text() -> None:
     marker, (a,) = 77, TOKENIZER.encode("a", special=False)
     state = begun(Grammar(Kind.REGEX, ("a+",), after_token=marker), [marker, a])

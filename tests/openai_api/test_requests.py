@@ -153,7 +153,7 @@ def test_every_field_that_openai_has_is_known() -> None:
     of_completions = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
     assert of_chat - known == set()
     assert of_completions - known == set()
-    assert of_chat | {"chat_template_kwargs"} >= OF_CHAT  # vLLM's
+    assert of_chat | {"chat_template_kwargs", "include_reasoning"} >= OF_CHAT  # vLLM's
     assert of_completions >= OF_COMPLETIONS
 
 

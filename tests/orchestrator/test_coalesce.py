@@ -27,6 +27,8 @@ def response(number: int, *, last: bool = False) -> Response:
         sources=[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] * len(tokens),
         steps=1 + number % 2,
         offered=number,
+        reasoning=f"{number}?" if number < 5 else "",
+        reasoning_tokens=max(0, 5 - number),
         index=3,
         seed=None if number else 17,
         model_fingerprint="" if number else "revision",
@@ -56,6 +58,8 @@ async def collected(responses: Responses) -> list[Response]:
 def contents(responses: Sequence[Response]) -> tuple[object, ...]:
     return (
         "".join(each.text for each in responses),
+        "".join(each.reasoning for each in responses),
+        sum(each.reasoning_tokens for each in responses),
         [token for each in responses for token in each.tokens],
         [piece for each in responses for piece in each.token_texts],
         [kind for each in responses for kind in each.sources],

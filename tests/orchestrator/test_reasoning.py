@@ -1,0 +1,82 @@
+"""Whether a model reasons is read off its chat template, and whether an answer does off the end of the prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.model import Model
+from orchestrator.request import parse
+from specdec.engine.model_directory import ModelDirectory
+from specdec.v2 import generation_pb2, model_pb2
+from tests.models import make
+from tests.reasoning import CLOSE, OPEN, TEMPLATE, reasoning_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    root = tmp_path_factory.mktemp("model")
+    return Model.of(ModelDirectory(reasoning_model(make("llama", root / "plain"), root / "reasons")))
+
+
+def request_of(turns: Any, arguments: dict[str, Any], **fields: Any) -> generation_pb2.GenerateRequest:
+    chat = generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(**turn) for turn in turns])
+    chat.template_arguments.update(arguments)
+    return generation_pb2.GenerateRequest(chat=chat, **fields)
+
+
+ASKED = [{"role": "user", "content": "what is </think> or <think>?"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begun"), [({}, False), ({"opened": True}, True), ({"enable_thinking": False}, None)]
+)
+def test_the_end_of_the_prompt_says_how_an_answer_begins(
+    model: Model, arguments: dict[str, Any], begun: bool | None
+) -> None:
+    """Marks in what others say are no marks."""
+    reasoning = parse(request_of(ASKED, arguments), model).samples[0].reasoning
+    assert (None if reasoning is None else reasoning.begun) == begun
+
+
+def test_only_chats_are_split(model: Model) -> None:
+    (sample,) = parse(generation_pb2.GenerateRequest(text="<think>\n"), model).samples
+    assert sample.reasoning is None
+
+
+def test_a_grammar_is_about_the_answer(model: Model) -> None:
+    """Unless the request itself says where it begins."""
+    grammar = model_pb2.Grammar(regex="a+")
+    for arguments, expected in (
+        ({}, model_pb2.Grammar(regex="a+", after_token=CLOSE, opening_token=OPEN)),
+        ({"opened": True}, model_pb2.Grammar(regex="a+", after_token=CLOSE)),
+        ({"enable_thinking": False}, grammar),
+    ):
+        assert parse(request_of(ASKED, arguments, grammar=grammar), model).samples[0].grammar == expected
+    own = model_pb2.Grammar(regex="a+", after_token=70)
+    assert parse(request_of(ASKED, {}, grammar=own), model).samples[0].grammar == own
+
+
+def test_the_template_sees_the_reasoning_of_earlier_turns(model: Model) -> None:
+    turns = [*ASKED, {"role": "assistant", "content": "a mark", "reasoning": "hm"}, *ASKED]
+    text = model.tokenizer.decode(parse(request_of(turns, {}), model).samples[0].prompt)
+    assert "assistant: (hm) a mark" in text
+
+
+@pytest.mark.parametrize("without", ["template", "token"])
+def test_other_models_have_no_reasoning(tmp_path: Path, without: str) -> None:
+    """Neither where the template does not know the marks, nor where they are no tokens."""
+    directory = reasoning_model(make("llama", tmp_path / "plain"), tmp_path / "reasons")
+    if without == "template":
+        settings = json.loads((directory / "tokenizer_config.json").read_text())
+        settings["chat_template"] = TEMPLATE.replace("</think>", "")
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        file = directory / "tokenizer.json"
+        file.write_text(file.read_text().replace("</think>", "</thought>"))
+    model = Model.of(ModelDirectory(directory))
+    assert model.reasoning_marks is None
+    assert parse(request_of(ASKED, {}), model).samples[0].reasoning is None

@@ -1,0 +1,143 @@
+"""Chats with a model that reasons: its answer and its reasoning come apart, whatever speculation does, and grammars and
+calls are about the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.client import AsyncClient, Client, Completion
+from tests.models import END
+from tests.reasoning import CLOSE, OPEN, reasoning_model
+from tests.services.conftest import Directories
+from tests.stack import Stack, stack
+
+CHAT: list[Any] = [{"role": "user", "content": "how warm is it?"}]
+OPENED, CLOSED = {"opened": True}, {"enable_thinking": False}
+MARKED = {OPEN: 5.0, CLOSE: 4.0}
+"""Biases, without which tiny models rarely write a mark."""
+
+
+@pytest.fixture
+def pair(directories: Directories, tmp_path: Path) -> tuple[Path, Path]:
+    """A target that reasons, and a draft near it."""
+    draft = reasoning_model(directories.near, tmp_path / "draft")
+    return reasoning_model(directories.target, tmp_path / "target"), draft
+
+
+def parts_of(tokens: Sequence[int], *, begun: bool | None) -> tuple[list[int], list[int]]:
+    """The tokens of reasoning and answer, where one is known to have begun, to be possible, or not to be (None)."""
+    if begun is None or (not begun and tokens[0] != OPEN):
+        return [], list(tokens)
+    end = tokens.index(CLOSE) + 1 if CLOSE in tokens else len(tokens)
+    return list(tokens[:end]), list(tokens[end:])
+
+
+def check_split(services: Stack, completion: Completion, *, begun: bool | None) -> None:
+    """Reasoning and answer are what their tokens spell."""
+    reasoning, answer = parts_of(completion.tokens, begun=begun)
+    decode = services.model.tokenizer.decode
+    assert completion.reasoning_tokens == completion.finish.reasoning_tokens == len(reasoning)
+    inner = reasoning[0 if begun else 1 : -1 if CLOSE in reasoning else None]
+    assert completion.reasoning == decode(inner).lstrip()
+    if reasoning:
+        assert completion.text == decode(answer).lstrip()
+
+
+def asked_of(arguments: dict[str, Any], seed: int, **others: Any) -> dict[str, Any]:
+    """A request: each seed asks something else."""
+    messages: Any = [{"role": "user", "content": f"how warm is it{chr(33 + seed)}"}]
+    fixed: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_end_token": True, "logit_bias": MARKED}
+    return fixed | {"messages": messages, "template_arguments": arguments, "seed": seed, **others}
+
+
+async def a_reasoned_text(client: AsyncClient, arguments: dict[str, Any]) -> tuple[dict[str, Any], Completion]:
+    """A request, and its text: the first, by seeds, that has some reasoning and some answer."""
+    for seed in range(100):
+        asked = asked_of(arguments, seed, max_tokens=30)
+        whole = (await client.complete(**asked)).completions[0]
+        if 3 < whole.reasoning_tokens < 25 and whole.text:
+            return asked, whole
+    raise AssertionError("no text has reasoning")
+
+
+async def test_it_comes_apart_equally_with_and_without_drafts(pair: tuple[Path, Path]) -> None:
+    kinds: Counter[tuple[bool | None, bool, bool]] = Counter()
+    async with stack(*pair) as services, AsyncClient(services.address) as client:
+        (model,) = await client.models()
+        assert model.reasons
+        for seed in range(24):
+            arguments, begun = (({}, False), ({}, False), (OPENED, True), (CLOSED, None))[seed % 4]
+            asked = asked_of(arguments, seed)
+            plain = (await client.complete(**asked, speculation="off")).completions[0]
+            drafted = (await client.complete(**asked, speculation="always")).completions[0]
+            check_split(services, plain, begun=begun)
+            assert drafted.tokens == plain.tokens
+            assert (drafted.text, drafted.reasoning) == (plain.text, plain.reasoning)
+            reasoning, answer = parts_of(plain.tokens, begun=begun)
+            kinds[begun, bool(reasoning), bool(answer)] += 1
+    assert {(False, True, True), (False, False, True), (True, True, True), (None, False, True)} <= kinds.keys()
+
+
+async def test_a_stream_tells_reasoning_before_the_answer(pair: tuple[Path, Path]) -> None:
+    async with stack(*pair) as services, AsyncClient(services.address) as client:
+        asked, whole = await a_reasoned_text(client, OPENED)
+        reasoning, text, count = "", "", 0
+        async with client.generate(**asked) as stream:
+            async for chunk in stream:
+                assert not (text and chunk.reasoning_tokens)
+                assert "".join(chunk.token_texts) == chunk.reasoning + chunk.text
+                reasoning, text = reasoning + chunk.reasoning, text + chunk.text
+                count += chunk.reasoning_tokens
+        assert (reasoning, text, count) == (whole.reasoning, whole.text, whole.reasoning_tokens)
+
+
+async def test_a_text_is_resumed_from_anywhere(pair: tuple[Path, Path]) -> None:
+    async with stack(*pair) as services, AsyncClient(services.address) as client:
+        for arguments in ({}, OPENED):
+            asked, whole = await a_reasoned_text(client, arguments)
+            for length in range(1, 30, 3):
+                rest = (await client.complete(**asked, generated_tokens=whole.tokens[:length])).completions[0]
+                assert rest.tokens == whole.tokens[length:]
+                assert rest.reasoning_tokens == max(0, whole.reasoning_tokens - length)
+                assert rest.finish.reasoning_tokens == whole.reasoning_tokens
+                assert whole.text.endswith(rest.text)
+                assert whole.reasoning.endswith(rest.reasoning)
+
+
+@pytest.mark.parametrize("arguments", [{}, OPENED, CLOSED], ids=["possible", "begun", "none"])
+async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path], arguments: dict[str, Any]) -> None:
+    """Which the model may begin with at once, unless the prompt has opened its reasoning."""
+    with_reasoning = 0
+    async with stack(*pair) as services, AsyncClient(services.address) as client:
+        for seed in range(8):
+            asked = asked_of(arguments, seed, regex="[0-9]{2,5}", ignore_end_token=False, max_tokens=100)
+            plain = (await client.complete(**asked, speculation="off")).completions[0]
+            drafted = (await client.complete(**asked, speculation="always")).completions[0]
+            assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
+            with_reasoning += bool(plain.reasoning_tokens)
+            if CLOSE in plain.tokens or not plain.reasoning_tokens:
+                assert plain.text.isdigit()
+                assert 2 <= len(plain.text) <= 5
+                assert plain.tokens[-1] == END
+    assert with_reasoning == 0 if arguments == CLOSED else with_reasoning > 0
+
+
+async def test_the_client_that_blocks_tells_it_too(pair: tuple[Path, Path]) -> None:
+    """A conversation goes on with the answer, and with its reasoning for templates that repeat it."""
+
+    def converse(address: str, asked: dict[str, Any], whole: Completion) -> None:
+        with Client(address) as client:
+            first = client.complete(**asked).completions[0]
+            assert (first.text, first.reasoning) == (whole.text, whole.reasoning)
+            answer: Any = {"role": "assistant", "content": "warm"}
+            without, with_it = ([*CHAT, turn, *CHAT] for turn in (answer, {**answer, "reasoning": "it is May"}))
+            assert len(client.tokenize(messages=with_it).ids) > len(client.tokenize(messages=without).ids)
+
+    async with stack(*pair) as services, AsyncClient(services.address) as client:
+        await asyncio.to_thread(converse, services.address, *await a_reasoned_text(client, OPENED))
