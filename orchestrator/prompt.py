@@ -9,6 +9,7 @@ from google.protobuf import json_format
 
 from orchestrator.model import Model
 from orchestrator.tools import tool_violations, tools_for_template, turns_for_template
+from specdec.serving.errors import PromptTooLongError
 from specdec.serving.validation import token_violations, too_many
 from specdec.text.tokenizer import ChatTemplateError, TooManyTokensError
 from specdec.v2 import generation_pb2
@@ -20,8 +21,8 @@ MOST_ARGUMENTS = 16 << 10
 def prompt_tokens(
     message: generation_pb2.GenerateRequest, model: Model, time: datetime, violations: list[tuple[str, str]]
 ) -> list[int]:
-    """Return the prompt's tokens, with room for one more, where a chat template sees `time`; what is wrong with it is
-    added to `violations`."""
+    """Return the prompt's tokens, where a chat template sees `time`; what is wrong with it is added to `violations`.
+    PromptTooLongError if they leave no room for one more."""
     most = model.context - 1
     try:
         match message.WhichOneof("prompt"):
@@ -52,7 +53,8 @@ def prompt_tokens(
     except ChatTemplateError as error:
         violations.append(("chat", str(error)))
     except TooManyTokensError as error:
-        violations.append(("prompt", f"has {error}, the context of {model.context} leaves no room"))
+        problem = f"has {error}, the context of {model.context} leaves no room"
+        raise PromptTooLongError([("prompt", problem)]) from None
     return []
 
 

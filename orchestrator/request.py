@@ -22,6 +22,7 @@ from specdec.serving.errors import (
     InvalidRequestError,
     PermissionDeniedError,
     PromptChangedError,
+    PromptTooLongError,
     UnknownModelError,
 )
 from specdec.serving.messages import lookahead_from, rule_of
@@ -73,8 +74,9 @@ def parse(
     """
     if message.model and message.model != model.name:
         raise UnknownModelError(f"model: is {echo(message.model)}, served here is {model.name!r}")
-    violations = _sizes(message, model)
-    if violations:
+    if violations := _prompt_sizes(message, model):
+        raise PromptTooLongError(violations)
+    if violations := _sizes(message, model):
         raise InvalidRequestError(violations)
     if owner is not None and message.tenant not in ("", owner.name):
         problem = f"tenant: is {echo(message.tenant)}, the API key is of {echo(owner.name)}"
@@ -205,15 +207,24 @@ def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int,
     return found
 
 
-def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
-    """Find the fields that are too long to be looked at. Cheap, however long they are."""
-    chat = message.chat.messages
-    context = model.context
-    found: list[tuple[str, str] | None] = [
+def _prompt_sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
+    """Find that the prompt is too long to be looked at. Cheap, however long it is."""
+    chat, context = message.chat.messages, model.context
+    found = [
         too_many("text", len(message.text.encode()), model.most_text, "bytes"),
         too_many("tokens.ids", len(message.tokens.ids), context, "tokens"),
         too_many("chat.messages", len(chat), context, "messages"),
-        too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
+    ]
+    if len(chat) <= context:
+        length = sum(turn.ByteSize() for turn in chat) + sum(tool.ByteSize() for tool in message.chat.tools)
+        found.append(too_many("chat", length, model.most_text, "bytes"))
+    return [violation for violation in found if violation is not None]
+
+
+def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[str, str]]:
+    """Find the other fields that are too long to be looked at. Cheap as well."""
+    found: list[tuple[str, str] | None] = [
+        too_many("generated_tokens", len(message.generated_tokens), model.context, "tokens"),
         too_many("stop", len(message.stop), MOST_STOP_STRINGS, "strings"),
         too_many("stop_tokens", len(message.stop_tokens), MOST_STOP_TOKENS, "tokens"),
         too_many("tenant", len(message.tenant), LONGEST_NAME, "characters"),
@@ -221,9 +232,6 @@ def _sizes(message: generation_pb2.GenerateRequest, model: Model) -> list[tuple[
         too_many("prompt_digest", len(message.prompt_digest), LONGEST_FINGERPRINT, "characters"),
         *size_violations(message.sampling, model.vocabulary),
     ]
-    if len(chat) <= context:
-        length = sum(turn.ByteSize() for turn in chat) + sum(tool.ByteSize() for tool in message.chat.tools)
-        found.append(too_many("chat", length, model.most_text, "bytes"))
     if message.n > MOST_SAMPLES:
         found.append(("n", f"is {message.n}, must be at most {MOST_SAMPLES}"))
     return [violation for violation in found if violation is not None]

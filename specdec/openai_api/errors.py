@@ -79,7 +79,8 @@ def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyTyp
             found = [(_field(field, names), problem) for field, problem in error.violations]
             if found:
                 message = "; ".join(f"{field}: {problem}" for field, problem in found)
-            return ApiError(400, message, param=found[0][0] if found else None, code="invalid_value")
+            code = "context_length_exceeded" if error.reason == "PROMPT_TOO_LONG" else "invalid_value"
+            return ApiError(400, message, param=found[0][0] if found else None, code=code)
         case NotFound():
             return ApiError(404, message, param="model", code="model_not_found")
         case AccessDenied() if error.code.name == "UNAUTHENTICATED":

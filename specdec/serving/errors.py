@@ -2,6 +2,7 @@
 
 ServiceError
 ├── InvalidRequestError      INVALID_ARGUMENT      the caller's fields, each with its limit
+│   └── PromptTooLongError   INVALID_ARGUMENT      the prompt leaves no room in the context
 ├── UnknownModelError        NOT_FOUND             no such model here
 ├── UnknownRequestError      NOT_FOUND             nothing is recorded of this request
 ├── NotBuiltError            UNIMPLEMENTED         a feature of the contract that does not exist yet
@@ -90,6 +91,12 @@ class InvalidRequestError(ServiceError):
         for field, problem in self.violations:
             bad.field_violations.add(field=field, description=problem)
         return (bad,)
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room in the model's context."""
+
+    reason = "PROMPT_TOO_LONG"
 
 
 class UnknownModelError(ServiceError):
@@ -206,6 +213,7 @@ class InternalError(ServiceError):
 
 STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    PromptTooLongError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     NotBuiltError: grpc.StatusCode.UNIMPLEMENTED,

@@ -18,7 +18,8 @@ from tests.metrics import served_names
 RUNBOOKS = Path(__file__).parents[2] / "docs" / "runbooks"
 HEADINGS = ["What it means", "What you see", "How to confirm", "What to do"]
 CALLERS = {
-    *("INVALID_REQUEST", "UNKNOWN_MODEL", "NOT_BUILT", "DEADLINE", "PROMPT_CHANGED", "MODEL_CHANGED"),
+    *("INVALID_REQUEST", "PROMPT_TOO_LONG", "UNKNOWN_MODEL", "NOT_BUILT"),
+    *("DEADLINE", "PROMPT_CHANGED", "MODEL_CHANGED"),
     *("UNAUTHENTICATED", "WRONG_TENANT", "TENANT_LIMIT", "UNKNOWN_REQUEST", "GRAMMAR_TOO_COMPLEX"),
 }
 """Reasons of errors that no alert is for: they are the callers' affair, or follow from a change of the model."""

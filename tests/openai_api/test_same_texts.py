@@ -12,6 +12,7 @@ from openai import BadRequestError
 
 from demo.train import CHAT_TEMPLATE
 from specdec.client import AsyncClient
+from tests.models import CONTEXT
 from tests.openai_api.front import front
 from tests.services.conftest import Directories
 from tests.stack import stack, until
@@ -128,3 +129,20 @@ async def test_more_samples_than_anybody_draws_take_no_memory(directories: Direc
                 await http.client.completions.create(
                     model=services.model.name, prompt=[5], n=2**32 - 1, stream=stream, timeout=20
                 )
+
+
+LONG: dict[str, Any] = {
+    "more": [5] * (CONTEXT + 1),
+    "all": [5] * CONTEXT,
+    "text": "the fox " * CONTEXT,
+    "too long to be read": "x" * 10**6,
+}
+
+
+@pytest.mark.parametrize("prompt", LONG.values(), ids=LONG)
+async def test_a_prompt_that_fills_the_context_has_a_code_of_its_own(directories: Directories, prompt: Any) -> None:
+    """By which programs know that they must shorten it."""
+    async with stack(directories.target, None) as services, front(services.address) as http:
+        with pytest.raises(BadRequestError) as refused:
+            await http.client.completions.create(model=services.model.name, prompt=prompt)
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")

@@ -45,6 +45,10 @@ class Untouched(Tokenizer):
         pass
 
     longest_token = 4
+    template_source = None
+
+    def added_token(self, _: str) -> None:
+        """It has none."""
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
         raise AssertionError("it was encoded")
