@@ -73,7 +73,7 @@ async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str, 
 
 async def test_another_revision(models: Models, oracle: Oracle, tmp_path: Path) -> None:
     """A verifier returns with another model: texts that were begun end with MODEL_CHANGED, and none is spliced."""
-    asked = asks(64, seed=21, tokens=(200, 400), ignore_end_token=True)
+    asked = asks(64, seed=21, tokens=(200, 400), min_tokens=200)
     cluster = Cluster(models, tmp_path).deploy(verifiers=1, drafts=1, orchestrators=2)
     cluster.stand_in("revised", "verifier-0", model=models.revision)
     async with deployed(cluster, asked) as wants:
