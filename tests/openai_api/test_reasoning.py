@@ -19,15 +19,19 @@ HERMES_TEMPLATE = next(template for kind, template in TEMPLATES.items() if kind.
 OPENED = {"chat_template_kwargs": {"opened": True}}
 
 
-@pytest.fixture
-def pair(models: Models, tmp_path: Path) -> tuple[Path, Path]:
+def reasoning_pair(models: Models, folder: Path) -> tuple[Path, Path]:
     """A target that reasons and calls functions, and a draft near it."""
     template = "{% if tools %}" + HERMES_TEMPLATE + "{% if opened %}<think>\n{% endif %}{% else %}" + TEMPLATE
     template += "{% endif %}"
     return (
-        reasoning_model(models.target, tmp_path / "target", template),
-        reasoning_model(models.draft, tmp_path / "draft", template),
+        reasoning_model(models.target, folder / "target", template),
+        reasoning_model(models.draft, folder / "draft", template),
     )
+
+
+@pytest.fixture
+def pair(models: Models, tmp_path: Path) -> tuple[Path, Path]:
+    return reasoning_pair(models, tmp_path)
 
 
 def asked_of(name: str, **others: Any) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Whoever dies while a model calls a function or writes by a schema, the caller sees a pause and the same answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.model import Model
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.servicer import GenerationServicer
+from specdec.engine.model_directory import ModelDirectory
+from tests.faults.cluster import Models
+from tests.openai_api.front import front
+from tests.openai_api.test_reasoning import reasoning_pair
+from tests.stack import Pod, Stack, running, stack, until
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"why": {"type": "string", "minLength": 60, "maxLength": 70}, "warm": {"type": "boolean"}},
+    "required": ["why", "warm"],
+    "additionalProperties": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "call": {
+        "tools": [{"type": "function", "function": {"name": "tell", "parameters": SCHEMA}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "warmth", "schema": SCHEMA}}},
+}
+STEP = 12
+"""The step of the target after which somebody dies: the answer takes more than twice as many."""
+
+
+class Slowly:
+    """Delays the target's steps, so that there is time to die, and counts them."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self) -> None:
+        self.steps += 1
+        time.sleep(0.01)
+
+
+def another_orchestrator(services: Stack, target: Path) -> Pod:
+    """One that knows the same pods."""
+    verifiers, drafts = (Pods(pod.address for pod in pods) for pods in (services.verifiers, services.drafts))
+    return Pod(GenerationServicer(Model.of(ModelDirectory(target)), Peers(verifiers, drafts, drafts_are_trusted=True)))
+
+
+def with_work(pods: list[Pod], works: Callable[[Pod], bool]) -> Pod:
+    (found,) = (pod for pod in pods if works(pod))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("victim", ["verifier", "draft", "orchestrator"])
+async def test_the_answer_is_the_same(models: Models, tmp_path: Path, victim: str, kind: str) -> None:
+    target, draft = reasoning_pair(models, tmp_path)
+    slowly = Slowly()
+    async with stack(target, draft, verifiers=2, target_delay=slowly, patience_seconds=0.3) as services:
+        orchestrators = [another_orchestrator(services, target) for _ in range(2)]
+        async with running(orchestrators[0]) as one, running(orchestrators[1]) as other:
+
+            async def kill() -> None:
+                match victim:
+                    case "verifier":
+                        await with_work([*services.verifiers], lambda pod: pod.loop.pool.held > 0).stop()  # type: ignore[attr-defined]
+                    case "draft":
+                        await services.drafts[0].stop()
+                    case "orchestrator":
+                        await with_work([one, other], lambda pod: pod.service._stats.running_samples > 0).stop()  # type: ignore[attr-defined]
+
+            async with front(one.address, other.address) as http:
+
+                async def answered(disturb: Callable[[], Awaitable[None]] | None) -> tuple[Any, int]:
+                    """The answer's message, and how many steps it took."""
+                    begin = slowly.steps
+                    asking = asyncio.create_task(
+                        http.client.chat.completions.create(
+                            model=services.model.name,
+                            messages=[{"role": "user", "content": "is it warm?"}],
+                            max_tokens=200,
+                            seed=4,
+                            temperature=1.0,
+                            **KINDS[kind],
+                            extra_body={"specdec": {"speculation": "always"}},
+                        )
+                    )
+                    if disturb is not None:
+                        await until(lambda: slowly.steps - begin >= STEP)
+                        assert not asking.done()
+                        await disturb()
+                    (choice,) = (await asking).choices
+                    assert choice.finish_reason == ("tool_calls" if kind == "call" else "stop")
+                    message = choice.message.model_dump()
+                    for call in message["tool_calls"] or ():
+                        del call["id"]  # each request has its own
+                    return message, slowly.steps - begin
+
+                want, steps = await answered(None)
+                assert steps > 2 * STEP
+                got, _ = await answered(kill)
+                assert got == want
