@@ -21,6 +21,7 @@ ROOMS = {
     },
     "engine": {
         "engine": "step time over the roofline of the device's memory, beside transformers: random weights",
+        "token-masks": "what a grammar costs in each step, by the size of the vocabulary",
         "start": "seconds until a verifier is ready, by phase, with an empty and with a filled cache folder",
     },
     "gpu": {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from orchestrator.reasoning import ReasoningMarks
+from orchestrator.reasoning import Reasoning, marks_of
 from specdec.client.tool_formats import ToolFormat, format_of
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
@@ -59,9 +59,9 @@ class Model:
         return None if self.tool_format is None else self.tokenizer.special_token(self.tool_format.marker)
 
     @cached_property
-    def reasoning_marks(self) -> ReasoningMarks | None:
+    def reasoning_marks(self) -> Reasoning | None:
         """The tokens between which the model reasons; None if it does not, or by marks that are not known here."""
-        return ReasoningMarks.of(self.tokenizer)
+        return marks_of(self.tokenizer)
 
     @property
     def most_text(self) -> int:

@@ -70,7 +70,8 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
 
 
 def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> str:
-    """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, or is too long."""
+    """Render a conversation with the model's chat template; ChatTemplateError if it cannot be, PromptTooLongError if it
+    is too long."""
     try:
         arguments = _whole(json_format.MessageToDict(chat.template_arguments))
     except ValueError as error:  # a number that JSON does not have
@@ -78,7 +79,8 @@ def _rendered(chat: generation_pb2.ChatPrompt, model: Model, time: datetime) -> 
     tools = tools_for_template(chat.tools)
     text = model.tokenizer.render(turns_for_template(chat.messages), time, arguments, tools)
     if (length := len(text.encode())) > model.most_text:
-        raise ChatTemplateError(f"renders to {length} bytes of text, the context has room for {model.most_text}")
+        problem = f"renders to {length} bytes of text, the context has room for {model.most_text}"
+        raise PromptTooLongError([("chat", problem)])
     return text
 
 

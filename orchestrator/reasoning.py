@@ -4,57 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from specdec.text.tokenizer import Tokenizer
-from specdec.v2 import model_pb2
+from specdec.v2 import generation_pb2, model_pb2
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""The marks of Qwen 3, QwQ and DeepSeek R1's distillations, and of Magistral."""
+"""The marks of Qwen 3, QwQ and DeepSeek R1's distillations, and of Magistral from its release 2507 on."""
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The reasoning of one answer: it ends with the token `end`, and begins in the prompt or, if at all, with the token
-    `begin` as the first one."""
+    """The reasoning of one text: it ends with the token `closing`. The prompt has `begun` it, or else the text does if
+    its first token is `opening`."""
 
-    begin: int
-    end: int
-    begun: bool
+    opening: int
+    closing: int
+    begun: bool = False
 
     def before(self, grammar: model_pb2.Grammar) -> model_pb2.Grammar:
-        """Return a grammar that holds for what follows the reasoning."""
-        found = model_pb2.Grammar(after_token=self.end)
+        """Return a grammar that holds for the answer, unless the grammar itself says for what it holds."""
+        if grammar.HasField("after_token") or grammar.HasField("opening_token"):
+            return grammar
+        found = model_pb2.Grammar()
+        found.CopyFrom(grammar)
+        found.after_token = self.closing
         if not self.begun:
-            found.opening_token = self.begin
-        found.MergeFrom(grammar)
+            found.opening_token = self.opening
         return found
 
 
-@dataclass(frozen=True)
-class ReasoningMarks:
-    """The tokens between which a model reasons."""
+def marks_of(tokenizer: Tokenizer) -> Reasoning | None:
+    """Return the reasoning of a model, as its texts may begin it; None if its chat template knows none of `MARKS`, or
+    they are not tokens."""
+    for opening, closing in MARKS:
+        first, last = tokenizer.added_token(opening), tokenizer.added_token(closing)
+        if first is not None and last is not None and closing in (tokenizer.template_source or ""):
+            return Reasoning(first, last)
+    return None
 
-    begin: int
-    end: int
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self | None:
-        """Return the marks of a model; None if its chat template knows none of `MARKS`, or they are not tokens."""
-        for begin, end in MARKS:
-            first, last = tokenizer.added_token(begin), tokenizer.added_token(end)
-            if first is not None and last is not None and end in (tokenizer.template_source or ""):
-                return cls(first, last)
-        return None
+def reasoning_after(prompt: Sequence[int], marks: Reasoning, tokenizer: Tokenizer) -> Reasoning | None:
+    """Return the reasoning of a chat's next text; None if its prompt ends with the closing mark, by which templates
+    have a model answer at once."""
+    for token in reversed(prompt):
+        if token == marks.closing:
+            return None
+        if token == marks.opening:
+            return Reasoning(marks.opening, marks.closing, begun=True)
+        if not tokenizer.piece(token).isspace():
+            break
+    return marks
 
-    def after(self, prompt: Sequence[int], tokenizer: Tokenizer) -> Reasoning | None:
-        """Return the reasoning of the answer to a prompt; None if the prompt has told the model not to reason, by
-        marks with nothing in between."""
-        for token in reversed(prompt):
-            if token == self.end:
-                return None
-            if token == self.begin:
-                return Reasoning(self.begin, self.end, begun=True)
-            if not tokenizer.piece(token).isspace():
-                break
-        return Reasoning(self.begin, self.end, begun=False)
+
+def reasoning_from(message: generation_pb2.Reasoning) -> Reasoning | None:
+    """Return what a message says."""
+    return None if message.none else Reasoning(message.opening_token, message.closing_token, message.begun)
+
+
+def reasoning_message(reasoning: Reasoning | None) -> generation_pb2.Reasoning:
+    if reasoning is None:
+        return generation_pb2.Reasoning(none=True)
+    return generation_pb2.Reasoning(
+        opening_token=reasoning.opening, closing_token=reasoning.closing, begun=reasoning.begun
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.model import Model
 from orchestrator.prompt import prompt_tokens, time_of
+from orchestrator.reasoning import Reasoning, reasoning_after, reasoning_from
 from orchestrator.resolved import digest
 from orchestrator.sample import Request, Sample
 from orchestrator.tenants.file import LONGEST_NAME, Tenant
@@ -65,7 +66,8 @@ def parse(
     streamed: bool = True,
     arrived: datetime | None = None,
 ) -> Request:
-    """Parse a message into a request, or raise an error that names every field that is wrong.
+    """Parse a message into a request, or raise an error that names every field that is wrong; a prompt that is too long
+    is told first, and alone.
 
     `owner` is the tenant whose key came with it; by default the message names one. With `untrusted_drafts`, rules are
     refused under which a draft service influences tokens. Commits for a request that is not `streamed` may be
@@ -105,10 +107,9 @@ def parse(
     if message.logprobs > MOST_LOGPROBS:
         violations.append(("logprobs", f"is {message.logprobs}, must be at most {MOST_LOGPROBS}"))
     _check_stops(message, model, violations)
-    marks = model.reasoning_marks if message.WhichOneof("prompt") == "chat" else None
-    reasoning = None if marks is None else marks.after(prompt, model.tokenizer)
+    reasoning = _reasoning(message, model, prompt, violations)
     grammar = _grammar(message, model, violations)
-    if grammar is not None and reasoning is not None and not grammar.HasField("after_token"):
+    if grammar is not None and reasoning is not None:
         grammar = reasoning.before(grammar)
     if grammar is not None:
         violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
@@ -272,6 +273,21 @@ def _speculation(message: generation_pb2.GenerateRequest, violations: list[tuple
         max_branches=wanted.max_branches,
         lookahead=lookahead,
     )
+
+
+def _reasoning(
+    message: generation_pb2.GenerateRequest, model: Model, prompt: list[int], violations: list[tuple[str, str]]
+) -> Reasoning | None:
+    """Return where the reasoning of the text is; what is wrong with it is added to `violations`."""
+    if message.HasField("reasoning"):
+        violations += [
+            (f"reasoning.{name}", f"is {token}, must be a token id below {model.vocabulary}")
+            for name in ("opening_token", "closing_token")
+            if (token := getattr(message.reasoning, name)) >= model.vocabulary
+        ]
+        return reasoning_from(message.reasoning)
+    marks = model.reasoning_marks if message.WhichOneof("prompt") == "chat" else None
+    return None if marks is None else reasoning_after(prompt, marks, model.tokenizer)
 
 
 def _grammar(

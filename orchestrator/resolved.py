@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from orchestrator.reasoning import reasoning_message
 from orchestrator.sample import Sample
 from specdec.v2 import generation_pb2
 
@@ -32,6 +33,7 @@ def resolved(sample: Sample) -> generation_pb2.ResolvedRequest:
         max_tokens=sample.max_tokens,
         end_tokens=sorted(sample.end_tokens),
         prompt_digest=digest(sample.prompt),
+        reasoning=reasoning_message(sample.reasoning),
     )
     if sample.time is not None:
         message.time.FromDatetime(sample.time)

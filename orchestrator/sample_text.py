@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from orchestrator.sample import Sample
 from orchestrator.text import Spelt, TextStream
 from specdec.text.tokenizer import Tokenizer
 
 
 class SampleText:
-    """Spells the tokens of one sample. Marks of reasoning are not spelt, nor is white space behind them; stop strings
-    are looked for in the answer alone."""
+    """Spells the tokens of one sample. Marks of reasoning are not spelt; stop strings are looked for in the answer
+    alone. White space behind marks is dropped, but of an answer that a grammar is about."""
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
         self._sample = sample
         self._tokenizer = tokenizer
-        self._marks = sample.reasoning
-        self._in_reasoning = self._marks is not None and self._marks.begun
-        self._stream = self._reasoning(sample.prompt) if self._in_reasoning else self._answer(sample.prompt)
-        self._begun = False
+        reasoning = sample.reasoning
+        self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if it is the next token
+        self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # in reasoning only
+        self._stream = (
+            TextStream(tokenizer, sample.prompt, sample.stop, sample.shown_token)
+            if self._closing is None
+            else TextStream(tokenizer, sample.prompt, (), behind_mark=True)
+        )
         self.reasoning_tokens = 0
         """Tokens so far that belong to the reasoning, its marks included."""
 
     def push(self, token: int) -> Spelt:
         """Take a token; return what it made readable."""
-        may_open, self._begun = not self._begun and not self._in_reasoning, True
-        if self._marks is None:
-            return self._stream.push(token)
-        if may_open and token == self._marks.begin:
-            self._in_reasoning, self._stream = True, self._reasoning([])
-            self.reasoning_tokens += 1
+        opens, self._opening = token == self._opening, None
+        if opens:
+            assert self._sample.reasoning is not None
+            self._closing = self._sample.reasoning.closing
+            self._stream = TextStream(self._tokenizer, [], (), behind_mark=True)
+        self.reasoning_tokens += self._closing is not None
+        if opens:
             return Spelt("")
-        if not self._in_reasoning:
+        if token != self._closing:
             return self._stream.push(token)
-        self.reasoning_tokens += 1
-        if token != self._marks.end:
-            return self._stream.push(token)
-        spelt = self._stream.finish()
-        self._in_reasoning, self._stream = False, self._answer([], behind_mark=True)
+        spelt, sample = self._stream.finish(), self._sample
+        self._closing = None
+        drops = sample.grammar is None
+        self._stream = TextStream(self._tokenizer, [], sample.stop, sample.shown_token, behind_mark=drops)
         return spelt
 
     def end(self) -> None:
         """Take the end token, which is not spelt."""
-        self.reasoning_tokens += self._in_reasoning
+        self.reasoning_tokens += self._closing is not None
 
     def finish(self) -> Spelt:
         """Return what was held back, as a part of what the last token made readable; called at the end of the
         tokens."""
         return self._stream.finish()
-
-    def _reasoning(self, before: Sequence[int]) -> TextStream:
-        return TextStream(self._tokenizer, before, (), behind_mark=True)
-
-    def _answer(self, before: Sequence[int], *, behind_mark: bool = False) -> TextStream:
-        sample = self._sample
-        return TextStream(self._tokenizer, before, sample.stop, sample.shown_token, behind_mark=behind_mark)

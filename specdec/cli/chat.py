@@ -104,7 +104,7 @@ def _turn(client: Client, waiting: Waiting, conversation: Conversation, asks: st
 def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> None:
     """Answer the last question, piece by piece; Ctrl-C ends the answer. However it ends, what was said of it stays."""
     console = Console(highlight=False, soft_wrap=True)
-    report, said, thought = Report(), "", ""
+    report, said, thought = Report(), "", False
     try:
         with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
             report.request_id = stream.request_id
@@ -112,11 +112,11 @@ def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> Non
                 for chunk in stream:
                     waiting.heard()
                     report.take(chunk)
+                    thought = thought or chunk.reasoning_tokens > 0
+                    _aside(chunk.reasoning + ("\n\n" if thought and chunk.text and not said else ""))
                     if conversation.colours and console.is_terminal:
                         console.print(coloured(chunk), end="")
                     else:
-                        thought = thought or chunk.reasoning
-                        _aside(chunk.reasoning + ("\n\n" if thought and chunk.text and not said else ""))
                         sys.stdout.write(chunk.text)
                         sys.stdout.flush()
                     said += chunk.text
@@ -125,7 +125,7 @@ def _answer(client: Client, waiting: Waiting, conversation: Conversation) -> Non
             print()
         raise
     finally:
-        conversation.answered(said)
+        conversation.answered(said, thought=thought)
     print()
     s, count = report.finish.speculation, len(report.tokens)
     _say(
@@ -165,4 +165,4 @@ def _say(line: str) -> None:
 def _aside(text: str) -> None:
     """Show what is no answer, a model's reasoning say; stdout holds answers alone."""
     if text:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(text, end="", style="dim", markup=False)
+        Console(stderr=True).out(text, end="", style="dim", highlight=False)

@@ -45,10 +45,10 @@ class Conversation:
         self.turns.append({"role": "user", "content": text})
         self._asked = len(self.turns)
 
-    def answered(self, text: str) -> None:
-        """Note the answer to the question. Where nothing was said, a former answer stays, and a question without one is
-        taken back: templates want turns that alternate."""
-        if text:
+    def answered(self, text: str, *, thought: bool = False) -> None:
+        """Note the answer to the question. Where nothing was said or `thought`, a former answer stays, and a question
+        without one is taken back: templates want turns that alternate."""
+        if text or thought:
             self.turns[self._asked :] = [{"role": "assistant", "content": text}]
         elif self._asked == len(self.turns):
             self.turns.pop()

@@ -294,6 +294,7 @@ def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:
 def coloured(chunk: Chunk) -> Text:
     """Return a chunk's text, each token in the colour of its source."""
     text = Text()
-    for piece, source in zip(chunk.token_texts, chunk.sources, strict=True):
+    begin = chunk.reasoning_tokens
+    for piece, source in zip(chunk.token_texts[begin:], chunk.sources[begin:], strict=True):
         text.append(piece, style=STYLES.get(source, "default"))
     return text

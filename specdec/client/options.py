@@ -46,6 +46,9 @@ class GenerateOptions(TypedDict, total=False):
         str | Mapping[str, Any] | None,
         "With `tools`: auto, required (calls alone), none, or one function, as OpenAI's API has it. Default: auto.",
     ]
+    split_reasoning: Annotated[
+        bool | None, "False: what the model thinks before it answers is part of the text, marks included."
+    ]
     parallel_tool_calls: Annotated[bool | None, "With `tools`: False allows one call at most. Default: True."]
     model: Annotated[str | None, "The one to ask, where several are served."]
 
@@ -88,9 +91,6 @@ class GenerateOptions(TypedDict, total=False):
     choice: Annotated[Sequence[str] | None, "The text is one of these."]
     grammar_after_token: Annotated[
         int | None, "With one of these four: the text is free up to and including the first token with this id."
-    ]
-    grammar_opening_token: Annotated[
-        int | None, "With `grammar_after_token`: a text that does not begin with this token is not free at all."
     ]
 
     speculation: Annotated[

@@ -80,8 +80,6 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         raise ValueError(f"a request has one grammar, not several: {', '.join(grammars)}")
     if "grammar_after_token" in given and not grammars:
         raise ValueError(f"grammar_after_token is given, but none of {', '.join(_GRAMMARS)}")
-    if "grammar_opening_token" in given and "grammar_after_token" not in given:
-        raise ValueError("grammar_opening_token is given, but no grammar_after_token")
     request = pb.GenerateRequest()
     for name, value in given.items():
         if name in _PLAIN:
@@ -94,8 +92,13 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             put(request.speculation, name, name, value)
         elif name in _GRAMMARS:
             _put_grammar(request.grammar, name, value)
-        elif name in ("grammar_after_token", "grammar_opening_token"):
-            put(request.grammar, name.removeprefix("grammar_"), name, value)
+        elif name == "grammar_after_token":
+            put(request.grammar, "after_token", name, value)
+        elif name == "split_reasoning":
+            if not isinstance(value, bool):
+                raise TypeError(f"split_reasoning = {value!r}: must be true or false")
+            if not value:
+                request.reasoning.none = True
         elif name == "prompt":
             put(request, "text", name, value)
         elif name == "tokens":

@@ -33,6 +33,8 @@ class TextGrammar:
         self._end_tokens = end_tokens
         self._vocabulary = vocabulary
         self._ends = np.array(sorted(end_tokens), dtype=np.int64)
+        self._free = np.full(-(-vocabulary // 8), 0xFF, np.uint8)  # before the grammar: all but what would end the text
+        np.bitwise_and.at(self._free, self._ends // 8, (~(1 << (self._ends % 8)) & 0xFF).astype(np.uint8))
         self._ahead_matcher = matcher.deep_copy()
         self._ahead: list[int] = []  # tokens that the copy has taken beyond the committed text
         # Of the present text: masks by path, and what is forced.
@@ -60,8 +62,8 @@ class TextGrammar:
         self._restart()
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the tokens that may come next after the committed text and a path of candidates; None if all may, or
-        if the path itself is ruled out. GrammarError if the grammar is too complex to say."""
+        """Return the tokens that may come next after the committed text and a path of candidates; None if the path
+        itself is ruled out. GrammarError if the grammar is too complex to say."""
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
@@ -78,7 +80,9 @@ class TextGrammar:
         """Return whether a token may come next after the committed text and a path of candidates; True if it cannot be
         told."""
         below = self._constrained(path)
-        if below is None or self.error is not None or (token == self._opening and not path):
+        if below is None:
+            return token not in self._end_tokens
+        if self.error is not None or (token == self._opening and not path):
             return True
         try:
             if not self._reach(below):
@@ -114,7 +118,9 @@ class TextGrammar:
         if self.error is not None:
             raise self.error
         below = self._constrained(path)
-        if below is None or not self._reach(below):
+        if below is None:
+            return self._free
+        if not self._reach(below):
             return None
         mask = np.frombuffer(self._ahead_matcher.compute_bitmask(), np.uint8)[: -(-self._vocabulary // 8)].copy()
         self._check()

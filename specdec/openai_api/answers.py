@@ -130,7 +130,8 @@ class Choice:
         calls = [{name: value for name, value in call.items() if name != "index"} for call in made]
         others = {"reasoning": "".join(self._reasoning), "tool_calls": calls}
         others = {name: value for name, value in others.items() if value}
-        return {"role": "assistant", "content": (text or None) if others else text, **others}
+        silent = not text and (calls or self.finish.reasoning_tokens)
+        return {"role": "assistant", "content": None if silent else text, **others}
 
     def _end(self, finish: Finish) -> Json:
         """Return how the sample ended; the stop string as vLLM names it."""

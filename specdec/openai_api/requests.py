@@ -90,6 +90,7 @@ OWN = frozenset(
         "max_depth",
         "rule",
         "speculation",
+        "split_reasoning",
         "tenant",
     }
 )
@@ -260,7 +261,7 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     for name, option in GRAMMARS.items():
         here = f"structured_outputs.{name}" if isinstance(own, dict) and own else "response_format"
         names |= {option: here, f"grammar.{option}": here}
-    return names | ({"logprobs": "top_logprobs"} if chat else {})
+    return names | ({"logprobs": "top_logprobs", "prompt": "messages"} if chat else {})
 
 
 def _check(options: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -443,6 +444,8 @@ def _message(message: object, name: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise refused(f"{name}.content", "must be text, or a list of parts of text")
     own = {name: message[key] for key, name in OF_TURN.items() if message.get(key)}
+    if message.get("reasoning_content") and own["reasoning"] != (message.get("reasoning") or own["reasoning"]):
+        raise refused(f"{name}.reasoning_content", "is given beside another reasoning")
     return {"role": ROLES.get(role, role), "content": content, **own}
 
 

@@ -81,6 +81,7 @@ class GenerateRequest(google.protobuf.message.Message):
     FALLBACK_TEMPERATURE_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served."""
     text: builtins.str
@@ -163,6 +164,12 @@ class GenerateRequest(google.protobuf.message.Message):
     def grammar(self) -> specdec.v2.model_pb2.Grammar:
         """What the text must look like. Needs a token that may end it: the model's own, or one of `stop_tokens`."""
 
+    @property
+    def reasoning(self) -> global___Reasoning:
+        """Where the text's reasoning is. Unset: of chats as the model's template and the end of the prompt have it, else
+        nowhere. Whoever resumes a text says what `resolved` told.
+        """
+
     def __init__(
         self,
         *,
@@ -190,9 +197,10 @@ class GenerateRequest(google.protobuf.message.Message):
         fallback_temperature: builtins.float | None = ...,
         priority: builtins.int = ...,
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
+        reasoning: global___Reasoning | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "reasoning", b"reasoning", "rule", b"rule", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload
@@ -203,6 +211,36 @@ class GenerateRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["prompt", b"prompt"]) -> typing.Literal["text", "tokens", "chat"] | None: ...
 
 global___GenerateRequest = GenerateRequest
+
+@typing.final
+class Reasoning(google.protobuf.message.Message):
+    """What a model thinks before it answers, between two tokens that mark it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPENING_TOKEN_FIELD_NUMBER: builtins.int
+    CLOSING_TOKEN_FIELD_NUMBER: builtins.int
+    BEGUN_FIELD_NUMBER: builtins.int
+    NONE_FIELD_NUMBER: builtins.int
+    opening_token: builtins.int
+    """The token that opens it, if it is the first one of the text."""
+    closing_token: builtins.int
+    """The token that closes it."""
+    begun: builtins.bool
+    """The prompt has opened it."""
+    none: builtins.bool
+    """There is none: the whole text is the answer. The other fields are unset."""
+    def __init__(
+        self,
+        *,
+        opening_token: builtins.int = ...,
+        closing_token: builtins.int = ...,
+        begun: builtins.bool = ...,
+        none: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begun", b"begun", "closing_token", b"closing_token", "none", b"none", "opening_token", b"opening_token"]) -> None: ...
+
+global___Reasoning = Reasoning
 
 @typing.final
 class TokenPrompt(google.protobuf.message.Message):
@@ -552,8 +590,8 @@ class GenerateResponse(google.protobuf.message.Message):
     offered: builtins.int
     """Candidates verified in them."""
     reasoning: builtins.str
-    """Reasoning that became readable, without the marks around it and white space behind them. For chats with a model that
-    reasons: ServedModel.reasons. Stop strings are not looked for in it.
+    """Reasoning that became readable, without the marks around it and white space behind them. Stop strings are not looked
+    for in it.
     """
     reasoning_tokens: builtins.int
     """Tokens that belong to the reasoning, its marks included; they are the first ones."""
@@ -623,6 +661,7 @@ class ResolvedRequest(google.protobuf.message.Message):
     END_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Most tokens to generate."""
     prompt_digest: builtins.str
@@ -639,6 +678,10 @@ class ResolvedRequest(google.protobuf.message.Message):
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """What the chat template took for the present time; for conversations only."""
 
+    @property
+    def reasoning(self) -> global___Reasoning:
+        """Where the text's reasoning is."""
+
     def __init__(
         self,
         *,
@@ -647,9 +690,10 @@ class ResolvedRequest(google.protobuf.message.Message):
         end_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         prompt_digest: builtins.str = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        reasoning: global___Reasoning | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling", b"sampling", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "prompt_digest", b"prompt_digest", "sampling", b"sampling", "time", b"time"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "prompt_digest", b"prompt_digest", "reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> None: ...
 
 global___ResolvedRequest = ResolvedRequest
 

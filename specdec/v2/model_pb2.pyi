@@ -388,8 +388,8 @@ class Grammar(google.protobuf.message.Message):
     lark: builtins.str
     """A context-free grammar in Lark's syntax, with llguidance's extensions: the text is what `start` derives."""
     after_token: builtins.int
-    """The text is free up to and including the first token with this id, such as the end of its reasoning; the grammar
-    holds for the rest. Unset: for all of it.
+    """The text is free up to and including the first token with this id, such as the end of its reasoning, but does not end
+    before it; the grammar holds for the rest. Unset: for all of it.
     """
     opening_token: builtins.int
     """With `after_token`: only a text that begins with this token is free up to the other one. For any other text the

@@ -135,6 +135,36 @@ async def test_colours_tell_where_tokens_came_from() -> None:
     assert "\x1b[36m" in shown  # the target's own
 
 
+@pytest.mark.parametrize("colours", [False, True])
+async def test_reasoning_is_dim_and_no_part_of_the_answer(colours: bool) -> None:
+    acts = [Act(thinks=8), Act()]
+    async with FakeServer(*acts) as server, chatting(server.address, *["--colours"] * colours) as terminal:
+        await terminal.shows("> ")
+        terminal.type("hello\n")
+        shown = await terminal.shows("a step; length.*> ")
+        thought, answer = TEXT.encode()[:8].decode(), TEXT.encode()[8:].decode()
+        dim = "".join(re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown, re.DOTALL))
+        assert dim.startswith(thought)
+        assert f"{thought}\n\n{answer}" in re.sub("\x1b\\[[0-9;?]*[a-z]|\r", "", shown)
+        assert thought not in re.sub("\x1b\\[2m.*?\x1b\\[0m", "", shown, flags=re.DOTALL)
+        terminal.type("go on\n")
+        await terminal.shows("a step; length")
+    assert turns(server) == [("user", "hello"), ("assistant", answer), ("user", "go on")]
+
+
+async def test_a_question_whose_answer_was_cut_off_in_its_reasoning_is_kept() -> None:
+    async with FakeServer(Act(tokens=6, then="hold", thinks=100)) as server, chatting(server.address) as terminal:
+        await terminal.shows("> ")
+        terminal.type("hello\n")
+        await asyncio.wait_for(server.held.wait(), PATIENCE)
+        await terminal.shows("jà")
+        terminal.process.send_signal(signal.SIGINT)
+        await terminal.shows("stopped.*> ")
+        terminal.type("/again\n")
+        await terminal.shows("a step; length")
+    assert turns(server) == [("user", "hello")]
+
+
 async def test_a_script_hears_of_an_error_by_the_exit_status() -> None:
     command = (sys.executable, "-m", "specdec.cli", "chat", "--address", "127.0.0.1:1")
     process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=-1)

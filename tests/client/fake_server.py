@@ -36,6 +36,7 @@ class Act:
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     details: str = "scripted"
     status: Status | None = None  # instead of code and details
+    thinks: int = 0  # of the tokens, which are reasoning
 
 
 def rich(code: int, *details: Any) -> Act:
@@ -88,7 +89,8 @@ class FakeServer(GenerationServiceServicer):
         act = self._begin(request, context)
         try:
             for index in range(max(1, request.n)):
-                for response in responses(request, index, act.tokens, drawn_seed=1000 + len(self.calls)):
+                drawn_seed = 1000 + len(self.calls)
+                for response in responses(request, index, act.tokens, drawn_seed, thinks=act.thinks):
                     yield response
             await self._play_end(act, context)
         finally:
@@ -156,9 +158,9 @@ def resolved_of(request: pb.GenerateRequest) -> pb.ResolvedRequest:
 
 
 def responses(
-    request: pb.GenerateRequest, index: int, most: int | None, drawn_seed: int
+    request: pb.GenerateRequest, index: int, most: int | None, drawn_seed: int, *, thinks: int = 0
 ) -> Iterable[pb.GenerateResponse]:
-    """What a server answers that does as the contract says."""
+    """What a server answers that does as the contract says; the first tokens, `thinks` of them, are reasoning."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     decoder.decode(bytes(request.generated_tokens))  # this text the client has already
     begin = len(request.generated_tokens)
@@ -166,9 +168,12 @@ def responses(
     for at in range(begin, end, CHUNK):
         tokens = TOKENS[at : min(at + CHUNK, end)]
         texts = [decoder.decode(bytes([token])) for token in tokens]
+        reasoning = max(0, min(thinks - at, len(tokens)))
         response = pb.GenerateResponse(
             index=index,
-            text="".join(texts),
+            reasoning="".join(texts[:reasoning]),
+            reasoning_tokens=reasoning,
+            text="".join(texts[reasoning:]),
             token_texts=texts,
             tokens=tokens,
             sources=[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] * (len(tokens) - 1) + [model_pb2.TOKEN_SOURCE_BONUS],

@@ -36,7 +36,6 @@ EVERY_OPTION: dict[str, Any] = {
     "seed": 2**64 - 1,
     "regex": "a+",
     "grammar_after_token": 12,
-    "grammar_opening_token": 13,
     "drafters": ["ngram", "lookahead"],
     "forced": True,
     "rule": "rejection",
@@ -55,7 +54,7 @@ EVERY_OPTION: dict[str, Any] = {
 
 
 OTHER_GRAMMARS = ("json_schema", "lark", "choice")
-OTHERS = (*OTHER_GRAMMARS, "tools", "tool_choice", "parallel_tool_calls")
+OTHERS = (*OTHER_GRAMMARS, "split_reasoning", "tools", "tool_choice", "parallel_tool_calls")
 
 
 def test_every_option_has_its_place() -> None:
@@ -95,7 +94,7 @@ def test_every_option_has_its_place() -> None:
             max_branches=7,
             lookahead=model_pb2.Lookahead(window=5, ngram=4, guesses=3),
         ),
-        grammar=model_pb2.Grammar(regex="a+", after_token=12, opening_token=13),
+        grammar=model_pb2.Grammar(regex="a+", after_token=12),
         rule=model_pb2.ACCEPTANCE_RULE_REJECTION,
         contrast=model_pb2.Contrast(alpha=0.25, amateur_temperature=0.5),
         generated_tokens=[1, 2],
@@ -119,13 +118,14 @@ def test_every_field_has_its_option() -> None:
         "json_schema",
         "speculation",
         "off",
-    }  # their fields are options; short
+        "reasoning",
+    }  # their fields are options; short; said by `split_reasoning`
     renamed = {"text": "prompt", "chat": "messages"}
-    of_grammars = {"regex", "grammar_after_token", "grammar_opening_token"}
+    of_grammars = {"regex", "grammar_after_token"}
     wanted = EVERY_OPTION.keys() - of_grammars | {"prompt", "tokens", "messages"}
     assert {renamed.get(name, name) for name in fields - without_option} == wanted
     kinds = {field.name for field in model_pb2.Grammar.DESCRIPTOR.fields}
-    assert kinds == {"after_token", "opening_token", "regex", *OTHER_GRAMMARS}
+    assert kinds - {"opening_token"} == {"after_token", "regex", *OTHER_GRAMMARS}
 
 
 def test_grammars() -> None:
@@ -143,7 +143,6 @@ def test_grammars() -> None:
     [
         ({"regex": "a", "lark": "b"}, "one grammar, not several: regex, lark"),
         ({"grammar_after_token": 5}, "but none of json_schema, regex, lark, choice"),
-        ({"regex": "a", "grammar_opening_token": 5}, "but no grammar_after_token"),
         ({"json_schema": {"a": {1}}}, "json_schema = "),
         ({"json_schema": {"a": float("nan")}}, "json_schema = "),
         ({"json_schema": 5}, "json_schema = 5: must be text"),

@@ -40,6 +40,8 @@ GRAMMARS = [
     Grammar(Kind.LARK, (LISTS,)),
     Grammar(Kind.LARK, ('start: few "."\nfew[max_tokens=3]: /[a-z ]+/',)),  # what cannot be rolled back
     Grammar(Kind.CHOICE, ("yes", "yes, but", 'a "b"\n\\', "\x01")),
+    Grammar(Kind.REGEX, ("[a-z]{4,9}",), after_token=77),
+    Grammar(Kind.REGEX, ("[a-z]{4,9}",), after_token=77, opening_token=76),
 ]
 
 
@@ -150,8 +152,9 @@ def test_a_text_is_free_until_its_reasoning_ends(split: int) -> None:
     state.commit(reasoning[:split])
     path = reasoning[split:]
     if path:
-        assert state.allowed([]) is None
+        assert tokens_of(state.allowed([])) == [token for token in range(DEMO.vocabulary) if token not in ENDS]
         assert state.permits(path[:-1], 3)
+        assert not state.permits(path[:-1], END)
         assert state.forced() == []
     assert tokens_of(state.allowed(path)) == tokens_of(begun(Grammar(Kind.REGEX, ("aaa",))).allowed([]))
     assert not state.permits(path, 3)
@@ -175,8 +178,8 @@ def test_a_text_is_free_only_if_it_opens_its_reasoning(split: int) -> None:
     state.commit(reasoning[:split])
     path = reasoning[split:]
     if path:
-        assert state.allowed(path[:-1]) is None or split == 0 == len(path[:-1])
         assert state.permits(path[:-1], path[-1])
+        assert END not in tokens_of(state.allowed(path[:-1]))
     assert tokens_of(state.allowed(path)) == three
     state.commit([*path, a])
     assert tokens_of(state.allowed([])) == two

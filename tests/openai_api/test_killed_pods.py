@@ -17,7 +17,8 @@ from orchestrator.servicer import GenerationServicer
 from specdec.engine.model_directory import ModelDirectory
 from tests.faults.cluster import Models
 from tests.openai_api.front import front
-from tests.openai_api.test_reasoning import reasoning_pair
+from tests.openai_api.test_reasoning import OPENED, reasoning_pair
+from tests.reasoning import CLOSE
 from tests.stack import Pod, Stack, running, stack, until
 
 SCHEMA = {
@@ -34,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "warmth", "schema": SCHEMA}}},
 }
-STEP = 12
+STEP = 8
 """The step of the target after which somebody dies: the answer takes more than twice as many."""
 
 
@@ -91,7 +92,8 @@ async def test_the_answer_is_the_same(models: Models, tmp_path: Path, victim: st
                             seed=4,
                             temperature=1.0,
                             **KINDS[kind],
-                            extra_body={"specdec": {"speculation": "always"}},
+                            logit_bias={str(CLOSE): 5},
+                            extra_body={**OPENED, "specdec": {"speculation": "always"}},
                         )
                     )
                     if disturb is not None:
@@ -101,6 +103,7 @@ async def test_the_answer_is_the_same(models: Models, tmp_path: Path, victim: st
                     (choice,) = (await asking).choices
                     assert choice.finish_reason == ("tool_calls" if kind == "call" else "stop")
                     message = choice.message.model_dump()
+                    assert message["reasoning"]
                     for call in message["tool_calls"] or ():
                         del call["id"]  # each request has its own
                     return message, slowly.steps - begin

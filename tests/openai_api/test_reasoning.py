@@ -79,6 +79,14 @@ async def test_an_answer_that_is_cut_off_while_it_reasons(pair: tuple[Path, Path
         assert (choice.finish_reason, choice.message.content) == ("length", None)
 
 
+async def test_a_text_need_not_be_split(pair: tuple[Path, Path]) -> None:
+    async with stack(*pair) as services, front(services.address) as http:
+        own = {"extra_body": {**OPENED, "specdec": {"split_reasoning": False}}}
+        answer: Any = await http.client.chat.completions.create(**asked_of(services.model.name) | own)
+        assert "</think>" in answer.choices[0].message.content
+        assert not hasattr(answer.choices[0].message, "reasoning")
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 async def test_the_next_request_repeats_it(pair: tuple[Path, Path], name: str) -> None:
     """By either of the names that servers have for it."""
@@ -90,7 +98,10 @@ async def test_the_next_request_repeats_it(pair: tuple[Path, Path], name: str) -
         other: Any = await http.client.chat.completions.create(**asked_of(services.model.name, messages=without))
         assert answer.usage.prompt_tokens > other.usage.prompt_tokens
         messages[1] = {**turn, name: 5}
-        with pytest.raises(BadRequestError, match="reasoning"):
+        with pytest.raises(BadRequestError, match=r"messages\[1\]\.reasoning"):
+            await http.client.chat.completions.create(**asked_of(services.model.name, messages=messages))
+        messages[1] = {**turn, "reasoning": "one", "reasoning_content": "another"}
+        with pytest.raises(BadRequestError, match="reasoning_content: is given beside another reasoning"):
             await http.client.chat.completions.create(**asked_of(services.model.name, messages=messages))
 
 

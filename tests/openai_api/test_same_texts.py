@@ -139,6 +139,16 @@ LONG: dict[str, Any] = {
 }
 
 
+async def test_a_conversation_that_fills_the_context_too(directories: Directories, chatting: Path) -> None:
+    async with stack(chatting, None) as services, front(services.address) as http:
+        for length in (CONTEXT, 10**6):
+            with pytest.raises(BadRequestError) as refused:
+                await http.client.chat.completions.create(
+                    model=services.model.name, messages=[{"role": "user", "content": "a " * length}]
+                )
+            assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+
+
 @pytest.mark.parametrize("prompt", LONG.values(), ids=LONG)
 async def test_a_prompt_that_fills_the_context_has_a_code_of_its_own(directories: Directories, prompt: Any) -> None:
     """By which programs know that they must shorten it."""

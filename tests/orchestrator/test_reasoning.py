@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from orchestrator.model import Model
+from orchestrator.reasoning import Reasoning
 from orchestrator.request import parse
 from specdec.engine.model_directory import ModelDirectory
+from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import make
 from tests.reasoning import CLOSE, OPEN, TEMPLATE, reasoning_model
@@ -58,6 +60,22 @@ def test_a_grammar_is_about_the_answer(model: Model) -> None:
         assert parse(request_of(ASKED, arguments, grammar=grammar), model).samples[0].grammar == expected
     own = model_pb2.Grammar(regex="a+", after_token=70)
     assert parse(request_of(ASKED, {}, grammar=own), model).samples[0].grammar == own
+    with pytest.raises(InvalidRequestError, match=r"grammar\.opening_token: is set, needs after_token"):
+        parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+", opening_token=5)), model)
+
+
+def test_a_request_may_say_where_its_reasoning_is(model: Model) -> None:
+    """Which holds for any prompt, and for its grammar."""
+    said = generation_pb2.Reasoning(opening_token=70, closing_token=71, begun=True)
+    request = generation_pb2.GenerateRequest(text="abc", reasoning=said, grammar=model_pb2.Grammar(regex="a+"))
+    (sample,) = parse(request, model).samples
+    assert sample.reasoning == Reasoning(70, 71, begun=True)
+    assert sample.grammar == model_pb2.Grammar(regex="a+", after_token=71)
+    none = generation_pb2.Reasoning(none=True)
+    assert parse(request_of(ASKED, {}, reasoning=none), model).samples[0].reasoning is None
+    said.closing_token = 9999
+    with pytest.raises(InvalidRequestError, match=r"reasoning\.closing_token: is 9999, must be a token id below"):
+        parse(generation_pb2.GenerateRequest(text="abc", reasoning=said), model)
 
 
 def test_the_template_sees_the_reasoning_of_earlier_turns(model: Model) -> None:

@@ -3,8 +3,10 @@ spell."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,6 @@ from orchestrator.model import Model
 from orchestrator.reasoning import Reasoning
 from orchestrator.request import parse
 from orchestrator.sample import Sample
-from orchestrator.sample_text import SampleText
 from orchestrator.transcript import Transcript
 from specdec.engine.model_directory import ModelDirectory
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
@@ -30,50 +31,60 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model.of(ModelDirectory(directory))
 
 
-def sample_of(model: Model, *, begun: bool, **fields: object) -> Sample:
+def sample_of(model: Model, *, begun: bool, **fields: Any) -> Sample:
     (sample,) = parse(generation_pb2.GenerateRequest(text="abc"), model).samples
-    return replace(sample, reasoning=Reasoning(OPEN, CLOSE, begun=begun), **fields)  # type: ignore[arg-type]
+    return replace(sample, **{"reasoning": Reasoning(OPEN, CLOSE, begun), **fields})
 
 
-def split(text: SampleText, tokens: list[int]) -> tuple[str, str]:
-    """Spell all tokens; return the reasoning and the answer."""
-    parts = ["", ""]
-    for token in tokens:
-        before = text.reasoning_tokens
-        spelt = text.push(token)
-        parts[text.reasoning_tokens == before] += spelt.text
-    parts[not text._in_reasoning] += text.finish().text
-    return parts[0], parts[1]
+def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
+    reason = model_pb2.FINISH_REASON_STOP if tokens[-1:] == [END] else model_pb2.FINISH_REASON_LENGTH
+    return verifier_pb2.Commit(
+        committed=model_pb2.Committed(tokens=tokens),
+        sources=[model_pb2.TOKEN_SOURCE_PLAIN] * len(tokens),
+        finish_reason=reason if last else model_pb2.FINISH_REASON_UNSPECIFIED,
+    )
+
+
+def told(model: Model, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
+    """What a client is told of a text whose tokens all come with one commit."""
+    response = Transcript(sample, model).take(commit_of(tokens, last=True))
+    assert "".join(response.token_texts) == response.reasoning + response.text
+    assert response.reasoning_tokens == response.finish.usage.reasoning_tokens
+    return response
 
 
 @given(begun=st.booleans(), reasoning=PARTS, answer=PARTS)
 def test_it_is_split_at_the_marks(model: Model, begun: bool, reasoning: list[int], answer: list[int]) -> None:
     decode = model.tokenizer.decode
-    text = SampleText(sample_of(model, begun=begun), model.tokenizer)
     tokens = [*([] if begun else [OPEN]), *reasoning, CLOSE]
-    found = split(text, [*tokens, *answer])
-    assert found == (decode(reasoning).lstrip(), decode(answer).lstrip())
-    assert text.reasoning_tokens == len(tokens)
+    found = told(model, sample_of(model, begun=begun), [*tokens, *answer])
+    assert (found.reasoning, found.text) == (decode(reasoning).lstrip(), decode(answer).lstrip())
+    assert found.reasoning_tokens == len(tokens)
+
+
+@given(answer=PARTS)
+def test_an_answer_that_a_grammar_is_about_loses_nothing(model: Model, answer: list[int]) -> None:
+    """White space at its beginning may be what the grammar asks for."""
+    sample = sample_of(model, begun=True, grammar=model_pb2.Grammar(regex=" yes"))
+    space = model.tokenizer.encode(" ", special=False)
+    found = told(model, sample, [70, CLOSE, *space, *answer])
+    assert found.text == model.tokenizer.decode([*space, *answer])
 
 
 @given(answer=PARTS)
 def test_a_text_that_does_not_begin_with_the_mark_has_no_reasoning(model: Model, answer: list[int]) -> None:
     """Wherever a mark stands in it later."""
-    marked, plain = (
-        SampleText(sample, model.tokenizer)
-        for sample in (sample_of(model, begun=False), replace(sample_of(model, begun=False), reasoning=None))
-    )
-    tokens = [70, *answer, OPEN, *answer, CLOSE]
-    assert split(marked, tokens) == split(plain, tokens)
+    tokens = [70, *answer, OPEN, *answer, CLOSE, 70]
+    marked = told(model, sample_of(model, begun=False), tokens)
+    assert marked.text == told(model, sample_of(model, begun=False, reasoning=None), tokens).text
     assert marked.reasoning_tokens == 0
 
 
 def test_stop_strings_end_the_answer_alone(model: Model) -> None:
-    b, c = model.tokenizer.encode("b", special=False), model.tokenizer.encode("c", special=False)
-    text = SampleText(sample_of(model, begun=True, stop=("bc",)), model.tokenizer)
-    for token in [*b, *c, CLOSE, *c, *b]:
-        assert not text.push(token).stop
-    assert text.push(c[0]).stop == "bc"
+    b, c = model.tokenizer.encode("bc", special=False)
+    found = told(model, sample_of(model, begun=True, stop=("bc",)), [b, c, CLOSE, c, b, c, b])
+    assert (found.reasoning, found.text, found.finish.stop) == ("bc", "c", "bc")
+    assert list(found.tokens) == [b, c, CLOSE, c, b, c]
 
 
 @pytest.mark.parametrize("last", [END, 70])
@@ -82,25 +93,20 @@ def test_reasoning_that_never_ends_is_no_answer(model: Model, last: int) -> None
     thought = model.tokenizer.encode("so be it", special=False)
     half = model.tokenizer.encode("\U0001f600", special=False)[:1]
     tokens = [*thought, *([] if last == END else half), last]
-    ended = last == END
-    commit = verifier_pb2.Commit(
-        committed=model_pb2.Committed(tokens=tokens),
-        sources=[model_pb2.TOKEN_SOURCE_PLAIN] * len(tokens),
-        finish_reason=model_pb2.FINISH_REASON_STOP if ended else model_pb2.FINISH_REASON_LENGTH,
-    )
-    response = Transcript(sample_of(model, begun=True), model).take(commit)
-    assert (response.text, response.reasoning.startswith("so be it")) == ("", True)
-    assert response.reasoning_tokens == response.finish.usage.reasoning_tokens == len(tokens)
-    assert "".join(response.token_texts) == response.reasoning
+    found = told(model, sample_of(model, begun=True), tokens)
+    assert (found.text, found.reasoning.startswith("so be it")) == ("", True)
+    assert found.reasoning_tokens == len(tokens)
 
 
 def test_a_resumed_text_is_split_where_it_would_have_been(model: Model) -> None:
     thought, answer = (model.tokenizer.encode(text, special=False) for text in ("hm, well", "yes or no"))
     tokens = [OPEN, *thought, CLOSE, *answer]
-    for cut in range(len(tokens)):
-        whole, resumed = (SampleText(sample_of(model, begun=False), model.tokenizer) for _ in range(2))
-        for token in tokens[:cut]:
-            whole.push(token)
-            resumed.push(token)
-        assert split(whole, tokens[cut:]) == split(resumed, tokens[cut:])
-        assert resumed.reasoning_tokens == 2 + len(thought)
+    whole = told(model, sample_of(model, begun=False), tokens)
+    for cut in range(1, len(tokens)):
+        first = Transcript(sample_of(model, begun=False), model).take(commit_of(tokens[:cut], last=False))
+        resumed = Transcript(sample_of(model, begun=False, generated=tokens[:cut]), model)
+        asyncio.run(resumed.resume())
+        rest = resumed.take(commit_of(tokens[cut:], last=True))
+        assert (first.reasoning + rest.reasoning, first.text + rest.text) == (whole.reasoning, whole.text)
+        assert first.reasoning_tokens + rest.reasoning_tokens == whole.reasoning_tokens
+        assert rest.finish.usage.reasoning_tokens == 2 + len(thought)
