@@ -92,7 +92,9 @@ def main(
         log.info("expansion_width", nodes_of_a_session_in_a_step=nodes)
         loop = DraftLoop(LanguageModelDrafter(loaded, rows_per_session=nodes))
         loop.start()
-        return DraftServicer(loop, identity, limits, pod_info(loaded), GrammarCompiler.of(directory))
+        grammars = GrammarCompiler.of(directory)
+        grammars.prepare()
+        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars)
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
 

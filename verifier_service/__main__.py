@@ -184,12 +184,15 @@ def main(
             local_draft = DraftModelProposer(load_engine(engine, draft, **options(ranks)), draft.context)
         loop = StepLoop(loaded, step_rows=step_rows, suffix_cache_tokens=suffix_cache_tokens, draft_model=local_draft)
         loop.start()
+        grammars = GrammarCompiler.of(directory)
+        with start_phases.phase("grammars"):
+            grammars.prepare()
         start_phases.log_end()
         touch_memory([loaded] if local_draft is None else [loaded, local_draft.engine])
         fast_paths.log_off()
         limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
         identity = identity_of(directory, loaded, loop.context)
-        return VerifierServicer(loop, identity, limits, pod_info(loaded), GrammarCompiler.of(directory))
+        return VerifierServicer(loop, identity, limits, pod_info(loaded), grammars)
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         run(server, lambda: in_a_thread_of_its_own(start), "verifier")

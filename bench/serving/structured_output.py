@@ -107,7 +107,8 @@ def vllm_told(python: str, streams: int, rounds: int) -> str:
     options = ["--model", str(DEMO / "target"), "--streams", str(streams), "--tokens", str(MOST_TOKENS)]
     given = json.dumps([requests(number) for number in range(-1, rounds)])
     command = [python, "-m", "bench.systems.vllm_structured", *options]
-    return subprocess.run(command, input=given, text=True, stdout=subprocess.PIPE, check=True).stdout.rstrip()
+    said = subprocess.run(command, input=given, text=True, stdout=subprocess.PIPE, check=True).stdout
+    return "\n".join(line for line in said.splitlines() if "WARNING" not in line)  # vLLM logs to stdout
 
 
 def main(given: Sequence[str]) -> None:

@@ -13,5 +13,9 @@ for a vocabulary of V."""
 def barriers(mask: TokenMask, vocabulary: int) -> NDArray[np.float32]:
     """Return what is added to logits, float32 [V]: 0 for tokens that may come next, else -inf. Added, so that NaN stays
     NaN, and a broken row is found."""
-    bits = np.unpackbits(mask, count=vocabulary, bitorder="little")
-    return np.where(bits, np.float32(0), np.float32(-np.inf))
+    return np.take(_BARRIERS, mask, axis=0).reshape(-1)[:vocabulary]
+
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BARRIERS = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+"""By byte of a mask: what is added to the logits of its eight tokens, float32 [256, 8]."""

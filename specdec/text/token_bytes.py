@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
@@ -32,8 +33,9 @@ class TokenBytes:
         piece: str | None = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
-        if "ByteLevel" in self._kinds and all(character in ALPHABET for character in piece):
-            return bytes(ALPHABET[character] for character in piece)
+        if "ByteLevel" in self._kinds:
+            with contextlib.suppress(UnicodeEncodeError):  # it holds what is no byte
+                return piece.translate(_TO_BYTES).encode("latin-1")
         if "ByteFallback" in self._kinds and (byte := BYTE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
         return (piece.replace(SPACE, " ") if self._spaced else piece).encode()
@@ -47,3 +49,6 @@ def _alphabet() -> dict[str, int]:
 
 
 ALPHABET = _alphabet()
+
+_TO_BYTES = {code: ALPHABET.get(chr(code), 0x100) for code in range(0x200)}
+"""By character: the byte that it stands for, as the character of that number; one beyond Latin-1 if it is no byte."""

@@ -192,6 +192,15 @@ def test_a_text_is_free_only_if_it_opens_its_reasoning(split: int) -> None:
     assert not silent.permits([], marker)
 
 
+def test_who_is_prepared_reads_nothing_later(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((DEMO.path / file.name).read_bytes())
+    compiler = GrammarCompiler(file, DEMO.vocabulary)
+    compiler.prepare()
+    file.unlink()
+    assert compiler.compile(Grammar(Kind.REGEX, ("a",))).begin([], ENDS).allowed([]) is not None
+
+
 def test_a_later_marker_is_text() -> None:
     marker, (a,) = 77, TOKENIZER.encode("a", special=False)
     state = begun(Grammar(Kind.REGEX, ("a+",), after_token=marker), [marker, a])
