@@ -77,7 +77,7 @@ def train(vocabulary: int, file: Path) -> None:
 
 
 def documents(count: int) -> list[str]:
-    """Return texts that fit the schema, in the words of this module's neighbours."""
+    """Return texts that fit the schema, made of the words of this file."""
     chance = random.Random(5)
     words = sorted({word for word in Path(__file__).read_text().split() if word.isidentifier()})
     return [

@@ -18,4 +18,4 @@ def barriers(mask: TokenMask, vocabulary: int) -> NDArray[np.float32]:
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BARRIERS = np.where(_BITS, np.float32(0), np.float32(-np.inf))
-"""By byte of a mask: what is added to the logits of its eight tokens, float32 [256, 8]."""
+"""Barriers of the eight tokens of each value that a byte of a mask may have, float32 [256, 8]."""

@@ -51,4 +51,5 @@ def _alphabet() -> dict[str, int]:
 ALPHABET = _alphabet()
 
 _TO_BYTES = {code: ALPHABET.get(chr(code), 0x100) for code in range(0x200)}
-"""By character: the byte that it stands for, as the character of that number; one beyond Latin-1 if it is no byte."""
+"""Translation of a token's characters into those whose Latin-1 code is the byte that each stands for; a character that
+stands for none becomes one beyond Latin-1."""

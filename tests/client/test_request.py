@@ -119,7 +119,7 @@ def test_every_field_has_its_option() -> None:
         "speculation",
         "off",
         "reasoning",
-    }  # their fields are options; short; said by `split_reasoning`
+    }  # messages whose fields are options, a short form of one, and what `speculation` and `split_reasoning` say
     renamed = {"text": "prompt", "chat": "messages"}
     of_grammars = {"regex", "grammar_after_token"}
     wanted = EVERY_OPTION.keys() - of_grammars | {"prompt", "tokens", "messages"}

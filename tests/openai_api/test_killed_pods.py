@@ -19,7 +19,7 @@ from tests.faults.cluster import Models
 from tests.openai_api.front import front
 from tests.openai_api.test_reasoning import OPENED, reasoning_pair
 from tests.reasoning import CLOSE
-from tests.stack import Pod, Stack, running, stack, until
+from tests.stack import Pod, Stack, VerifierPod, running, stack, until
 
 SCHEMA = {
     "type": "object",
@@ -56,9 +56,12 @@ def another_orchestrator(services: Stack, target: Path) -> Pod:
     return Pod(GenerationServicer(Model.of(ModelDirectory(target)), Peers(verifiers, drafts, drafts_are_trusted=True)))
 
 
-def with_work(pods: list[Pod], works: Callable[[Pod], bool]) -> Pod:
-    (found,) = (pod for pod in pods if works(pod))
-    return found
+def works(pod: Pod) -> bool:
+    """Whether a text is being made at a verifier or an orchestrator."""
+    if isinstance(pod, VerifierPod):
+        return pod.loop.pool.held > 0
+    assert isinstance(pod.service, GenerationServicer)
+    return pod.service._stats.running_samples > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,13 +74,13 @@ async def test_the_answer_is_the_same(models: Models, tmp_path: Path, victim: st
         async with running(orchestrators[0]) as one, running(orchestrators[1]) as other:
 
             async def kill() -> None:
-                match victim:
-                    case "verifier":
-                        await with_work([*services.verifiers], lambda pod: pod.loop.pool.held > 0).stop()  # type: ignore[attr-defined]
-                    case "draft":
-                        await services.drafts[0].stop()
-                    case "orchestrator":
-                        await with_work([one, other], lambda pod: pod.service._stats.running_samples > 0).stop()  # type: ignore[attr-defined]
+                pods: dict[str, list[Pod]] = {
+                    "verifier": [pod for pod in services.verifiers if works(pod)],
+                    "draft": [*services.drafts],
+                    "orchestrator": [pod for pod in (one, other) if works(pod)],
+                }
+                (pod,) = pods[victim]
+                await pod.stop()
 
             async with front(one.address, other.address) as http:
 
