@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +14,15 @@ with needed_by("orchestrator", "orchestrator"):
     import structlog
     import typer
 
+    from orchestrator.catalog import Catalog
     from orchestrator.connections import SecureConnections, connect
-    from orchestrator.discovery import Discovery
-    from orchestrator.grammar_check import GrammarCheck
+    from orchestrator.followed_catalog import FollowedCatalog
     from orchestrator.model import Model
+    from orchestrator.models_file import LoadedRevision, ModelsFile, ModelsFileError, RevisionEntry
+    from orchestrator.peer_finder import PeerSettings
     from orchestrator.peers import Peers
     from orchestrator.pods import Pods
+    from orchestrator.revision import Revision
     from orchestrator.servicer import GenerationServicer
     from orchestrator.tenants.accounts import Accounts
     from orchestrator.tenants.file import TenantsFile, TenantsFileError
@@ -45,26 +49,33 @@ PEER_TLS = ("--peer-tls-cert", "--peer-tls-key", "--peer-tls-ca")
 @serving(ports.ORCHESTRATOR)
 def main(
     model: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="Directory of the target model. Its tokenizer and configuration are read, its weights are not needed."
         ),
-    ],
+    ] = None,
     verifier: Annotated[
-        list[Address],
+        list[Address] | None,
         typer.Option(
             parser=address,
             metavar="ADDRESS",
             help="Address of a verifier: HOST:PORT, or as gRPC spells it. dns:///NAME:PORT is a verifier at every "
             "record of the name. May be repeated.",
         ),
-    ],
+    ] = None,
     draft: Annotated[
         list[Address] | None,
         typer.Option(
             parser=address,
             metavar="ADDRESS",
             help="Address of a draft service, in the same form. May be repeated. By default no remote draft is used.",
+        ),
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of several models and revisions, with their directories, pods and shares of the requests, "
+            "instead of --model, --verifier and --draft. It is read again when it changes."
         ),
     ] = None,
     workers: Annotated[
@@ -121,11 +132,20 @@ def main(
     """Serve completions to applications: run every request with verifiers and, if there are any, draft services."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text; few threads encode
     server = replace(server, share_port=share_port)
+    _check_models(models, model, verifier, draft)
     peers_tls = _peer_tls(peer_tls_cert, peer_tls_key, peer_tls_ca, peer_tls_name)
+
+    def directories() -> Iterable[Path]:
+        try:
+            return [each.directory for each in ModelsFile(models).entries()] if models else [Path(model or "")]
+        except ModelsFileError as error:
+            raise StartError(str(error)) from None
+
     if workers > 1:
 
         async def start() -> None:
-            check_text(ModelDirectory(model))  # said once, not by every worker
+            for each in directories():  # what is wrong is said once, not by every worker
+                check_text(ModelDirectory(each))
             await supervise(server, workers)
 
         run_program(start(), "orchestrator")
@@ -136,32 +156,51 @@ def main(
             accounts = Accounts(None if tenants is None else TenantsFile(tenants))
         except TenantsFileError as error:
             raise StartError(str(error)) from None
-        directory = ModelDirectory(model)
-        served = Model.of(directory)
-        log.info("generation_defaults", used=served.defaults.told, not_taken=served.defaults.not_taken)
         names: dict[str, str] = {}
-        connections = connect if peers_tls is None else SecureConnections(peers_tls, peer_tls_name, names)
-        verifiers = Pods(connect=connections)
-        drafts = Pods(connect=connections) if draft else None
-        discoveries = [Discovery(verifier, verifiers, names=names)]
-        if draft and drafts is not None:
-            discoveries.append(Discovery(draft, drafts, names=names))
-        for discovery in discoveries:
-            await discovery.start()
-        peers = Peers(
-            verifiers,
-            drafts,
-            patience_seconds=patience_ms / 1000,
-            silence_seconds=silence_seconds,
-            failover_seconds=failover_seconds,
-            drafts_are_trusted=trust_drafts,
-            discoveries=discoveries,
+        peers = PeerSettings(
+            Peers(
+                Pods(),
+                patience_seconds=patience_ms / 1000,
+                silence_seconds=silence_seconds,
+                failover_seconds=failover_seconds,
+                drafts_are_trusted=trust_drafts,
+            ),
+            connect if peers_tls is None else SecureConnections(peers_tls, peer_tls_name, names),
+            names,
         )
-        servicer = GenerationServicer(served, peers, accounts=accounts, grammars=GrammarCheck(model))
+        catalog: Catalog
+        try:
+            if models is not None:
+                catalog = FollowedCatalog(ModelsFile(models), peers)
+            else:
+                assert model is not None
+                served = Model.of(ModelDirectory(model))
+                entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
+                catalog = Catalog([await Revision.found(LoadedRevision(entry, served), peers)])
+        except ModelsFileError as error:
+            raise StartError(str(error)) from None
+        servicer = GenerationServicer(catalog, accounts=accounts)
         await servicer.start()
         return servicer
 
     run(server, load, "orchestrator")
+
+
+def _check_models(
+    models: Path | None, model: Path | None, verifier: list[Address] | None, draft: list[Address] | None
+) -> None:
+    """Check that the options name what is served, in one of two ways."""
+    given = {"--model": model, "--verifier": verifier, "--draft": draft}
+    if models is not None:
+        for option, value in given.items():
+            if value:
+                raise typer.BadParameter(
+                    "stands in the file of --models: leave one of them out", param_hint=f"'{option}'"
+                )
+        return
+    for option in ("--model", "--verifier"):
+        if not given[option]:
+            raise typer.BadParameter("is missing (or --models FILE, for several models)", param_hint=f"'{option}'")
 
 
 def _peer_tls(cert: Path | None, key: Path | None, ca: Path | None, name: str | None) -> TlsFiles | None:

@@ -52,8 +52,15 @@ class Discovery:
     async def start(self) -> None:
         """Resolve each name once, or fail to; then go on resolving in the background."""
         await self._look_up()
-        if any(address.name for address in self._addresses):
-            self._watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(self._watch())
+
+    async def look(self, addresses: Sequence[Address]) -> None:
+        """Find pods at these addresses from now on, and at no others."""
+        self._addresses = addresses
+        if self._watching is None:
+            await self.start()
+        else:
+            await self._look_up()
 
     async def close(self) -> None:
         if self._watching is not None:

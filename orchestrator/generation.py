@@ -13,13 +13,11 @@ from orchestrator.committed_text import CommittedText
 from orchestrator.drafting import Drafting
 from orchestrator.failover_events import FailoverEvents
 from orchestrator.granted import GrantedLimits
-from orchestrator.model import Model
-from orchestrator.peers import Peers
 from orchestrator.request_timeline import SampleTimeline
 from orchestrator.resolved import resolved
+from orchestrator.revision import Revision
 from orchestrator.sample import Sample
 from orchestrator.sample_context import SampleContext
-from orchestrator.stats import OrchestratorStats
 from orchestrator.transcript import Transcript
 from orchestrator.verification import Verification
 from specdec.decoding.sampling import Rule
@@ -33,19 +31,27 @@ class Generation:
     def __init__(
         self,
         sample: Sample,
-        model: Model,
-        peers: Peers,
+        revision: Revision,
         deadline: float | None,
-        stats: OrchestratorStats,
         timeline: SampleTimeline,
     ) -> None:
+        stats = revision.stats
         granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
+        self._asked_as = revision.asked_as
         self._stats = stats
         text = CommittedText(sample)
         self._context = SampleContext(
-            sample, model, peers, deadline, text, events, granted, timeline, fallback_seconds=stats.fallback_seconds
+            sample,
+            revision.model,
+            revision.peers,
+            deadline,
+            text,
+            events,
+            granted,
+            timeline,
+            fallback_seconds=stats.fallback_seconds,
         )
-        self._transcript = Transcript(sample, model)
+        self._transcript = Transcript(sample, revision.model)
         self._drafting = Drafting(self._context, sink=self)
         self._verification = Verification(self._context, self._drafting.policy)
 
@@ -69,7 +75,7 @@ class Generation:
                     came(len(response.tokens))
                     if first:
                         response.model_fingerprint = self._verification.revision
-                        response.resolved.CopyFrom(resolved(self._context.sample))
+                        response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False
                         timeline.first_commit()
                     if response.HasField("finish"):

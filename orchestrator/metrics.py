@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 from prometheus_client.metrics_core import Metric
@@ -25,80 +26,143 @@ FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "l
 STATES = ("closed", "open", "half_open", "unfit")
 """States of pods: those of circuit breakers, and of a pod that serves something else."""
 
+MODEL = ("model_name", "revision")
+"""Labels of what is counted by revision. Both are empty where a request asked for a model that is not served."""
+
+Key = tuple[str, ...]
+
 
 def metrics(
-    told: generation_pb2.GenerationServiceGetStatsResponse, stats: OrchestratorStats, *, reaches_verifier: bool
+    told: generation_pb2.GenerationServiceGetStatsResponse,
+    stats: Mapping[tuple[str, str], OrchestratorStats],
+    reached: Mapping[tuple[str, str], bool],
 ) -> list[Metric]:
-    """Return the metrics of an orchestrator, of what it tells in `GetStats` and of its own counts. `reaches_verifier`:
-    the last look found a verifier.
+    """Return the metrics of an orchestrator, of what it tells in `GetStats` and of its own counts by the names of model
+    and revision. `reached`: for which revisions the last look found a verifier.
 
     Reasons that have not occurred yet count 0: of a counter that begins with 1, Prometheus misses the first increase.
     """
     found = Families("orchestrator")
+
+    served = {key: each for key, each in stats.items() if any(key)}  # whoever asked for no model there is got nothing
+
+    def by_model(count: Callable[[OrchestratorStats], float]) -> dict[Key, float]:
+        return {key: count(each) for key, each in served.items()}
+
+    def by_reason(reasons: Callable[[OrchestratorStats], Mapping[str, float]]) -> dict[Key, float]:
+        return {(*key, reason): count for key, each in served.items() for reason, count in reasons(each).items()}
+
     found.process(told.pod, told.serving)
-    found.gauge(
+    found.gauges(
         "verifier_reachable",
         "1 while a verifier answers that has the model, asked every second; else 0.",
-        reaches_verifier,
+        MODEL,
+        reached,
     )
-    found.gauge("num_requests_running", "Requests that are under way.", told.running_requests)
+    found.gauges(
+        "revision_share",
+        "Share of the requests for a model that a revision gets.",
+        MODEL,
+        _shares(told.revisions),
+    )
+    found.gauges(
+        "num_requests_running", "Requests that are under way.", MODEL, by_model(lambda each: each.running_requests)
+    )
     found.gauge("num_prompts_waiting", "Prompts that wait to be tokenised.", told.waiting_prompts)
-    classes = {(name,): count for name, count in stats.by_class.items()}
-    found.counters("requests", "Requests that came, by the class of their tenants.", ("tenant_class",), classes)
+    found.counters(
+        "requests",
+        "Requests that came, by the class of their tenants.",
+        (*MODEL, "tenant_class"),
+        {(*key, name): count for key, each in stats.items() for name, count in each.by_class.items()},
+    )
     found.counters(
         "failed_requests",
         "Requests that ended with an error, by its reason and the class of their tenants.",
-        ("reason", "tenant_class"),
-        {(reason, name): stats.failed[reason, name] for name in stats.by_class for reason in sorted(ERRORS)}
-        | stats.failed,
+        (*MODEL, "reason", "tenant_class"),
+        {
+            (*key, reason, name): each.failed[reason, name]
+            for key, each in stats.items()
+            for name in each.by_class
+            for reason in sorted(ERRORS | {reason for reason, _ in each.failed})
+        },
     )
-    found.counter("cancelled_requests", "Requests whose callers left.", told.cancelled_requests)
-    found.gauge("num_samples_running", "Samples that are under way.", told.running_samples)
-    found.counter("samples", "Samples that are over, however they ended.", told.ended_samples)
-    found.counter("prompt_tokens", "Tokens of their prompts.", told.prompt_tokens)
-    found.counter("prompt_tokens_cached", "Tokens of them that a verifier had in memory already.", told.cached_tokens)
-    found.counter("generation_tokens", "Tokens generated in them.", told.generated_tokens)
+    found.counters("cancelled_requests", "Requests whose callers left.", MODEL, by_model(lambda each: each.cancelled))
+    found.gauges(
+        "num_samples_running", "Samples that are under way.", MODEL, by_model(lambda each: each.running_samples)
+    )
+    found.counters(
+        "samples", "Samples that are over, however they ended.", MODEL, by_model(lambda each: each.ended_samples)
+    )
+    found.counters("prompt_tokens", "Tokens of their prompts.", MODEL, by_model(lambda each: each.prompt_tokens))
+    found.counters(
+        "prompt_tokens_cached",
+        "Tokens of them that a verifier had in memory already.",
+        MODEL,
+        by_model(lambda each: each.cached_tokens),
+    )
+    found.counters(
+        "generation_tokens", "Tokens generated in them.", MODEL, by_model(lambda each: each.generated_tokens)
+    )
     found.counters(
         "request_success",
         "Samples whose texts became complete, by the reason; not those that were late, failed or were cancelled.",
-        ("finished_reason",),
-        {(reason,): stats.finished[reason] for reason in FINISH_REASONS.values()},
+        (*MODEL, "finished_reason"),
+        by_reason(lambda each: {reason: each.finished[reason] for reason in FINISH_REASONS.values()}),
     )
-    found.counter("goodput_tokens", "Tokens generated in those. Goodput is the rate of this.", stats.finished_tokens)
-    events = dict.fromkeys(get_args(FailoverReason), 0) | dict(told.failover_events)
+    found.counters(
+        "goodput_tokens",
+        "Tokens generated in those. Goodput is the rate of this.",
+        MODEL,
+        by_model(lambda each: each.finished_tokens),
+    )
     found.counters(
         "failover_events",
         "Changes of pods under texts, by reason.",
-        ("reason",),
-        {(reason,): count for reason, count in events.items()},
+        (*MODEL, "reason"),
+        by_reason(lambda each: dict.fromkeys(get_args(FailoverReason), 0) | dict(each.failover_events)),
     )
-    fallbacks = dict.fromkeys(FALLBACKS, 0.0) | stats.fallback_seconds
     found.counters(
         "fallback_seconds",
         "Seconds for which texts have gone on without a draft that they wanted, by reason; 0 where no draft is set up.",
-        ("reason",),
-        {(reason,): seconds for reason, seconds in fallbacks.items()},
+        (*MODEL, "reason"),
+        by_reason(lambda each: dict.fromkeys(FALLBACKS, 0.0) | each.fallback_seconds),
     )
-    found.histogram(
-        "time_to_first_token_seconds", "Seconds from a tokenised prompt to its first token.", stats.first_token
+    found.histograms(
+        "time_to_first_token_seconds",
+        "Seconds from a tokenised prompt to its first token.",
+        MODEL,
+        {key: each.first_token for key, each in stats.items()},
     )
-    found.histogram(
+    found.histograms(
         "inter_token_latency_seconds",
         "Seconds from token to token; tokens that came together share theirs.",
-        stats.between_tokens,
+        MODEL,
+        {key: each.between_tokens for key, each in stats.items()},
     )
-    found.histogram(
-        "e2e_request_latency_seconds", "Seconds from a tokenised prompt to the end of a sample.", stats.whole
+    found.histograms(
+        "e2e_request_latency_seconds",
+        "Seconds from a tokenised prompt to the end of a sample.",
+        MODEL,
+        {key: each.whole for key, each in stats.items()},
     )
-    pods: Counter[tuple[str, ...]] = Counter({(role, state): 0 for role in ("verifier", "draft") for state in STATES})
-    sessions: dict[tuple[str, ...], float] = {}
+    pods: Counter[Key] = Counter({(role, state): 0 for role in ("verifier", "draft") for state in STATES})
+    sessions: Counter[Key] = Counter()
     for role, views in (("verifier", told.verifiers), ("draft", told.drafts)):
         for view in views:
             pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1
-            sessions[role, view.address] = view.sessions
+            sessions[role, view.address] += view.sessions  # one pod may draft for several revisions
     found.gauges("pods", "Pods, by role and the state of their circuit breaker.", ("role", "state"), pods)
     found.gauges("pod_sessions", "Sessions of this orchestrator at a pod.", ("role", "pod"), sessions)
     return found.made
+
+
+def _shares(revisions: Iterable[generation_pb2.RevisionView]) -> dict[Key, float]:
+    """Return the part of its model's requests that each revision gets, from 0 to 1."""
+    served = [each for each in revisions if not each.leaving]
+    totals: defaultdict[str, float] = defaultdict(float)
+    for each in served:
+        totals[each.model] += each.share
+    return {(each.model, each.revision): each.share / totals[each.model] for each in served}
 
 
 def _state(breaker: generation_pb2.BreakerState.ValueType) -> str:

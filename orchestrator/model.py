@@ -28,11 +28,11 @@ class Model:
     defaults: GenerationDefaults = NEUTRAL
 
     @classmethod
-    def of(cls, directory: ModelDirectory) -> Self:
+    def of(cls, directory: ModelDirectory, name: str = "") -> Self:
         """Read what a directory says; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot
-        be used."""
+        be used. By default the model has the directory's name."""
         return cls(
-            name=directory.name,
+            name=name or directory.name,
             tokenizer=Tokenizer(directory),
             tokenizer_fingerprint=directory.tokenizer_fingerprint,
             context=directory.context,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.discovery import Discovery
 from orchestrator.pods import Pods
 
 
@@ -20,7 +18,6 @@ class Peers:
     stuck_seconds: float = 2.0  # longest step, however short others are, before the text goes to another pod
     failover_seconds: float = 30.0  # longest time without progress: then the request ends
     drafts_are_trusted: bool = False  # to influence what tokens are chosen, as some acceptance rules let them
-    discoveries: Sequence[Discovery] = ()  # find the pods
 
     def check_room(self, tenant: str) -> None:
         """Raise OverloadedError if every verifier has reported that it has no room for a request of this tenant. That
@@ -31,9 +28,7 @@ class Peers:
             raise min(found, key=lambda refusal: refusal.retry_after)
 
     async def close(self) -> None:
-        """Stop discovery and close all channels; called after the last session."""
-        for discovery in self.discoveries:
-            await discovery.close()
+        """Close all channels; called after the last session."""
         await self.verifiers.close()
         if self.drafts is not None:
             await self.drafts.close()

@@ -24,7 +24,6 @@ from specdec.serving.errors import (
     PermissionDeniedError,
     PromptChangedError,
     PromptTooLongError,
-    UnknownModelError,
 )
 from specdec.serving.messages import lookahead_from, rule_of
 from specdec.serving.validation import (
@@ -74,8 +73,6 @@ def parse(
     coalesced, unless a stop string may end the text. `arrived`, in UTC, is the present time to a chat template unless
     the request names another; by default it is now.
     """
-    if message.model and message.model != model.name:
-        raise UnknownModelError(f"model: is {echo(message.model)}, served here is {model.name!r}")
     if violations := _prompt_sizes(message, model):
         raise PromptTooLongError(violations)
     if violations := _sizes(message, model):

@@ -17,10 +17,12 @@ def digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, "<u4").tobytes()).hexdigest()
 
 
-def resolved(sample: Sample) -> generation_pb2.ResolvedRequest:
-    """Return how the request of a sample was understood."""
+def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
+    """Return how the request of a sample was understood. `model` names the revision that it got; empty if there is no
+    other."""
     sampling = sample.sampling
     message = generation_pb2.ResolvedRequest(
+        model=model,
         sampling=generation_pb2.SamplingParameters(
             temperature=sampling.temperature,
             top_p=sampling.top_p,

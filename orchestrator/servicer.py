@@ -13,21 +13,23 @@ import grpc
 from prometheus_client.metrics_core import Metric
 
 from orchestrator.bounded_threads import BoundedThreads
+from orchestrator.catalog import Catalog, largest
 from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
-from orchestrator.grammar_check import GrammarCheck
 from orchestrator.metrics import metrics
-from orchestrator.model import Model
-from orchestrator.peers import Peers
-from orchestrator.readiness import VERIFIER, Readiness
+from orchestrator.pods import Pod
+from orchestrator.readiness import VERIFIER
 from orchestrator.request import grammar_field, parse
 from orchestrator.request_timeline import SampleTimeline, operation, record_parsed
+from orchestrator.revision import Revision
 from orchestrator.sample import Request
-from orchestrator.stats import OrchestratorStats, pod_view
+from orchestrator.stats import OrchestratorStats
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.tokenization import tokenize
 from orchestrator.trace import OrchestratorTraceServicer
+from orchestrator.views import pod_view, revision_view
+from specdec.serving.errors import ServiceError
 from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Context
 from specdec.serving.interleaved import interleaved
@@ -57,54 +59,48 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(
         self,
-        model: Model,
-        peers: Peers,
+        catalog: Catalog,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         accounts: Accounts | None = None,
-        grammars: GrammarCheck | None = None,
     ) -> None:
-        """Serve a model. `clock` tells when a request arrives, in UTC. Without `accounts`, anybody is served; without
-        `grammars`, those of requests go to the pods untried."""
-        self.max_request_bytes = min(MAX_MESSAGE_BYTES, model.most_request)
+        """Serve the models of a catalog. `clock` tells when a request arrives, in UTC. Without `accounts`, anybody is
+        served."""
         self.gates = (self._check_caller,)
         self._accounts = accounts or Accounts()
-        self._model = model
-        self._peers = peers
+        self._catalog = catalog
         self._clock = clock
-        self._grammars = grammars
-        self._readiness = Readiness(peers, model)
         self._started = time.monotonic()
-        self._stats = OrchestratorStats()
         self.timelines = Timelines()
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
     async def start(self) -> None:
         """Begin to look for verifiers: until one is found, the service does not work."""
-        await self._readiness.start()
+        await self._catalog.start()
         await self._accounts.start()
 
     @property
+    def max_request_bytes(self) -> int:
+        return min(MAX_MESSAGE_BYTES, self._catalog.max_request_bytes)
+
+    @property
     def works(self) -> bool:
-        """True from the first verifier that is found on, unless none was reachable for `failover_seconds`."""
-        return self._readiness.ready
+        """True while some revision is ready."""
+        return any(each.ready for each in self._catalog)
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        return {VERIFIER: self._readiness.reaches_verifier}
+        return {VERIFIER: any(each.readiness.reaches_verifier for each in self._catalog)}
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
-        OrchestratorTraceServicer(self.timelines, self._peers).register(server)
+        OrchestratorTraceServicer(self.timelines, self._pods).register(server)
 
     async def close(self) -> None:
         self._short.close()
         self._long.close()
-        if self._grammars is not None:
-            await self._grammars.close()
         await self._accounts.close()
-        await self._readiness.close()
-        await self._peers.close()
+        await self._catalog.close()
 
     async def Generate(  # type: ignore[override]
         self,
@@ -112,11 +108,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
         account = self._accounts.of(context)
-        with self._request(request, account, streamed=True) as timeline:
-            valid = await self._parse(request, account, timeline)
+        with self._request(request, account, streamed=True) as (revision, timeline):
+            valid = await self._parse(request, revision, account, timeline)
             account.spend_tokens(valid.prompt_tokens)
             first = True
-            async with aclosing(self._responses(valid, context, timeline)) as responses:
+            async with aclosing(self._responses(valid, revision, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
                     if first:
@@ -130,12 +126,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
         account = self._accounts.of(context)
-        with self._request(request.request, account, streamed=False) as timeline:
-            valid = await self._parse(request.request, account, timeline, streamed=False)
+        with self._request(request.request, account, streamed=False) as (revision, timeline):
+            valid = await self._parse(request.request, revision, account, timeline, streamed=False)
             account.spend_tokens(valid.prompt_tokens)
             answer = generation_pb2.CompleteResponse(seed=valid.seed)
             completions = [answer.completions.add() for _ in valid.samples]
-            async with aclosing(self._responses(valid, context, timeline)) as responses:
+            async with aclosing(self._responses(valid, revision, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
                     if response.HasField("resolved"):
@@ -156,7 +152,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse],
     ) -> generation_pb2.ListModelsResponse:
-        return generation_pb2.ListModelsResponse(models=[self._served])
+        return generation_pb2.ListModelsResponse(models=self._served())
 
     async def Tokenize(
         self,
@@ -165,7 +161,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         threads = self._short if request.ByteSize() <= LONG_BYTES else self._long
         with self._accounts.of(context).request():
-            return await threads.run(partial(tokenize, request, self._model))
+            return await threads.run(partial(tokenize, request, self._catalog.main(request.model).model))
 
     async def GetStats(
         self,
@@ -177,14 +173,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return self._told()
 
     def metrics(self) -> list[Metric]:
-        return metrics(self._told(), self._stats, reaches_verifier=self._readiness.reaches_verifier)
+        reached = {each.key: each.readiness.reaches_verifier for each in self._catalog}
+        return metrics(self._told(), self._catalog.counts(), reached)
 
     def _told(self) -> generation_pb2.GenerationServiceGetStatsResponse:
-        stats, peers = self._stats, self._peers
+        stats = OrchestratorStats.summed(self._catalog.counts().values())
         return generation_pb2.GenerationServiceGetStatsResponse(
             pod=pod_info(),
             up_us=int(1e6 * (time.monotonic() - self._started)),
-            models=[self._served],
+            models=self._served(),
             running_requests=stats.running_requests,
             waiting_prompts=self._short.waiting + self._long.waiting,
             requests=stats.by_class.total(),
@@ -199,24 +196,34 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             offered_candidates=stats.offered,
             accepted_candidates=stats.accepted,
             failover_events=stats.failover_events,
-            verifiers=map(pod_view, peers.verifiers),
-            drafts=map(pod_view, peers.drafts or ()),
+            verifiers=[pod_view(pod, each.asked_as) for each in self._catalog for pod in each.peers.verifiers],
+            drafts=[pod_view(pod, each.asked_as) for each in self._catalog for pod in each.peers.drafts or ()],
             serving=self.works,
+            revisions=[
+                *(revision_view(each) for each in self._catalog),
+                *(revision_view(each, leaving=True) for each in self._catalog.leaving),
+            ],
         )
 
-    @property
-    def _served(self) -> generation_pb2.ServedModel:
-        """The model that is served, as ListModels tells it."""
-        model = self._model
-        return generation_pb2.ServedModel(
-            name=model.name,
-            context_tokens=model.context,
-            vocabulary_size=model.vocabulary,
-            chat=model.tokenizer.has_chat_template,
-            text_fingerprint=model.text_fingerprint,
-            tool_format="" if model.tool_format is None else model.tool_format.name,
-            reasons=model.reasoning_marks is not None,
-        )
+    def _served(self) -> Iterator[generation_pb2.ServedModel]:
+        """Yield the models that are served, as ListModels tells them."""
+        for name, revisions in self._catalog.models.items():
+            model = largest(revisions).model
+            yield generation_pb2.ServedModel(
+                name=name,
+                context_tokens=model.context,
+                vocabulary_size=model.vocabulary,
+                chat=model.tokenizer.has_chat_template,
+                text_fingerprint=model.text_fingerprint,
+                tool_format="" if model.tool_format is None else model.tool_format.name,
+                reasons=model.reasoning_marks is not None,
+                revisions=[each.name for each in revisions if each.name],
+            )
+
+    def _pods(self) -> Iterator[Pod]:
+        for each in (*self._catalog, *self._catalog.leaving):
+            yield from each.peers.verifiers
+            yield from each.peers.drafts or ()
 
     def _check_caller(self, method: str, context: Context) -> None:
         """Refuse calls of this service without a tenant's API key, and of others what concerns all tenants."""
@@ -228,32 +235,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @contextmanager
     def _request(
         self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool
-    ) -> Iterator[Timeline]:
-        """Count a request of an account, and record it unless there is no room for it."""
-        with self._stats.request(account.tenant_class), account.request():
-            self._peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
+    ) -> Iterator[tuple[Revision, Timeline]]:
+        """Choose the revision that a request of an account gets. Count it, and record it unless there is no room."""
+        try:
+            revision = self._catalog.choose(request)
+        except ServiceError:
+            with self._catalog.refused.request(account.tenant_class):
+                raise
+        with revision.request(account.tenant_class), account.request():
+            revision.peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
+            named = revision.asked_as or revision.model.name
             with self.timelines.begin(
-                "generate", operation=operation(request), model=self._model.name, stream=streamed
+                "generate", operation=operation(request), model=named, stream=streamed
             ) as timeline:
-                yield timeline
+                yield revision, timeline
 
     async def _parse(
         self,
         request: generation_pb2.GenerateRequest,
+        revision: Revision,
         account: Account,
         timeline: Timeline,
         *,
         streamed: bool = True,
     ) -> Request:
         """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
-        size = request.ByteSize()
-        drafts = self._peers.drafts is not None
+        size, peers = request.ByteSize(), revision.peers
         work = partial(
             parse,
             request,
-            self._model,
+            revision.model,
             owner=account.tenant,
-            untrusted_drafts=drafts and not self._peers.drafts_are_trusted,
+            untrusted_drafts=peers.drafts is not None and not peers.drafts_are_trusted,
             streamed=streamed,
             arrived=self._clock(),
         )
@@ -262,13 +275,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         else:
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work)
         message = parsed.samples[0].grammar
-        if self._grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
-            await self._grammars.check(grammar, grammar_field(request))
+        grammars = revision.grammars
+        if grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
+            await grammars.check(grammar, grammar_field(request))
         record_parsed(timeline, parsed)
         return parsed
 
     def _responses(
-        self, request: Request, context: grpc.aio.ServicerContext[Any, Any], timeline: Timeline
+        self, request: Request, revision: Revision, context: grpc.aio.ServicerContext[Any, Any], timeline: Timeline
     ) -> Responses:
         """Return the responses of all samples as they come."""
         remaining = context.time_remaining()
@@ -276,7 +290,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         several = len(request.samples) > 1
         recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
         runs = [
-            coalesced(Generation(sample, self._model, self._peers, deadline, self._stats, each).run())
+            coalesced(Generation(sample, revision, deadline, each).run())
             for sample, each in zip(request.samples, recorded, strict=True)
         ]
         return runs[0] if len(runs) == 1 else interleaved(runs)

@@ -1,4 +1,4 @@
-"""Statistics of an orchestrator: what was asked of it, what became of it, and what it sees of its pods.
+"""Statistics of an orchestrator: what was asked of it, and what became of it.
 
 Texts are counted when they end, whichever way: nothing is counted for each token.
 """
@@ -8,21 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Self
 
-from orchestrator.pods import Pod
 from orchestrator.transcript import Transcript
 from specdec.serving.errors import as_service_error
 from specdec.serving.histogram import Histogram
-from specdec.v2 import generation_pb2, model_pb2
-
-BREAKER_STATES = {
-    "closed": generation_pb2.BREAKER_STATE_CLOSED,
-    "open": generation_pb2.BREAKER_STATE_OPEN,
-    "half-open": generation_pb2.BREAKER_STATE_HALF_OPEN,
-}
+from specdec.v2 import model_pb2
 
 FINISH_REASONS = {
     model_pb2.FINISH_REASON_STOP: "stop",
@@ -33,7 +27,7 @@ FINISH_REASONS = {
 
 @dataclass
 class OrchestratorStats:
-    """Counters and gauges of an orchestrator; only its event loop touches them."""
+    """Counters and gauges of the requests for one revision of a model; only the event loop touches them."""
 
     running_requests: int = 0
     by_class: Counter[str] = field(default_factory=Counter)  # requests, by the class of their tenants
@@ -55,6 +49,22 @@ class OrchestratorStats:
     first_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its first token
     between_tokens: Histogram = field(default_factory=Histogram)  # seconds, of tokens that came together each its part
     whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
+
+    @classmethod
+    def summed(cls, all: Iterable[Self]) -> Self:
+        """Return the counts of all together."""
+        found = cls()
+        for each in all:
+            for name in (one.name for one in fields(cls)):
+                match getattr(found, name), getattr(each, name):
+                    case dict() as sums, more:
+                        for key, count in more.items():
+                            sums[key] += count
+                    case Histogram() as sums, more:
+                        sums.merge(more)
+                    case count, more:
+                        setattr(found, name, count + more)
+        return found
 
     @property
     def failed_by_reason(self) -> Counter[str]:
@@ -112,15 +122,3 @@ class OrchestratorStats:
             self.steps += statistics.steps
             self.offered += statistics.offered
             self.accepted += statistics.accepted
-
-
-def pod_view(pod: Pod) -> generation_pb2.PodView:
-    """Return what is known of a pod."""
-    return generation_pb2.PodView(
-        address=pod.address,
-        breaker=BREAKER_STATES[pod.breaker.state],
-        unfit_reason=pod.unfit_reason if pod.unfit else "",
-        sessions=pod.load.ours,
-        capacity=pod.load.reported,
-        numerics_fingerprint=pod.numerics,
-    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
 
-from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from specdec.serving.propagation import carried
 from specdec.serving.timeline import Timeline, Timelines
@@ -25,9 +25,10 @@ LONGEST_US = 1 << 62
 class OrchestratorTraceServicer(TraceServicer):
     """Tells what happened to a request everywhere."""
 
-    def __init__(self, timelines: Timelines, peers: Peers) -> None:
+    def __init__(self, timelines: Timelines, pods: Callable[[], Iterable[Pod]]) -> None:
+        """`pods` returns those that may be asked now."""
         super().__init__("orchestrator", timelines)
-        self._peers = peers
+        self._pods = pods
 
     async def GetTrace(
         self,
@@ -63,8 +64,7 @@ class OrchestratorTraceServicer(TraceServicer):
         return part, begin + half
 
     def _pod(self, address: str) -> Pod | None:
-        pods = (*self._peers.verifiers, *(self._peers.drafts or ()))
-        return next((pod for pod in pods if pod.address == address), None)
+        return next((pod for pod in self._pods() if pod.address == address), None)
 
 
 def pods_of(timelines: list[Timeline]) -> list[str]:

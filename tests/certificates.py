@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from specdec.client.tls_files import Contents
+from specdec.client.tls_files import Contents, TlsFiles
 
 
 class Authority:
@@ -31,6 +31,10 @@ class Authority:
             new.write_bytes(content)
             os.replace(new, file)
         return certificate, key
+
+    def files(self, name: str, *hosts: str) -> TlsFiles:
+        """Return the files of a server or client that shows a certificate, and wants one of its peers."""
+        return TlsFiles(*self.issue(name, *hosts), self.file)
 
     def contents(self, name: str, *hosts: str) -> Contents:
         """Return what a client with a certificate of this name needs."""

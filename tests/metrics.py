@@ -19,7 +19,7 @@ from verifier_service.metrics import metrics as of_verifier
 def families() -> Iterator[Metric]:
     """Yield the metrics of services that have just started."""
     told = generation_pb2.GenerationServiceGetStatsResponse()
-    yield from of_orchestrator(told, OrchestratorStats(), reaches_verifier=False)
+    yield from of_orchestrator(told, {("", ""): OrchestratorStats()}, {})
     yield from of_verifier(verifier_pb2.GetStatsResponse(kv_tokens=1), VerifierStats())
     yield from of_messages("verifier")
     yield from of_draft(draft_pb2.DraftServiceGetStatsResponse())

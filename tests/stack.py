@@ -14,17 +14,20 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
+from grpc_health.v1 import health, health_pb2_grpc
 from numpy.typing import NDArray
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
+from orchestrator.catalog import Catalog
 from orchestrator.grammar_check import GrammarCheck
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
+from specdec.client.tls_files import TlsFiles
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import Engine
 from specdec.engine.engines.cpu_engine import CpuEngine
@@ -34,7 +37,8 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.serving.identity import identity_of, pod_info
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.servicer import MuxServicer
-from specdec.serving.process.server import CHANNEL_OPTIONS, Servicer, registered
+from specdec.serving.process.server import CHANNEL_OPTIONS, SERVING, Servicer, registered
+from specdec.serving.tls import server_credentials
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
@@ -79,6 +83,7 @@ class Pod:
 
     service: Servicer
     address: str = "127.0.0.1:0"
+    tls: TlsFiles | None = field(default=None, kw_only=True)  # None: without encryption
     server: grpc.aio.Server = field(init=False)
     mux: MuxServicer = field(init=False)
 
@@ -86,7 +91,13 @@ class Pod:
         gates = getattr(self.service, "gates", ())
         self.server = grpc.aio.server(interceptors=[CallInterceptor(gates=gates)], options=CHANNEL_OPTIONS)
         self.mux = registered(self.service, self.server)
-        port = self.server.add_insecure_port(self.address)
+        checks = health.aio.HealthServicer()
+        await checks.set(self.service.name, SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(checks, self.server)
+        if self.tls is None:
+            port = self.server.add_insecure_port(self.address)
+        else:
+            port = self.server.add_secure_port(self.address, server_credentials(self.tls))
         self.address = f"127.0.0.1:{port}"
         await self.server.start()
 
@@ -119,9 +130,9 @@ async def running(pod: Pod) -> AsyncIterator[Pod]:
 
 
 @asynccontextmanager
-async def served(service: Servicer) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+async def served(service: Servicer, tls: TlsFiles | None = None) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A server with one service on a free port; its address."""
-    async with running(Pod(service)) as pod:
+    async with running(Pod(service, tls=tls)) as pod:
         yield pod.address, pod.server
 
 
@@ -136,6 +147,7 @@ class Stack:
     drafts: list[DraftPod]
     model: Model
     peers: Peers
+    catalog: Catalog
 
     @property
     def verifier_loop(self) -> StepLoop:
@@ -290,11 +302,12 @@ async def stack(
             drafts_are_trusted=True,
         )
         model = Model.of(ModelDirectory(target))
-        orchestrator = GenerationServicer(model, peers, grammars=GrammarCheck(target))
+        catalog = Catalog.of(model, peers, GrammarCheck(target))
+        orchestrator = GenerationServicer(catalog)
         address, _ = await exits.enter_async_context(served(orchestrator))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        yield Stack(address, stub, orchestrator, verifying, drafting, model, peers)
+        yield Stack(address, stub, orchestrator, verifying, drafting, model, peers, catalog)
 
 
 def peers_at(services: Stack, draft: str) -> Peers:

@@ -328,6 +328,55 @@ FAILURES = [
     ),
 ]
 
+REVISIONS = [
+    Panel(
+        "Requests, by revision",
+        "reqps",
+        {"{{model_name}} {{revision}}": rate(f"{ORCHESTRATOR}_requests_total", "model_name, revision")},
+        "What each revision of a model gets: its share, and what names it.",
+    ),
+    Panel(
+        "Failed requests, by revision",
+        "percentunit",
+        {
+            "{{model_name}} {{revision}}": share(
+                f"{ORCHESTRATOR}_failed_requests_total", f"{ORCHESTRATOR}_requests_total", "model_name, revision"
+            )
+        },
+        "Part of the requests that fail, callers' mistakes included.",
+    ),
+    Panel(
+        "Time between tokens, by revision",
+        "s",
+        {
+            "{{model_name}} {{revision}}": share(
+                f"{ORCHESTRATOR}_inter_token_latency_seconds_sum",
+                f"{ORCHESTRATOR}_inter_token_latency_seconds_count",
+                "model_name, revision",
+            )
+        },
+        "The mean.",
+    ),
+    Panel(
+        "Time to first token, by revision",
+        "s",
+        {
+            "{{model_name}} {{revision}}": share(
+                f"{ORCHESTRATOR}_time_to_first_token_seconds_sum",
+                f"{ORCHESTRATOR}_time_to_first_token_seconds_count",
+                "model_name, revision",
+            )
+        },
+        "The mean.",
+    ),
+    Panel(
+        "Shares",
+        "percentunit",
+        {"{{model_name}} {{revision}}": f"avg by (model_name, revision) ({ORCHESTRATOR}_revision_share{JOB})"},
+        "Part of its model's requests that each revision is to get; orchestrators that differ read different files.",
+    ),
+]
+
 ROWS = {
     "Traffic": TRAFFIC,
     "Latency": LATENCY,
@@ -335,4 +384,5 @@ ROWS = {
     "Verifiers": VERIFIERS,
     "Drafts": DRAFTS,
     "Failures": FAILURES,
+    "Revisions": REVISIONS,
 }

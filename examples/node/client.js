@@ -100,5 +100,6 @@ function makeExplicit(asked, response) {
   asked.ignore_end_token = true; // it is among these
   asked.stop_tokens = resolved.end_tokens;
   asked.prompt_digest = resolved.prompt_digest;
+  if (resolved.model) asked.model = resolved.model; // the revision that it got
   if (resolved.time && asked.chat) asked.chat.time = resolved.time;
 }

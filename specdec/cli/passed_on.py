@@ -15,7 +15,9 @@ from specdec.roles import load
 
 PACKAGES = {"verifier": "verifier_service", "draft": "draft_service", "orchestrator": "orchestrator"}
 
-SET_BY_UP = frozenset({"model", "draft_model", "verifier", "draft", "port", "stop_with_stdin", "share_port", "return"})
+SET_BY_UP = frozenset(
+    {"model", "models", "draft_model", "verifier", "draft", "port", "stop_with_stdin", "share_port", "return"}
+)
 """Names of what `specdec up` tells its services itself: who serves what, and where."""
 
 Values = dict[str, Any]

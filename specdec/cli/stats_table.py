@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from specdec.cli.pod_stats import PodStats, Stats
 from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse
-from specdec.v2.generation_pb2 import BreakerState, GenerationServiceGetStatsResponse, PodView
+from specdec.v2.generation_pb2 import BreakerState, GenerationServiceGetStatsResponse, PodView, RevisionView
 from specdec.v2.model_pb2 import NUMERICS_MODE_EXACT, ModelIdentity, PodInfo
 from specdec.v2.verifier_pb2 import GetStatsResponse
 
 WIDTH = 13
 """Characters of the column of names."""
 
-REVISION = 12
+FINGERPRINT = 12
 """Characters of a fingerprint that are shown."""
 
 Line = tuple[str, str]
@@ -48,7 +49,7 @@ def _process(stats: Stats) -> Iterator[Line]:
 def _computing(identity: ModelIdentity, pod: PodInfo) -> Iterator[Line]:
     yield (
         "model",
-        f"{identity.model}, revision {identity.model_fingerprint[:REVISION] or 'unknown'}, "
+        f"{identity.model}, fingerprint {identity.model_fingerprint[:FINGERPRINT] or 'unknown'}, "
         f"{identity.context_tokens} tokens of context, {identity.vocabulary_size} token ids",
     )
     threads = " or ".join(map(str, pod.threads))
@@ -124,6 +125,7 @@ def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | N
             "model",
             f"{model.name}, {model.context_tokens} tokens of context, {model.vocabulary_size} token ids, {chat}",
         )
+    yield from _revisions([each for each in stats.revisions if each.revision])
     yield (
         "requests",
         f"{stats.requests}: {stats.running_requests} running, {stats.cancelled_requests} left by their callers, "
@@ -144,13 +146,31 @@ def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | N
     yield from _pods("drafts", stats.drafts)
 
 
+def _revisions(revisions: Sequence[RevisionView]) -> Iterator[Line]:
+    """Revisions that have names, each with the part of its model's requests that it gets."""
+    shares: defaultdict[str, float] = defaultdict(float)
+    for each in revisions:
+        shares[each.model] += 0.0 if each.leaving else each.share
+    width = max((len(f"{each.model}@{each.revision}") for each in revisions), default=0)
+    for number, each in enumerate(revisions):
+        gets = "leaving" if each.leaving else f"{percent(each.share, shares[each.model])} of requests"
+        state = "serving" if each.serving else "not serving"
+        failed = f"failed: {_by_reason(each.failed_requests)}"
+        yield (
+            "" if number else "revisions",
+            f"{each.model}@{each.revision:{width - len(each.model) - 1}}  {gets}, {state}, {each.requests} requests, "
+            f"{each.running_requests} running, {failed}",
+        )
+
+
 def _pods(name: str, pods: Sequence[PodView]) -> Iterator[Line]:
     if not pods:
         yield name, "none"
         return
     width = max(len(pod.address) for pod in pods)
     for number, pod in enumerate(pods):
-        yield "" if number else name, f"{pod.address:{width}}  {_pod(pod)}"
+        serves = f"{pod.model}, " if pod.model else ""
+        yield "" if number else name, f"{pod.address:{width}}  {serves}{_pod(pod)}"
 
 
 def _pod(pod: PodView) -> str:
@@ -195,7 +215,7 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-def percent(part: int, whole: int) -> str:
+def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
 

@@ -89,6 +89,7 @@ class Resolved:
     end_tokens: list[int]  # all that end the text: the model's own and those of the request
     prompt_digest: str  # of the prompt's tokens
     time: datetime | None  # what the chat template took for the present time; None without one
+    model: str = ""  # the revision that the request got, as NAME@REVISION; empty: the model has none with a name
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,11 @@ class Model:
     text_fingerprint: str  # equal ones: requests become tokens in the same way
     tool_format: str = ""  # how it writes calls, as in `specdec.client.tool_formats`; empty: it knows no tools
     reasons: bool = False  # True: it may think before it answers a chat
+    revisions: tuple[str, ...] = ()  # that requests may ask for, as NAME@REVISION; what stands above is of the main one
+
+    def is_asked_as(self, name: str) -> bool:
+        """Return whether a request for this name gets this model, in whatever revision."""
+        return name in (self.name, *(f"{self.name}@{each}" for each in self.revisions))
 
 
 # A newer server may know values that this client does not: they read as "unspecified".
@@ -203,7 +209,16 @@ def read_result(response: pb.CompleteResponse) -> Result:
 def read_models(response: pb.ListModelsResponse) -> list[Model]:
     """Convert the answer of `ListModels`."""
     return [
-        Model(m.name, m.context_tokens, m.vocabulary_size, m.chat, m.text_fingerprint, m.tool_format, m.reasons)
+        Model(
+            m.name,
+            m.context_tokens,
+            m.vocabulary_size,
+            m.chat,
+            m.text_fingerprint,
+            m.tool_format,
+            m.reasons,
+            tuple(m.revisions),
+        )
         for m in response.models
     ]
 
@@ -259,6 +274,7 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
         end_tokens=list(resolved.end_tokens),
         prompt_digest=resolved.prompt_digest,
         time=resolved.time.ToDatetime(UTC) if resolved.HasField("time") else None,
+        model=resolved.model,
     )
 
 

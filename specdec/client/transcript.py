@@ -97,6 +97,8 @@ def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
     request.ignore_end_token = True
     request.stop_tokens[:] = resolved.end_tokens
     request.prompt_digest = resolved.prompt_digest
+    if resolved.model:
+        request.model = resolved.model
     if resolved.HasField("reasoning"):
         request.reasoning.CopyFrom(resolved.reasoning)
     if resolved.HasField("time") and request.HasField("chat"):

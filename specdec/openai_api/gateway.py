@@ -51,7 +51,7 @@ class Gateway:
         """Return how the model that is asked writes calls of functions; None if it has none to call, or knows none."""
         if not asked.calls_tools:
             return None
-        name = next((each.tool_format for each in await self.models(caller) if each.name == asked.model), "")
+        name = next((each.tool_format for each in await self.models(caller) if each.is_asked_as(asked.model)), "")
         if name and name not in FORMATS:
             raise unsupported("tools", f"are called in the format {name}, which this server does not read")
         return FORMATS.get(name)  # an orchestrator refuses tools of a model that knows none

@@ -17,6 +17,11 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)  # the last: of values beyond all bounds
         self.total = 0.0
 
+    def merge(self, other: Histogram) -> None:
+        """Add the counts of another one with the same bounds."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value so many times."""
         self.counts[bisect_left(self.bounds, value)] += times

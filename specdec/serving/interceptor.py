@@ -38,7 +38,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     request that cannot be decoded is answered here, like any other that is wrong.
     """
 
-    def __init__(self, max_request_bytes: int = MAX_MESSAGE_BYTES, gates: Sequence[Gate] = ()) -> None:
+    def __init__(
+        self, max_request_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES, gates: Sequence[Gate] = ()
+    ) -> None:
         """Refuse single requests of more than `max_request_bytes` without decoding them, which for some would hold the
         event loop for half a second. A call goes through all `gates`."""
         self._max_request_bytes = max_request_bytes
@@ -78,8 +80,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             message = await self._openings.first(requests)
             if message is None:
                 raise InvalidRequestError([("request", "is missing: the call ended without one")])
-            if len(message) > self._max_request_bytes:
-                problem = f"has {len(message)} bytes, must have at most {self._max_request_bytes}"
+            if len(message) > (most := self._max_request_bytes()):
+                problem = f"has {len(message)} bytes, must have at most {most}"
                 raise InvalidRequestError([("request", problem)])
             try:
                 request = decode(message)

@@ -83,7 +83,9 @@ class GenerateRequest(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Model name; empty for the only one served."""
+    """Model name; empty for the only one served. NAME@REVISION asks for one of its revisions; otherwise the request gets
+    one by their shares, and with the same prompt and seed the same one as long as the shares stay.
+    """
     text: builtins.str
     """Plain text; at least one character."""
     max_tokens: builtins.int
@@ -107,7 +109,7 @@ class GenerateRequest(google.protobuf.message.Message):
     answer takes tells what is in memory. At most 256 characters; empty is one of the tenants.
     """
     model_fingerprint: builtins.str
-    """The revision of the model that the text was begun with, as the first response told it: the request is taken up on
+    """Fingerprint of the model that the text was begun with, as the first response told it: the request is taken up on
     no other, and refused with reason MODEL_CHANGED where there is none. Empty: any will do.
     """
     prompt_digest: builtins.str
@@ -584,7 +586,7 @@ class GenerateResponse(google.protobuf.message.Message):
     seed: builtins.int
     """The seed of the request; on the first response."""
     model_fingerprint: builtins.str
-    """The revision of the model: ModelIdentity.model_fingerprint; on the first response of each sample."""
+    """What was computed with: ModelIdentity.model_fingerprint; on the first response of each sample."""
     steps: builtins.int
     """Target steps that made these tokens."""
     offered: builtins.int
@@ -662,10 +664,13 @@ class ResolvedRequest(google.protobuf.message.Message):
     PROMPT_DIGEST_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Most tokens to generate."""
     prompt_digest: builtins.str
     """SHA-256 over the prompt's tokens, each as four bytes, lowest first, hex."""
+    model: builtins.str
+    """The revision that the request got, as GenerateRequest.model names it. Empty: the model has none with a name."""
     @property
     def sampling(self) -> global___SamplingParameters:
         """The sampling parameters as used. `logit_bias`, `banned_tokens` and `seed` are not repeated."""
@@ -691,9 +696,10 @@ class ResolvedRequest(google.protobuf.message.Message):
         prompt_digest: builtins.str = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         reasoning: global___Reasoning | None = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "prompt_digest", b"prompt_digest", "reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "model", b"model", "prompt_digest", b"prompt_digest", "reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> None: ...
 
 global___ResolvedRequest = ResolvedRequest
 
@@ -1096,6 +1102,7 @@ class ServedModel(google.protobuf.message.Message):
     TEXT_FINGERPRINT_FIELD_NUMBER: builtins.int
     TOOL_FORMAT_FIELD_NUMBER: builtins.int
     REASONS_FIELD_NUMBER: builtins.int
+    REVISIONS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     context_tokens: builtins.int
@@ -1115,6 +1122,12 @@ class ServedModel(google.protobuf.message.Message):
     """
     reasons: builtins.bool
     """Whether its answers to chats may begin with reasoning, between marks that are known here."""
+    @property
+    def revisions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Its revisions, which requests may ask for as NAME@REVISION. Empty: it has none with a name. What stands above is of
+        the one with the largest share.
+        """
+
     def __init__(
         self,
         *,
@@ -1125,8 +1138,9 @@ class ServedModel(google.protobuf.message.Message):
         text_fingerprint: builtins.str = ...,
         tool_format: builtins.str = ...,
         reasons: builtins.bool = ...,
+        revisions: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "reasons", b"reasons", "text_fingerprint", b"text_fingerprint", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "context_tokens", b"context_tokens", "name", b"name", "reasons", b"reasons", "revisions", b"revisions", "text_fingerprint", b"text_fingerprint", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___ServedModel = ServedModel
 
@@ -1303,6 +1317,7 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     VERIFIERS_FIELD_NUMBER: builtins.int
     DRAFTS_FIELD_NUMBER: builtins.int
     SERVING_FIELD_NUMBER: builtins.int
+    REVISIONS_FIELD_NUMBER: builtins.int
     up_us: builtins.int
     """Time since the process started, microseconds."""
     running_requests: builtins.int
@@ -1355,6 +1370,10 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     def drafts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PodView]:
         """The draft services."""
 
+    @property
+    def revisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RevisionView]:
+        """The revisions of the models that are served, and those that were and still have requests."""
+
     def __init__(
         self,
         *,
@@ -1378,11 +1397,80 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
         verifiers: collections.abc.Iterable[global___PodView] | None = ...,
         drafts: collections.abc.Iterable[global___PodView] | None = ...,
         serving: builtins.bool = ...,
+        revisions: collections.abc.Iterable[global___RevisionView] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "cached_tokens", b"cached_tokens", "cancelled_requests", b"cancelled_requests", "drafts", b"drafts", "ended_samples", b"ended_samples", "failed_requests", b"failed_requests", "failover_events", b"failover_events", "generated_tokens", b"generated_tokens", "models", b"models", "offered_candidates", b"offered_candidates", "pod", b"pod", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running_requests", b"running_requests", "running_samples", b"running_samples", "serving", b"serving", "steps", b"steps", "up_us", b"up_us", "verifiers", b"verifiers", "waiting_prompts", b"waiting_prompts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_candidates", b"accepted_candidates", "cached_tokens", b"cached_tokens", "cancelled_requests", b"cancelled_requests", "drafts", b"drafts", "ended_samples", b"ended_samples", "failed_requests", b"failed_requests", "failover_events", b"failover_events", "generated_tokens", b"generated_tokens", "models", b"models", "offered_candidates", b"offered_candidates", "pod", b"pod", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "revisions", b"revisions", "running_requests", b"running_requests", "running_samples", b"running_samples", "serving", b"serving", "steps", b"steps", "up_us", b"up_us", "verifiers", b"verifiers", "waiting_prompts", b"waiting_prompts"]) -> None: ...
 
 global___GenerationServiceGetStatsResponse = GenerationServiceGetStatsResponse
+
+@typing.final
+class RevisionView(google.protobuf.message.Message):
+    """A revision of a model as an orchestrator serves it. Counters run since it is served."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FailedRequestsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    MODEL_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    SERVING_FIELD_NUMBER: builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    FAILED_REQUESTS_FIELD_NUMBER: builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    LEAVING_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """The model's name."""
+    revision: builtins.str
+    """Its own name; empty where the model has one revision only, without a name."""
+    share: builtins.float
+    """Its share of the requests for the model, relative to the model's other revisions; 0: those alone that name it."""
+    serving: builtins.bool
+    """Whether requests can be served: it reaches a verifier, or did a moment ago."""
+    running_requests: builtins.int
+    """Completions asked for that are under way."""
+    requests: builtins.int
+    """Counter: completions asked for."""
+    generated_tokens: builtins.int
+    """Counter: tokens generated in samples that are over."""
+    leaving: builtins.bool
+    """It is served no more, and its last requests run."""
+    @property
+    def failed_requests(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Counter: of these, completions that ended with an error, by its reason."""
+
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        revision: builtins.str = ...,
+        share: builtins.float = ...,
+        serving: builtins.bool = ...,
+        running_requests: builtins.int = ...,
+        requests: builtins.int = ...,
+        failed_requests: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        generated_tokens: builtins.int = ...,
+        leaving: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed_requests", b"failed_requests", "generated_tokens", b"generated_tokens", "leaving", b"leaving", "model", b"model", "requests", b"requests", "revision", b"revision", "running_requests", b"running_requests", "serving", b"serving", "share", b"share"]) -> None: ...
+
+global___RevisionView = RevisionView
 
 @typing.final
 class PodView(google.protobuf.message.Message):
@@ -1396,6 +1484,7 @@ class PodView(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     CAPACITY_FIELD_NUMBER: builtins.int
     NUMERICS_FINGERPRINT_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Its address."""
     breaker: global___BreakerState.ValueType
@@ -1406,6 +1495,8 @@ class PodView(google.protobuf.message.Message):
     """Sessions that this orchestrator has open there."""
     numerics_fingerprint: builtins.str
     """Its numerics, as last reported; empty before that."""
+    model: builtins.str
+    """What it serves, as GenerateRequest.model names it."""
     @property
     def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
         """How full it is, by its last report. Unset: it has not reported of late, as it does while it has sessions."""
@@ -1419,8 +1510,9 @@ class PodView(google.protobuf.message.Message):
         sessions: builtins.int = ...,
         capacity: specdec.v2.model_pb2.PodCapacity | None = ...,
         numerics_fingerprint: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["capacity", b"capacity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "breaker", b"breaker", "capacity", b"capacity", "numerics_fingerprint", b"numerics_fingerprint", "sessions", b"sessions", "unfit_reason", b"unfit_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "breaker", b"breaker", "capacity", b"capacity", "model", b"model", "numerics_fingerprint", b"numerics_fingerprint", "sessions", b"sessions", "unfit_reason", b"unfit_reason"]) -> None: ...
 
 global___PodView = PodView

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from demo.train import HOME
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -55,7 +56,7 @@ async def test_commands_bring_a_key(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(KEY)
     model = Model.of(ModelDirectory(HOME / "target"))
     accounts = Accounts(TenantsFile(tmp_path / "tenants.yaml"))
-    async with served(GenerationServicer(model, Peers(Pods()), accounts=accounts)) as (address, _):
+    async with served(GenerationServicer(Catalog.of(model, Peers(Pods())), accounts=accounts)) as (address, _):
         ask = ("tokenize", "def main(", "--count", "--address", address)
         status, _, err = await specdec(*ask)
         assert status == ExitStatus.REFUSED

@@ -21,6 +21,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -67,7 +68,7 @@ async def services() -> AsyncIterator[dict[str, str]]:
     async with AsyncExitStack() as exits:
         model = Model.of(ModelDirectory(DEMO / "target"))
         servicers: dict[str, Servicer] = {
-            "orchestrator": GenerationServicer(model, Peers(Pods(["127.0.0.1:1"]), Pods(["127.0.0.1:2"]))),
+            "orchestrator": GenerationServicer(Catalog.of(model, Peers(Pods(["127.0.0.1:1"]), Pods(["127.0.0.1:2"])))),
             "verifier": VerifierServicer(backend, IDENTITY, Limits()),
             "draft": DraftServicer(drafting, IDENTITY, DraftLimits()),
         }
@@ -89,7 +90,7 @@ async def test_one_command_for_any_service(services: dict[str, str], role: str) 
         assert [pod["breaker"] for pod in values["drafts"]] == ["BREAKER_STATE_CLOSED"]
     else:
         assert "\n  state        serving\n" in shown
-        assert "\n  model        m, revision aaaaaaaaaaaa, 99 tokens of context, 16 token ids\n" in shown
+        assert "\n  model        m, fingerprint aaaaaaaaaaaa, 99 tokens of context, 16 token ids\n" in shown
         assert isinstance(values["kv_tokens"], int)
 
 

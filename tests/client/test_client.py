@@ -26,7 +26,7 @@ from specdec.client import (
     Unavailable,
 )
 from tests.client.both import ThreadedClient
-from tests.client.fake_server import CHUNK, DIGEST, MODEL, TEXT, TOKENS, Act, FakeServer, rich
+from tests.client.fake_server import CHUNK, DIGEST, MODEL, REVISION, TEXT, TOKENS, Act, FakeServer, rich
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -177,7 +177,7 @@ async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
     assert not first.sampling.HasField("seed")
     assert [list(request.generated_tokens) for request in resumed] == [TOKENS[:1], TOKENS[:14], TOKENS[:18]]
     # What the first server filled in: another one shall fill in nothing differently.
-    first.ignore_end_token, first.prompt_digest = True, DIGEST
+    first.ignore_end_token, first.prompt_digest, first.model = True, DIGEST, REVISION
     first.stop_tokens.append(2)
     for request in resumed:  # its seed and model, and otherwise what was asked for at first
         assert request.sampling.seed == chunks[0].seed == 1001

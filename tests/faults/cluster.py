@@ -69,6 +69,10 @@ class Cluster:
         served = ("--model", str(self.models.target), "--trust-drafts")
         return self._add("orchestrator", "orchestrator", *served, *peers, *options)
 
+    def orchestrator_of(self, models: Path, *options: str) -> Pod:
+        """Told of models and pods by a file."""
+        return self._add("orchestrator", "orchestrator", "--models", str(models), "--trust-drafts", *options)
+
     def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
         """A spare verifier with another model, at the address of one that must have ended before it is started."""
         address = self.pods[for_verifier].address

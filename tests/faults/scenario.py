@@ -22,6 +22,7 @@ from tests.faults.asks import Ask
 from tests.faults.cluster import Cluster
 from tests.faults.history import Record, record, wrong
 from tests.faults.pods import Pod
+from tests.faults.rollout import Rollout
 from tests.margins import Oracle
 
 
@@ -33,6 +34,16 @@ class After:
 
     def __call__(self, run: Run) -> bool:
         return run.seconds_since_event >= self.seconds
+
+
+@dataclass(frozen=True)
+class At:
+    """So many seconds after the beginning."""
+
+    seconds: float
+
+    def __call__(self, run: Run) -> bool:
+        return time.monotonic() - run.began >= self.seconds
 
 
 @dataclass(frozen=True)
@@ -65,13 +76,14 @@ class Ready:
         return run.pod(self.pod).ready
 
 
-Condition = After | Received | Ended | Ready
+Condition = After | At | Received | Ended | Ready
 
 
 @dataclass(frozen=True)
 class Event:
     """When it holds, this is done to that: a method of a pod (start, kill, terminate, freeze, thaw), of a network
-    (stall, resume, reset, ...) or of the cluster's security (renew). Without either, it is only waited for."""
+    (stall, resume, reset, ...), of the cluster's security (renew) or of a rollout. Without either, it is only waited
+    for."""
 
     when: Condition
     do: str = ""
@@ -100,12 +112,12 @@ def rolling_restart(pods: Sequence[str], pause: float) -> Iterator[Event]:
 class Run:
     """A scenario under way, and what came of it."""
 
-    def __init__(self, cluster: Cluster, **networks: DelayProxy) -> None:
+    def __init__(self, cluster: Cluster, **others: DelayProxy | Rollout) -> None:
         self.cluster = cluster
         self.records: list[tuple[int, Record]] = []  # with the number of what was asked
         self.timeline: list[tuple[float, Event]] = []
         self.tokens = 0
-        self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **networks, "security": cluster.security}
+        self._things: dict[str, object] = {**cluster.pods, **cluster.spares, **others, "security": cluster.security}
         self.began = self._event_time = time.monotonic()
         self._event_tokens = 0
 
@@ -163,6 +175,24 @@ class Run:
             playing = group.create_task(self._act(events))
             for _ in range(at_once):
                 group.create_task(ask_on())
+        return self
+
+    async def play_open(self, client: AsyncClient, asks: Sequence[Ask], events: Iterable[Event], rate: float) -> Self:
+        """Ask at Poisson times, so many a second, whatever becomes of those before, until no event is left and all that
+        was begun is over."""
+        dice = random.Random(17)
+
+        async def ask_one(number: int) -> None:
+            self.records.append((number, await record(client, asks[number], self.seen)))
+
+        async with asyncio.TaskGroup() as group:
+            playing, at = group.create_task(self._act(events)), self.began
+            for number in itertools.cycle(range(len(asks))):
+                at += dice.expovariate(rate)
+                await asyncio.sleep(at - time.monotonic())
+                if playing.done():
+                    break
+                group.create_task(ask_one(number))
         return self
 
     async def _act(self, events: Iterable[Event]) -> None:

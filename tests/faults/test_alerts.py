@@ -38,6 +38,8 @@ NOT_HERE = {
     "SpecdecVersionSkew": "takes another version",
     "SpecdecCandidatesRefused": "takes a draft that lies",
     "SpecdecOrchestratorBusy": "takes a core of its own to be used up",
+    "SpecdecRevisionFails": "takes two revisions of a model",
+    "SpecdecRevisionSlow": "takes two revisions of a model",
     "SpecdecDraftLate": "depends on the machine",
     "SpecdecSpeculationOff": "depends on the machine",
 }

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
 
+from orchestrator.catalog import Catalog
+from orchestrator.connections import SecureConnections, connect
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import generation_pb2_grpc, model_pb2
+from tests.certificates import Authority
 from tests.faults.cluster import Models
 from tests.hostile import log_volume
 from tests.hostile.lying_draft import LIES, LyingDraft
@@ -92,18 +96,20 @@ async def honest(models: Models) -> AsyncIterator[Honest]:
 
 
 @asynccontextmanager
-async def orchestrator_with(services: Stack, draft: str) -> AsyncIterator[Any]:
+async def orchestrator_with(
+    services: Stack, draft: str, connect: Callable[[str], grpc.aio.Channel] = connect
+) -> AsyncIterator[Any]:
     """A stub of an orchestrator of its own, at the stack's verifiers and this draft."""
     peers = Peers(
         Pods(pod.address for pod in services.verifiers),
-        Pods([draft]),
+        Pods([draft], connect=connect),
         patience_seconds=0.02,
         silence_seconds=SILENCE_SECONDS,
         failover_seconds=FAILOVER_SECONDS,
         drafts_are_trusted=True,
     )
     async with AsyncExitStack() as exits:
-        address, _ = await exits.enter_async_context(served(GenerationServicer(services.model, peers)))
+        address, _ = await exits.enter_async_context(served(GenerationServicer(Catalog.of(services.model, peers))))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         yield generation_pb2_grpc.GenerationServiceStub(channel)
 
@@ -112,12 +118,25 @@ async def orchestrator_with(services: Stack, draft: str) -> AsyncIterator[Any]:
     "name", [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.verify) for name in LIES]
 )
 async def test_a_lying_draft_costs_no_token(honest: Honest, name: str) -> None:
+    await lies(honest, name)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", SHOWN)
+async def test_it_does_not_by_mutual_tls(honest: Honest, name: str, tmp_path: Path) -> None:
+    """A certificate says who it is, not that it speaks the truth."""
+    await lies(honest, name, Authority(tmp_path / "ca"))
+
+
+async def lies(honest: Honest, name: str, authority: Authority | None = None) -> None:
     services = honest.services
     liar = LyingDraft(LIES[name], services.verifiers[0].service.identity)
     with log_volume.measured() as volume:
+        tls = None if authority is None else authority.files("draft")
+        reach = connect if authority is None else SecureConnections(authority.files("orchestrator"), None, {})
         async with (
-            served(liar) as (address, _),
-            orchestrator_with(services, address) as stub,
+            served(liar, tls) as (address, _),
+            orchestrator_with(services, address, reach) as stub,
             pulse_of(stub) as pulse,
         ):
             *texts, rejection, contrastive, neighbour = await asyncio.gather(

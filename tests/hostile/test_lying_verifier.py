@@ -4,19 +4,23 @@ that says why. A token that is merely wrong, with a checksum that fits, cannot b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
 
+from orchestrator.catalog import Catalog
+from orchestrator.connections import SecureConnections, connect
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import generation_pb2_grpc
+from tests.certificates import Authority
 from tests.faults.cluster import Models
 from tests.hostile import log_volume
 from tests.hostile.lying_verifier import LIES, LyingVerifier
@@ -86,11 +90,13 @@ async def honest(models: Models) -> AsyncIterator[Honest]:
 
 
 @asynccontextmanager
-async def orchestrator_with(services: Stack, verifiers: Sequence[str]) -> AsyncIterator[Any]:
+async def orchestrator_with(
+    services: Stack, verifiers: Sequence[str], connect: Callable[[str], grpc.aio.Channel] = connect
+) -> AsyncIterator[Any]:
     """A stub of an orchestrator of its own, at these verifiers."""
-    peers = Peers(Pods(verifiers), silence_seconds=SILENCE_SECONDS, failover_seconds=FAILOVER_SECONDS)
+    peers = Peers(Pods(verifiers, connect=connect), silence_seconds=SILENCE_SECONDS, failover_seconds=FAILOVER_SECONDS)
     async with AsyncExitStack() as exits:
-        address, _ = await exits.enter_async_context(served(GenerationServicer(services.model, peers)))
+        address, _ = await exits.enter_async_context(served(GenerationServicer(Catalog.of(services.model, peers))))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         yield generation_pb2_grpc.GenerationServiceStub(channel)
 
@@ -100,14 +106,27 @@ async def orchestrator_with(services: Stack, verifiers: Sequence[str]) -> AsyncI
     "name", [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.verify) for name in LIES]
 )
 async def test_a_lying_verifier_is_found_out(honest: Honest, name: str, alone: bool) -> None:
+    await lies(honest, name, alone)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", SHOWN)
+async def test_it_is_by_mutual_tls(honest: Honest, name: str, tmp_path: Path) -> None:
+    """A certificate says who it is, not that it speaks the truth."""
+    await lies(honest, name, True, Authority(tmp_path / "ca"))
+
+
+async def lies(honest: Honest, name: str, alone: bool, authority: Authority | None = None) -> None:
     services, wanted = honest.services, honest.wanted
     liar = LyingVerifier(LIES[name], services.verifiers[0].address)
     before = resident_mib()
     with log_volume.measured() as volume:
         async with AsyncExitStack() as exits:
-            address, _ = await exits.enter_async_context(served(liar))
+            tls = None if authority is None else authority.files("verifier")
+            reach = connect if authority is None else SecureConnections(authority.files("orchestrator"), None, {})
+            address, _ = await exits.enter_async_context(served(liar, tls))
             verifiers = [address] if alone else [address, services.verifiers[0].address]
-            stub = await exits.enter_async_context(orchestrator_with(services, verifiers))
+            stub = await exits.enter_async_context(orchestrator_with(services, verifiers, reach))
             pulse = await exits.enter_async_context(pulse_of(stub))
             asked = await asyncio.gather(*(ask(stub, DEADLINE, fields) for fields in ASKS.values()))
         await until(lambda: services.idle)

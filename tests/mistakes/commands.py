@@ -50,6 +50,10 @@ MISTAKES = (
     Mistake("specdec generate --prompt-file prompts.jsonl --resume", USAGE, "--resume needs --out"),
     Mistake("specdec tokenize 'def' --address 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
     Mistake("specdec stats 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
+    Mistake("specdec evaluate target draft-1 --prompts prompts.jsonl", USAGE, "draft-1: no such directory"),
+    Mistake(
+        "specdec evaluate target foreign --prompts prompts.jsonl", USAGE, "the tokenizers of target and foreign differ"
+    ),
     Mistake("specdec export target-1 exported", USAGE, "target-1: no such directory"),
     Mistake("specdec export target notes", USAGE, "notes: holds something else than an exported model"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
@@ -102,7 +106,20 @@ MISTAKES = (
         "specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine computes in float32"
     ),
     Mistake("specdec draft --model draft --device cuda:9", CANNOT, "device cuda:9: "),
-    Mistake("specdec orchestrator --model target", USAGE, "Missing option '--verifier'."),
+    Mistake(
+        "specdec orchestrator --model target", USAGE, "'--verifier': is missing (or --models FILE, for several models)"
+    ),
+    Mistake(
+        "specdec orchestrator --models models.yaml --model target",
+        USAGE,
+        "'--model': stands in the file of --models: leave one of them out",
+    ),
+    Mistake("specdec orchestrator --models none.yaml", CANNOT, "--models none.yaml: No such file or directory"),
+    Mistake(
+        "specdec orchestrator --models models.yaml",
+        CANNOT,
+        "--models models.yaml: models.'big': revisions.a: share: is missing, must be given where a model has several",
+    ),
     Mistake("specdec orchestrator --model target --verifier big", USAGE, f"'big': the port is missing; {FORMS}"),
     Mistake("specdec orchestrator --model target --verifier http://big:1", USAGE, "the scheme http: is not supported"),
     Mistake(

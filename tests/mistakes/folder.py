@@ -44,5 +44,7 @@ def furnish(folder: Path) -> None:
     (folder / "typo.jsonl").write_text('{"text": "def main(", "temprature": 1}\n')
     (folder / "typo.yaml").write_text("model: target\nkv-token: 4096\n")
     (folder / "few.yaml").write_text("model: target\nkv-tokens: 9\n")
+    revision = "{directory: target, verifiers: ['big:1']}"
+    (folder / "models.yaml").write_text(f"models: {{big: {{revisions: {{a: {revision}, b: {revision}}}}}}}\n")
     (folder / "notes").mkdir()
     (folder / "notes" / "readme.txt").write_text("Mine.\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -53,7 +54,8 @@ class Slowly:
 def another_orchestrator(services: Stack, target: Path) -> Pod:
     """One that knows the same pods."""
     verifiers, drafts = (Pods(pod.address for pod in pods) for pods in (services.verifiers, services.drafts))
-    return Pod(GenerationServicer(Model.of(ModelDirectory(target)), Peers(verifiers, drafts, drafts_are_trusted=True)))
+    peers = Peers(verifiers, drafts, drafts_are_trusted=True)
+    return Pod(GenerationServicer(Catalog.of(Model.of(ModelDirectory(target)), peers)))
 
 
 def works(pod: Pod) -> bool:
@@ -61,7 +63,7 @@ def works(pod: Pod) -> bool:
     if isinstance(pod, VerifierPod):
         return pod.loop.pool.held > 0
     assert isinstance(pod.service, GenerationServicer)
-    return pod.service._stats.running_samples > 0
+    return any(each.stats.running_samples for each in pod.service._catalog)
 
 
 @pytest.mark.parametrize("kind", KINDS)

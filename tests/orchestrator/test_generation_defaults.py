@@ -143,7 +143,7 @@ def test_what_is_asked_for_holds_even_if_it_is_neutral(
 
 def test_a_resumed_text_carries_what_the_first_orchestrator_took(model: Model) -> None:
     first = sample_of(replace(model, defaults=SOME))
-    said = resolved(first)
+    said = resolved(first, "")
     other = replace(model, defaults=GenerationDefaults(Sampling(temperature=2.0, top_k=1, repetition_penalty=3.0), 2))
     for elsewhere in (other, model):
         again = sample_of(elsewhere, sampling=said.sampling, max_tokens=said.max_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -37,7 +38,7 @@ class Blocked(Tokenizer):
 async def test_long_prompts_wait_for_each_other_and_only_so_many() -> None:
     tokenizer = Blocked()
     model = Model("m", tokenizer, "", 256, 320, frozenset())
-    servicer = GenerationServicer(model, Peers(Pods()))
+    servicer = GenerationServicer(Catalog.of(model, Peers(Pods())))
     async with (
         served(servicer) as (address, _),
         grpc.aio.insecure_channel(address) as channel,

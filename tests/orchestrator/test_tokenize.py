@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from demo.train import HOME
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -30,7 +31,7 @@ MODEL = Model.of(ModelDirectory(HOME / "target"))
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
     """An orchestrator that has no verifier: none is needed."""
-    async with served(GenerationServicer(MODEL, Peers(Pods()))) as (address, _):
+    async with served(GenerationServicer(Catalog.of(MODEL, Peers(Pods())))) as (address, _):
         yield address
 
 

@@ -60,7 +60,7 @@ async def trace(*pods: Telling, others: tuple[str, ...] = (), asked: str = "r") 
             for address in (*addresses, *others):
                 timeline.event("verifier_opened", pod=address)
                 timeline.event("failover", reason="verifier_lost", pod=address)
-        address, _ = await exits.enter_async_context(served(Orchestrator(timelines, peers)))
+        address, _ = await exits.enter_async_context(served(Orchestrator(timelines, lambda: peers.verifiers)))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
@@ -113,7 +114,7 @@ async def check(directories: Directories, seeds: range, samplings: list[dict[str
         stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services,
         grpc.aio.insecure_channel(services.drafts[0].address) as to_draft,
         served(chaos := Chaos(draft_pb2_grpc.DraftServiceStub(to_draft), 0)) as (address, _),
-        served(GenerationServicer(services.model, peers_at(services, address))) as (front, _),
+        served(GenerationServicer(Catalog.of(services.model, peers_at(services, address)))) as (front, _),
         grpc.aio.insecure_channel(front) as to_front,
     ):
         stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)

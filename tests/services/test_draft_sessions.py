@@ -10,6 +10,7 @@ import pytest
 
 from draft_service.servicer import DraftServicer
 from draft_service.session import Session
+from orchestrator.catalog import Catalog
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import draft_pb2, generation_pb2, generation_pb2_grpc, model_pb2
@@ -81,7 +82,7 @@ async def test_where_there_is_none_to_ask_a_text_says_so(directories: Directorie
     async with stack(directories.target, None) as services:
         peers = replace(services.peers, drafts=Pods([]))
         async with (
-            served(GenerationServicer(services.model, peers)) as (front, _),
+            served(GenerationServicer(Catalog.of(services.model, peers))) as (front, _),
             grpc.aio.insecure_channel(front) as channel,
         ):
             stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -13,6 +13,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.servicer import DraftServicer, Limits
 from draft_service.session import Session
+from orchestrator.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
@@ -41,7 +42,7 @@ async def front(directories: Directories) -> AsyncIterator[Any]:
         loop.start()
         service = DraftServicer(loop, identity, Limits())
         async with served(service) as (draft, _):
-            generation = GenerationServicer(services.model, peers_at(services, draft))
+            generation = GenerationServicer(Catalog.of(services.model, peers_at(services, draft)))
             async with served(generation) as (address, _), grpc.aio.insecure_channel(address) as channel:
                 yield generation_pb2_grpc.GenerationServiceStub(channel)
         await service.close()

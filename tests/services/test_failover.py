@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.failover_events import EXPECTED
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import from_rpc
@@ -591,7 +592,7 @@ async def test_a_useless_draft_is_left_alone(directories: Directories) -> None:
         draft = Wrong(services.verifiers[0].service.identity, token)
         async with (
             served(draft) as (address, _),
-            served(GenerationServicer(services.model, peers_at(services, address))) as (front, _),
+            served(GenerationServicer(Catalog.of(services.model, peers_at(services, address)))) as (front, _),
             grpc.aio.insecure_channel(front) as channel,
         ):
             stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -614,7 +615,7 @@ async def test_a_text_that_cannot_be_drafted_says_nothing_of_its_draft(directori
             assert peers.drafts is not None
             (pod,) = peers.drafts
             async with (
-                served(GenerationServicer(services.model, peers)) as (front, _),
+                served(GenerationServicer(Catalog.of(services.model, peers))) as (front, _),
                 grpc.aio.insecure_channel(front) as channel,
             ):
                 stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)

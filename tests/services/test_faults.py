@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection
 
+from orchestrator.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.client.errors import from_rpc
 from specdec.decoding.noise import sample_seed
@@ -153,7 +154,7 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
     ):
         peers = replace(peers_at(services, address), silence_seconds=0.5)
         async with (
-            served(GenerationServicer(services.model, peers)) as (front, _),
+            served(GenerationServicer(Catalog.of(services.model, peers))) as (front, _),
             grpc.aio.insecure_channel(front) as to_front,
         ):
             stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient
 from specdec.v2 import generation_pb2
@@ -63,7 +64,7 @@ async def test_a_killed_orchestrator_changes_no_token(directories: Directories) 
     async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.005)) as services:
         async with AsyncClient(services.address) as client:
             want = await client.complete("hello", max_tokens=200, temperature=0.8, seed=5, ignore_end_token=True)
-        async with served(GenerationServicer(services.model, services.peers)) as (address, server):
+        async with served(GenerationServicer(Catalog.of(services.model, services.peers))) as (address, server):
             process = await start(
                 f"{address},{services.address}",
                 "hello",

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -50,7 +51,7 @@ async def serving(target: Path, logs: Path) -> AsyncIterator[tuple[Launched, Any
     with launched(2, logs, module, "verifier_service", "--model", str(target), *FEW) as ranks:
         ready = await asyncio.to_thread(ranks.until_said, 0, "ready ")
         peers = Peers(Pods([ready.removeprefix("ready ")]), None, failover_seconds=1.0)
-        service = GenerationServicer(Model.of(ModelDirectory(target)), peers)
+        service = GenerationServicer(Catalog.of(Model.of(ModelDirectory(target)), peers))
         async with served(service) as (address, _), grpc.aio.insecure_channel(address) as channel:
             yield ranks, generation_pb2_grpc.GenerationServiceStub(channel)
 

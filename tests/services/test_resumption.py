@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -33,7 +34,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 3}
 def orchestrator(services: Stack, directory: Path, clock: datetime) -> Pod:
     """An orchestrator of its own for the verifiers of a stack, at which it is always this time."""
     peers = Peers(Pods(pod.address for pod in services.verifiers))
-    return Pod(GenerationServicer(Model.of(ModelDirectory(directory)), peers, clock=lambda: clock))
+    return Pod(GenerationServicer(Catalog.of(Model.of(ModelDirectory(directory)), peers), clock=lambda: clock))
 
 
 def copy_of(directory: Path, to: Path, template: str, **generation: Any) -> Path:

@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from demo.prompts import held_out
+from orchestrator.stats import OrchestratorStats
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
@@ -241,7 +242,7 @@ async def test_a_grammar_that_becomes_too_complex_ends_its_text_alone(directorie
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert refused.value.details() == "grammar: is too complex for this text"
         assert len((await other).tokens) == 100
-        assert services.orchestrator._stats.failover_events["verifier_lost"] == 0
+        assert OrchestratorStats.summed(services.catalog.counts().values()).failover_events["verifier_lost"] == 0
         await until(lambda: services.idle)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.catalog import Catalog
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, Unimplemented
@@ -46,11 +47,9 @@ async def of_another_version() -> AsyncIterator[str]:
 @asynccontextmanager
 async def before(services: Stack, **peers: Any) -> AsyncIterator[Any]:
     """A stub of another orchestrator, with other pods."""
+    changed = replace(services.peers, failover_seconds=1.0, **peers)
     async with (
-        served(GenerationServicer(services.model, replace(services.peers, failover_seconds=1.0, **peers))) as (
-            front,
-            _,
-        ),
+        served(GenerationServicer(Catalog.of(services.model, changed))) as (front, _),
         grpc.aio.insecure_channel(front) as channel,
     ):
         yield generation_pb2_grpc.GenerationServiceStub(channel)

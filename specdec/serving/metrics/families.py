@@ -54,11 +54,14 @@ class Families:
         self.made.append(family)
 
     def histogram(self, name: str, help: str, found: Histogram) -> None:
-        reached, buckets = 0, []
-        for bound, count in zip((*map(str, found.bounds), "+Inf"), found.counts, strict=True):
-            reached += count
-            buckets.append((bound, reached))
-        self.made.append(HistogramMetricFamily(self._name(name), help, buckets, found.total))
+        self.made.append(HistogramMetricFamily(self._name(name), help, _buckets(found), found.total))
+
+    def histograms(self, name: str, help: str, labels: tuple[str, ...], found: Mapping[Values, Histogram]) -> None:
+        """Add a histogram for each set of values of some labels."""
+        family = HistogramMetricFamily(self._name(name), help, labels=labels)
+        for value, each in found.items():
+            family.add_metric(value, _buckets(each), each.total)
+        self.made.append(family)
 
     def process(self, pod: model_pb2.PodInfo, serving: bool) -> None:
         """Add what every service tells of its process."""
@@ -74,3 +77,12 @@ class Families:
 
     def _name(self, name: str) -> str:
         return f"specdec_{self._role}_{name}"
+
+
+def _buckets(found: Histogram) -> list[tuple[str, float]]:
+    """Return how many values of a histogram are at most each of its bounds."""
+    reached, buckets = 0, list[tuple[str, float]]()
+    for bound, count in zip((*map(str, found.bounds), "+Inf"), found.counts, strict=True):
+        reached += count
+        buckets.append((bound, reached))
+    return buckets

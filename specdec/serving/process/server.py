@@ -89,8 +89,9 @@ class Servicer(Protocol):
 class Service(Servicer, Protocol):
     """A servicer that a process serves."""
 
-    max_request_bytes: int
-    """Bytes of a valid request at most, where a call has a single one."""
+    @property
+    def max_request_bytes(self) -> int:
+        """Bytes of a valid request at most, where a call has a single one."""
 
     @property
     def gates(self) -> Sequence[Gate]:
@@ -161,7 +162,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     log_settings()  # a start that fails tells its reason alone
     options = [*CHANNEL_OPTIONS, *PATIENCE_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     names = [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else []
-    interceptor = CallInterceptor(service.max_request_bytes, [*names, *service.gates])
+    interceptor = CallInterceptor(lambda: service.max_request_bytes, [*names, *service.gates])
     server = grpc.aio.server(interceptors=[interceptor], options=options)
     servers = [server]
     mux = registered(service, server)

@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from demo.train import HOME
+from orchestrator.catalog import Catalog
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
@@ -61,7 +62,7 @@ def site(tmp_path: Path) -> Site:
 async def address(site: Site) -> AsyncIterator[str]:
     accounts = Accounts(TenantsFile(site.path))
     await accounts.start()
-    async with served(GenerationServicer(MODEL, Peers(Pods()), accounts=accounts)) as (address, _):
+    async with served(GenerationServicer(Catalog.of(MODEL, Peers(Pods())), accounts=accounts)) as (address, _):
         yield address
 
 

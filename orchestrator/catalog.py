@@ -1,0 +1,139 @@
+"""The catalog: which models are served in which revisions now, and which revision a request gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from orchestrator.grammar_check import GrammarCheck
+from orchestrator.model import Model
+from orchestrator.models_file import SEPARATOR
+from orchestrator.peers import Peers
+from orchestrator.revision import Revision
+from orchestrator.stats import OrchestratorStats
+from orchestrator.traffic import choose, point_of
+from specdec.serving.echo import echo
+from specdec.serving.errors import InvalidRequestError, UnknownModelError
+from specdec.v2 import generation_pb2
+
+NAMED = 8
+"""Models that an error message names at most."""
+
+NOWHERE = ("", "")
+"""Where requests are counted that ask for what is not served."""
+
+
+class Catalog:
+    """The revisions that are served. It owns them, and the counts of all that ever were."""
+
+    def __init__(self, revisions: Iterable[Revision] = ()) -> None:
+        self._models: dict[str, list[Revision]] = {}
+        self._leaving: dict[Revision, asyncio.Task[None]] = {}
+        self.refused = OrchestratorStats()
+        """Counts of requests that ask for what is not served."""
+        self._counts: dict[tuple[str, str], list[OrchestratorStats]] = defaultdict(list)
+        self._counts[NOWHERE].append(self.refused)
+        self.become(revisions)
+
+    @classmethod
+    def of(cls, model: Model, peers: Peers, grammars: GrammarCheck | None = None) -> Catalog:
+        """Return the catalog of one model with these pods."""
+        return Catalog([Revision(model, peers, grammars=grammars)])
+
+    def __iter__(self) -> Iterator[Revision]:
+        return (each for revisions in self._models.values() for each in revisions)
+
+    @property
+    def models(self) -> Mapping[str, list[Revision]]:
+        """The revisions of each model by its name."""
+        return self._models
+
+    @property
+    def leaving(self) -> Iterable[Revision]:
+        """Revisions that are served no more, while their last requests run."""
+        return self._leaving.keys()
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Bytes of the longest request that can be valid."""
+        return max(each.model.most_request for each in self)
+
+    def counts(self) -> dict[tuple[str, str], OrchestratorStats]:
+        """Return the counts of all requests, by the names of model and revision. Those of revisions that are served no
+        more are among them: a counter never falls."""
+        return {key: OrchestratorStats.summed(counts) for key, counts in self._counts.items()}
+
+    async def start(self) -> None:
+        """Begin to look for verifiers."""
+        await asyncio.gather(*(each.start() for each in self))
+
+    async def close(self) -> None:
+        """Free what is held; called after the last session."""
+        for task in self._leaving.values():
+            task.cancel()
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+        await asyncio.gather(*(each.close() for each in (*self, *self._leaving)))
+
+    def become(self, revisions: Iterable[Revision]) -> None:
+        """Serve these revisions from now on, and no others. Of those that are served no more, the requests that run go
+        on."""
+        before = set(self)
+        self._models = {}
+        for each in revisions:
+            self._models.setdefault(each.model.name, []).append(each)
+            if each not in before:
+                self._counts[each.key].append(each.stats)
+        for gone in before - set(self):
+            self._leaving[gone] = asyncio.create_task(self._leave(gone))
+
+    def choose(self, request: generation_pb2.GenerateRequest) -> Revision:
+        """Return the revision that a request gets: the one that it names, else one by share.
+
+        UnknownModelError if it names what is not served, InvalidRequestError if it names nothing where several models
+        are.
+        """
+        return self._named(request.model) or choose(self._of_model(request.model), point_of(request))
+
+    def main(self, model: str) -> Revision:
+        """Return the revision that a model's name stands for where nothing is generated: the one with the largest
+        share. Errors are those of `choose`."""
+        return self._named(model) or largest(self._of_model(model))
+
+    def _named(self, asked: str) -> Revision | None:
+        """Return the revision that is asked for by its own name; None if a model is."""
+        name, _, revision = asked.rpartition(SEPARATOR)
+        if asked in self._models or name not in self._models:
+            return None
+        for each in self._models[name]:
+            if each.name == revision:
+                return each
+        raise UnknownModelError(
+            f"model: is {echo(asked)}, served here is {_listed(each.asked_as or name for each in self._models[name])}"
+        )
+
+    def _of_model(self, asked: str) -> list[Revision]:
+        """Return the revisions of the model that is asked for; an empty name stands for the only one there is."""
+        if not asked and len(self._models) > 1:
+            raise InvalidRequestError([("model", f"is empty, must be one of {_listed(self._models)}")])
+        found = self._models.get(asked) if asked else next(iter(self._models.values()))
+        if found is None:
+            raise UnknownModelError(f"model: is {echo(asked)}, served here is {_listed(self._models)}")
+        return found
+
+    async def _leave(self, revision: Revision) -> None:
+        """Close a revision when its last request has ended."""
+        await revision.until_idle()
+        await revision.close()
+        del self._leaving[revision]
+
+
+def largest(revisions: Iterable[Revision]) -> Revision:
+    """Return the revision with the largest share."""
+    return max(revisions, key=lambda each: each.share)
+
+
+def _listed(names: Iterable[str]) -> str:
+    all = list(names)
+    shown = ", ".join(map(repr, all[:NAMED]))
+    return shown if len(all) <= NAMED else f"{shown} and {len(all) - NAMED} more"

@@ -1,0 +1,67 @@
+"""A catalog that follows the file of models: what the file says is served within seconds, without a restart.
+
+So a rollout is a change of the file: a revision is added with a small share, gets more, and the one before it gets
+none. The way back is the value that was there before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from orchestrator.catalog import Catalog
+from orchestrator.models_file import LoadedRevision, ModelsFile
+from orchestrator.peer_finder import PeerSettings
+from orchestrator.revision import Revision
+from specdec.serving.watched import Watched
+
+log = structlog.get_logger()
+
+RELOAD_SECONDS = 1.0
+"""Seconds between two looks at the file."""
+
+
+class FollowedCatalog(Catalog):
+    """The revisions that the file names."""
+
+    def __init__(self, file: ModelsFile, settings: PeerSettings) -> None:
+        """Read the file; ModelsFileError if it cannot be used."""
+        super().__init__()
+        self._watched: Watched[tuple[LoadedRevision, ...]] = Watched(file)
+        self._settings = settings
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to look for verifiers, and for changes of the file."""
+        await self._take(self._watched.contents)
+        self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._following
+        await super().close()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(RELOAD_SECONDS)
+            if await asyncio.to_thread(self._watched.changed):
+                await self._take(self._watched.contents)
+
+    async def _take(self, loaded: tuple[LoadedRevision, ...]) -> None:
+        """Serve these revisions. One that stays keeps its pods; with another directory it is another one."""
+        before = {each.key: each for each in self}
+        served: list[Revision] = []
+        for each in loaded:
+            revision = before.get((each.entry.model, each.entry.revision))
+            if revision is None or revision.model is not each.model:
+                revision = await Revision.found(each, self._settings)
+                await revision.start()
+            else:
+                await revision.follow(each.entry)
+            served.append(revision)
+        self.become(served)
+        log.info("models_served", shares={each.asked_as: each.share for each in served})

@@ -1,0 +1,61 @@
+"""Traffic splitting: which revision of a model a request gets, by their shares.
+
+Requests without a seed are split at random. One with a seed gets the same revision whenever it comes, as long as the
+shares stay: it would have other tokens otherwise, and nobody would know why. Nor does it get another one for
+speculating differently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from specdec.v2 import generation_pb2
+
+
+class Choice(Protocol):
+    """What has a share."""
+
+    @property
+    def share(self) -> float:
+        """Relative to others; 0: it is not chosen."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served by it now."""
+
+
+Chosen = TypeVar("Chosen", bound=Choice)
+
+
+def point_of(request: generation_pb2.GenerateRequest) -> float:
+    """Return where in [0, 1) a request falls: one with a seed by seed and prompt, others anywhere."""
+    if not request.sampling.HasField("seed"):
+        return random.random()
+    prompt = request.WhichOneof("prompt")
+    given = getattr(request, prompt) if prompt else ""
+    told = given.encode() if isinstance(given, str) else given.SerializeToString(deterministic=True)
+    seed = request.sampling.seed.to_bytes(8, "little")
+    return float(int.from_bytes(hashlib.sha256(seed + told).digest()[:8], "little") >> 11) / 2**53
+
+
+def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
+    """Return the revision at a point of [0, 1), on which they lie side by side, each as long as its share. One that is
+    not ready is passed over, unless none is; at least one must have a share."""
+    left = [each for each in revisions if each.share > 0]
+    first = chosen = _at(left, point)
+    while not chosen.ready and len(left) > 1:
+        left.remove(chosen)
+        chosen = _at(left, point)
+    return chosen if chosen.ready else first
+
+
+def _at(revisions: Sequence[Chosen], point: float) -> Chosen:
+    wanted = point * sum(each.share for each in revisions)
+    for each in revisions[:-1]:
+        wanted -= each.share
+        if wanted < 0:
+            return each
+    return revisions[-1]

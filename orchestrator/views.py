@@ -1,0 +1,42 @@
+"""What an orchestrator tells of its revisions and pods when it is asked for statistics."""
+
+from __future__ import annotations
+
+from orchestrator.pods import Pod
+from orchestrator.revision import Revision
+from specdec.v2 import generation_pb2
+
+BREAKER_STATES = {
+    "closed": generation_pb2.BREAKER_STATE_CLOSED,
+    "open": generation_pb2.BREAKER_STATE_OPEN,
+    "half-open": generation_pb2.BREAKER_STATE_HALF_OPEN,
+}
+
+
+def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
+    """Return what is known of a pod; `model` is what it serves, as requests name it."""
+    return generation_pb2.PodView(
+        address=pod.address,
+        breaker=BREAKER_STATES[pod.breaker.state],
+        unfit_reason=pod.unfit_reason if pod.unfit else "",
+        sessions=pod.load.ours,
+        capacity=pod.load.reported,
+        numerics_fingerprint=pod.numerics,
+        model=model,
+    )
+
+
+def revision_view(revision: Revision, *, leaving: bool = False) -> generation_pb2.RevisionView:
+    """Return what is known of a revision. One that is `leaving` is served no more, and its last requests run."""
+    stats = revision.stats
+    return generation_pb2.RevisionView(
+        model=revision.model.name,
+        revision=revision.name,
+        share=revision.share,
+        serving=revision.ready,
+        running_requests=stats.running_requests,
+        requests=stats.by_class.total(),
+        failed_requests=stats.failed_by_reason,
+        generated_tokens=stats.generated_tokens,
+        leaving=leaving,
+    )

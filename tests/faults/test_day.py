@@ -1,0 +1,135 @@
+"""A day in a cluster, compressed into minutes: clients ask at Poisson times for most of what fits, a random pod is
+killed every 20 s, all pods are replaced one after the other, and the model is rolled out to another revision, back, and
+out again. Nothing fails, and each text is the one that its revision gives by itself.
+
+SPECDEC_DAY_SECONDS=900 python -m pytest -s -m verify tests/faults/test_day.py
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from heapq import merge
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.faults.asks import Ask, asks
+from tests.faults.cluster import Cluster, Models
+from tests.faults.conftest import client_of
+from tests.faults.history import Record, undisturbed, wrong
+from tests.faults.rollout import Rollout
+from tests.faults.scenario import At, Ended, Event, Ready, Run
+from tests.margins import Oracle
+
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(3000)]
+
+SECONDS = float(os.environ.get("SPECDEC_DAY_SECONDS", 240))
+CALM_SECONDS = SECONDS / 8
+"""For how long the same load is asked for without any trouble, to compare with."""
+
+CAPACITY_SECONDS = 20.0
+AT_ONCE = 24
+LOAD = 0.8
+"""Of the capacity: of the requests that are completed where there are always so many under way."""
+
+KILL_SECONDS = 20.0
+UPGRADE_BEGINS, UPGRADE_APART = 0.2 * SECONDS, 0.015 * SECONDS
+"""When the pods begin to be replaced, and the least time from one to the next."""
+
+ROLLOUT = {"canary": 0.45, "half": 0.55, "forth": 0.65, "back": 0.75, "forth again": 0.85}
+"""What is done to the shares, and when, in parts of the day."""
+
+
+def day(pods: list[str]) -> Iterator[Event]:
+    """What happens, in order."""
+    dice = random.Random(5)
+    kills = ((at, "kill", dice.choice(pods)) for at in np.arange(KILL_SECONDS, SECONDS, KILL_SECONDS).tolist())
+    upgrade = ((UPGRADE_BEGINS + UPGRADE_APART * number, "terminate", pod) for number, pod in enumerate(pods))
+    shares = ((part * SECONDS, do.partition(" ")[0], "rollout") for do, part in ROLLOUT.items())
+    for at, do, whom in merge(kills, upgrade, shares):
+        yield Event(At(at), do, whom)
+        if whom != "rollout":
+            yield Event(Ended(whom), "start", whom)
+        if do == "terminate":
+            yield Event(Ready(whom))
+    yield Event(At(SECONDS))
+
+
+def revision_of(seen: Record) -> str:
+    """The revision that a text says it is by."""
+    resolved = seen.chunks[0].resolved
+    assert resolved is not None
+    return resolved.model
+
+
+def told(run: Run, seconds: float) -> str:
+    """What clients saw: seconds to the first token and between tokens, and tokens of complete texts a second."""
+    first = [seen.wait for _, seen in run.records if seen.chunks]
+    gaps = [
+        (late - early) / max(1, len(chunk.tokens))
+        for _, seen in run.records
+        for (early, late), chunk in zip(pairwise(seen.times), seen.chunks[1:], strict=True)
+        for _ in chunk.tokens
+    ]
+    complete = sum(len(seen.tokens) for _, seen in run.records if seen.error is None)
+    usual, late = np.quantile(first, [0.5, 0.99])
+    between, long = 1000 * np.quantile(gaps, [0.5, 0.99])
+    return (
+        f"{len(run.records)} texts; first token p50 {usual:.2f} s, p99 {late:.2f} s; "
+        f"between tokens p50 {between:.1f} ms, p99 {long:.1f} ms; "
+        f"longest silence {run.longest_pause:.2f} s; goodput {complete / seconds:.0f} tokens/s"
+    )
+
+
+def faults(run: Run, wants: Mapping[str, Mapping[int, Record]], oracles: Mapping[str, Oracle]) -> list[str]:
+    """What went wrong with each text, compared with what its own revision gives."""
+    found = []
+    for number, seen in run.records:
+        named = revision_of(seen) if seen.chunks else "m@a"
+        if fault := wrong(seen, wants[named][number], oracles[named]):
+            found.append(f"text {number} by {named}, {seen.ask.options}: {fault}")
+    return found + [f"{name} died:\n{run.pod(name).log_tail()}" for name in run.cluster.died]
+
+
+async def test_a_day(models: Models, oracle: Oracle, tmp_path: Path) -> None:
+    asked = [Ask(each.prompt, each.options | {"model": "m"}) for each in asks(200, seed=71, tokens=(60, 200))]
+    cluster = Cluster(models, tmp_path)
+    drafts = [cluster.draft() for _ in range(2)]
+    rollout = Rollout(
+        tmp_path / "models.yaml",
+        {
+            "a": (models.target, [cluster.verifier() for _ in range(2)]),
+            "b": (models.revision, [cluster.verifier(model=models.revision) for _ in range(2)]),
+        },
+        drafts,
+    )
+    for _ in range(2):
+        cluster.orchestrator_of(rollout.file)
+    oracles = {"m@a": oracle, "m@b": Oracle(models.revision)}
+    with cluster:
+        await cluster.make_whole()
+        async with client_of(cluster) as client:
+            wants = {
+                name: await undisturbed(client, [Ask(each.prompt, each.options | {"model": name}) for each in asked])
+                for name in oracles
+            }
+            full = Run(cluster)
+            await full.play(client, asked[:1], [Event(At(CAPACITY_SECONDS))], AT_ONCE)
+            rate = LOAD * len(full.records) / (time.monotonic() - full.began)
+            calm = await Run(cluster).play_open(client, asked, [Event(At(CALM_SECONDS))], rate)
+            run = Run(cluster, rollout=rollout)
+            await run.play_open(client, asked, day(list(cluster.pods)), rate)
+        print(f"\n{rate:.2f} requests/s\ncalm: {told(calm, CALM_SECONDS)}\nday:  {told(run, SECONDS)}\n{run.report()}")
+        assert faults(calm, wants, oracles) == []
+        assert faults(run, wants, oracles) == []
+    by = Counter(revision_of(seen) for _, seen in run.records)
+    print(f"texts by revision: {dict(by)}")
+    assert by.keys() == oracles.keys()
+    assert run.failover_events["verifier_lost"]
+    assert run.failover_events["resumed"]

@@ -1,0 +1,97 @@
+"""Which revision a request gets, and what happens to one that is served no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.catalog import Catalog
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.revision import Revision
+from specdec.serving.errors import InvalidRequestError, UnknownModelError
+from specdec.v2 import generation_pb2
+from tests.orchestrator.samples import MODEL
+from tests.stack import until
+
+
+def revision(model: str, name: str = "", share: float = 1.0) -> Revision:
+    return Revision(replace(MODEL, name=model), Peers(Pods()), name=name, share=share)
+
+
+def asked(catalog: Catalog, model: str) -> str:
+    chosen = catalog.choose(generation_pb2.GenerateRequest(model=model))
+    return chosen.asked_as or chosen.model.name
+
+
+def test_a_single_model_needs_no_name() -> None:
+    catalog = Catalog([revision("big")])
+    assert asked(catalog, "") == asked(catalog, "big") == "big"
+
+
+def test_a_request_names_a_model_or_a_revision() -> None:
+    catalog = Catalog([revision("big", "a"), revision("big", "b", 0.0), revision("small", "c"), revision("x@y")])
+    assert asked(catalog, "big") == "big@a"
+    assert asked(catalog, "big@b") == "big@b"  # without a share, for whoever asks for it
+    assert asked(catalog, "small") == "small@c"
+    assert asked(catalog, "x@y") == "x@y"
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("huge", "model: is 'huge', served here is 'big', 'small'"),
+        ("huge@a", "model: is 'huge@a', served here is 'big', 'small'"),
+        ("big@c", "model: is 'big@c', served here is 'big@a', 'big@b'"),
+        ("big@", "model: is 'big@', served here is 'big@a', 'big@b'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(model: str, why: str) -> None:
+    catalog = Catalog([revision("big", "a"), revision("big", "b"), revision("small", "c")])
+    with pytest.raises(UnknownModelError) as refused:
+        catalog.choose(generation_pb2.GenerateRequest(model=model))
+    assert str(refused.value) == why
+
+
+def test_a_request_among_several_models_has_to_name_one() -> None:
+    catalog = Catalog([revision(f"model-{i}") for i in range(10)])
+    with pytest.raises(InvalidRequestError, match=r"model: is empty, must be one of 'model-0', .*'model-7' and 2 more"):
+        catalog.choose(generation_pb2.GenerateRequest())
+
+
+def test_a_long_name_is_not_repeated() -> None:
+    with pytest.raises(UnknownModelError) as unknown:
+        Catalog([revision("big")]).choose(generation_pb2.GenerateRequest(model="x" * 10**6))
+    assert len(str(unknown.value)) < 200
+
+
+def test_a_model_stands_for_the_revision_with_the_largest_share() -> None:
+    catalog = Catalog([revision("big", "a", 1.0), revision("big", "b", 3.0), revision("big", "c", 2.0)])
+    assert catalog.main("big").name == catalog.main("").name == "b"
+    assert catalog.main("big@a").name == "a"
+
+
+async def test_a_revision_leaves_when_its_last_request_has_ended() -> None:
+    old, new = revision("big", "a"), revision("big", "b")
+    catalog = Catalog([old])
+    with old.request("default"):
+        catalog.become([new])
+        assert asked(catalog, "big") == "big@b"
+        assert list(catalog.leaving) == [old]
+        assert catalog.counts()["big", "a"].running_requests == 1
+    await until(lambda: not list(catalog.leaving))
+    assert catalog.counts()["big", "a"].by_class.total() == 1  # a counter never falls
+    await catalog.close()
+
+
+async def test_a_revision_that_comes_back_counts_on() -> None:
+    catalog = Catalog([revision("big", "a")])
+    for name in ("b", "a"):
+        with catalog.main("big").request("default"):
+            pass
+        catalog.become([revision("big", name)])
+    with catalog.main("big").request("default"):
+        pass
+    assert catalog.counts()["big", "a"].by_class.total() == 2
+    await catalog.close()

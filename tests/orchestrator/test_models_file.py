@@ -1,0 +1,148 @@
+"""A file of models is read as it says, and a wrong one is refused by what is wrong in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator.models_file import ModelsFile, ModelsFileError, RevisionEntry
+from specdec.client.address import Address
+from specdec.serving.watched import Watched
+from tests.models import make
+
+ONE = "{directory: /a, verifiers: ['a:1']}"
+
+
+def file(tmp_path: Path, text: str) -> ModelsFile:
+    (tmp_path / "models.yaml").write_text(text)
+    return ModelsFile(tmp_path / "models.yaml")
+
+
+def test_revisions_are_read_in_their_order(tmp_path: Path) -> None:
+    found = file(
+        tmp_path,
+        """
+models:
+  big:
+    revisions:
+      "2026-10":
+        directory: /models/a
+        verifiers: ["dns:///a:50051", "b:1", "b:1"]
+        drafts: ["c:2"]
+        share: 95
+      "2026-11": {directory: /models/b, verifiers: ["d:3"], share: 0.5}
+  small:
+    revisions: {only: {directory: /models/c, verifiers: ["e:4"]}}
+""",
+    ).entries()
+    addresses = {name: Address.parse(name) for name in ("dns:///a:50051", "b:1", "c:2", "d:3", "e:4")}
+    assert found == (
+        RevisionEntry(
+            "big",
+            "2026-10",
+            Path("/models/a"),
+            (addresses["dns:///a:50051"], addresses["b:1"]),
+            (addresses["c:2"],),
+            95.0,
+        ),
+        RevisionEntry("big", "2026-11", Path("/models/b"), (addresses["d:3"],), (), 0.5),
+        RevisionEntry("small", "only", Path("/models/c"), (addresses["e:4"],), (), 1.0),
+    )
+    assert [each.label for each in found] == ["big@2026-10", "big@2026-11", "small@only"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "should be `models:` and at least one of them by name"),
+        ("models: {}", "should be `models:` and at least one of them by name"),
+        ("models: [big]", "should be `models:` and at least one of them by name"),
+        (f"models: {{big: {{revisions: {{a: {ONE}}}}}}}\nlimits: 3", "should be `models:`"),
+        (f"models: {{3: {{revisions: {{a: {ONE}}}}}}}", "models.'3': should be a name of 1 to 256 characters"),
+        (
+            f"models: {{b@c: {{revisions: {{a: {ONE}}}}}}}",
+            "models.'b@c': should be a name of 1 to 256 characters without @",
+        ),
+        ("models: {big: 3}", "models.'big': should have `revisions:` and nothing else"),
+        ("models: {big: {revisions: {}}}", "models.'big': should have `revisions:` and nothing else"),
+        (f"models: {{big: {{revisions: {{1.0: {ONE}}}}}}}", "revisions.'1.0': should be a name, in quotes"),
+        (f"models: {{big: {{revisions: {{'a b': {ONE}}}}}}}", "revisions.'a b': should be a name, in quotes"),
+        ("models: {big: {revisions: {a: 3}}}", "revisions.a: should have directory, verifiers, drafts, share"),
+        ("models: {big: {revisions: {a: {dir: /a}}}}", "revisions.a: 'dir' is none of directory, verifiers"),
+        ("models: {big: {revisions: {a: {verifiers: ['a:1']}}}}", "a: directory: should be the path"),
+        ("models: {big: {revisions: {a: {directory: /a}}}}", "a: verifiers: should be a list of addresses"),
+        (
+            "models: {big: {revisions: {a: {directory: /a, verifiers: []}}}}",
+            "verifiers: should be a list of at least one",
+        ),
+        (
+            "models: {big: {revisions: {a: {directory: /a, verifiers: 'a:1'}}}}",
+            "verifiers: should be a list of addresses",
+        ),
+        ("models: {big: {revisions: {a: {directory: /a, verifiers: [a]}}}}", "verifiers[0]: 'a': the port is missing"),
+        ("models: {big: {revisions: {a: {directory: /a, verifiers: [1]}}}}", "verifiers[0]: should be an address"),
+        (
+            "models: {big: {revisions: {a: {directory: /a, verifiers: ['a:1'], drafts: [http://b:1]}}}}",
+            "drafts[0]: 'http://b:1': the scheme http: is not supported",
+        ),
+        (
+            "models: {big: {revisions: {a: {directory: /a, verifiers: ['a:1'], share: -1}}}}",
+            "share: is -1, must be a number from 0 to 1e+06",
+        ),
+        (
+            "models: {big: {revisions: {a: {directory: /a, verifiers: ['a:1'], share: 0}}}}",
+            "revisions: all have a share of 0, at least one must have more",
+        ),
+        (f"models: {{big: {{revisions: {{a: {ONE}, b: {ONE}}}}}}}", "revisions.a: share: is missing"),
+        (f"models: {{big: {{revisions: {{a: {ONE}, a: {ONE}}}}}}}", "a is given twice"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(ModelsFileError) as refused:
+        file(tmp_path, text).entries()
+    assert str(refused.value).startswith(f"--models {tmp_path}/models.yaml: ")
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def written(tmp_path: Path, **directories: Path) -> None:
+    """Write a file with a revision for each directory, as Kubernetes replaces files: all at once."""
+    revisions = {
+        name: {"directory": str(directory), "verifiers": ["a:1"], "share": 1} for name, directory in directories.items()
+    }
+    (tmp_path / "new").write_text(yaml.safe_dump({"models": {"big": {"revisions": revisions}}}, sort_keys=False))
+    os.replace(tmp_path / "new", tmp_path / "models.yaml")
+
+
+def test_a_directory_is_read_once(tmp_path: Path) -> None:
+    target = make("llama", tmp_path / "target")
+    written(tmp_path, a=target)
+    watched = Watched(ModelsFile(tmp_path / "models.yaml"))
+    (before,) = watched.contents
+    assert (before.model.name, before.entry.revision) == ("big", "a")
+    assert not watched.changed()
+    written(tmp_path, b=target, a=target)
+    assert watched.changed()
+    assert [each.entry.revision for each in watched.contents] == ["b", "a"]
+    assert watched.contents[1].model is before.model
+
+
+def test_a_directory_may_come_after_the_file_that_names_it(tmp_path: Path) -> None:
+    target = make("llama", tmp_path / "target")
+    written(tmp_path, a=target)
+    watched = Watched(ModelsFile(tmp_path / "models.yaml"))
+    written(tmp_path, a=target, b=tmp_path / "late")
+    assert not watched.changed()
+    assert [each.entry.revision for each in watched.contents] == ["a"]  # what it said before holds
+    (tmp_path / "late").symlink_to(target)
+    assert watched.changed()
+    assert [each.entry.revision for each in watched.contents] == ["a", "b"]
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    written(tmp_path, a=tmp_path / "nothing")
+    with pytest.raises(ModelsFileError, match=r"models.yaml: big@a: directory: .*nothing"):
+        ModelsFile(tmp_path / "models.yaml").read()

@@ -1,0 +1,88 @@
+"""Requests are split by the shares of revisions, and one with a seed gets the same one again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from orchestrator.traffic import choose, point_of
+from specdec.v2 import generation_pb2
+
+
+@dataclass(frozen=True)
+class Revision:
+    name: int
+    share: float
+    ready: bool = True
+
+
+SHARES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=5).filter(any)
+POINTS = st.floats(0, 1, exclude_max=True)
+
+
+@given(SHARES, POINTS)
+def test_a_revision_without_a_share_is_never_chosen(shares: list[float], point: float) -> None:
+    assert choose([Revision(i, share) for i, share in enumerate(shares)], point).share > 0
+
+
+@given(SHARES, POINTS, st.data())
+def test_one_that_is_ready_is_chosen_if_there_is_one(shares: list[float], point: float, data: st.DataObject) -> None:
+    revisions = [Revision(i, share, data.draw(st.booleans())) for i, share in enumerate(shares)]
+    chosen = choose(revisions, point)
+    assert chosen.share > 0
+    assert chosen.ready or not any(each.ready for each in revisions if each.share)
+    everybody_ready = choose([Revision(each.name, each.share) for each in revisions], point)
+    if revisions[everybody_ready.name].ready:
+        assert chosen.name == everybody_ready.name  # the trouble of others moves nobody
+
+
+@given(st.integers(0, 100), st.integers(0, 100), POINTS)
+def test_a_larger_share_takes_requests_and_gives_none_away(before: int, after: int, point: float) -> None:
+    def taken(share: int) -> bool:
+        return choose([Revision(0, 101.0 - share), Revision(1, float(share))], point).name == 1
+
+    low, high = sorted((before, after))
+    assert taken(high) or not taken(low)
+
+
+def test_shares_are_met() -> None:
+    """Without seeds, by chance: a split that is right fails once in 10^6 runs."""
+    revisions = [Revision(0, 50.0), Revision(1, 0.0), Revision(2, 45.0), Revision(3, 5.0)]
+    request = generation_pb2.GenerateRequest(text="hello")
+    found = Counter(choose(revisions, point_of(request)).name for _ in range(20_000))
+    assert set(found) == {0, 2, 3}
+    assert chisquare([found[0], found[2], found[3]], [10_000, 9_000, 1_000]).pvalue > 1e-6
+
+
+def test_seeds_meet_the_shares_as_well() -> None:
+    """Their points are a hash's: the same in each run."""
+    points = [
+        point_of(generation_pb2.GenerateRequest(text="hello", sampling=generation_pb2.SamplingParameters(seed=seed)))
+        for seed in range(20_000)
+    ]
+    counts = Counter(int(10 * point) for point in points)
+    assert chisquare([counts[each] for each in range(10)]).pvalue > 1e-6
+    assert min(points) >= 0
+    assert max(points) < 1
+
+
+def test_a_request_with_a_seed_has_one_place_however_it_speculates() -> None:
+    sampling = generation_pb2.SamplingParameters(seed=3)
+    chat = generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
+    prompts: list[dict[str, Any]] = [{"text": "a"}, {"tokens": generation_pb2.TokenPrompt(ids=[1, 2])}, {"chat": chat}]
+    for prompt in prompts:
+        request = generation_pb2.GenerateRequest(sampling=sampling, **prompt)
+        plain = generation_pb2.GenerateRequest(
+            sampling=sampling,
+            speculation=generation_pb2.Speculation(off=True),
+            max_tokens=3,
+            **prompt,
+        )
+        assert point_of(request) == point_of(plain)
+        plain.sampling.seed = 4
+        assert point_of(request) != point_of(plain)

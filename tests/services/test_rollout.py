@@ -1,0 +1,253 @@
+"""A model is rolled out by its file: every text is wholly by one revision, and no request fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.followed_catalog import FollowedCatalog
+from orchestrator.models_file import ModelsFile
+from orchestrator.peer_finder import PeerSettings
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.revision import Revision
+from orchestrator.servicer import GenerationServicer
+from specdec.client import AsyncClient, InvalidRequest, NotFound
+from tests.services.conftest import Directories
+from tests.services.test_failover import slow_target
+from tests.stack import Pod, Stack, running, stack, until
+
+OPTIONS: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_end_token": True, "timeout": 60}
+LONG: dict[str, Any] = OPTIONS | {"max_tokens": 200, "speculation": "off"}
+"""Of a text that is under way for seconds at a slow target."""
+
+
+class Rollout:
+    """The file of models, and orchestrators that follow it."""
+
+    def __init__(self, file: Path, stacks: Mapping[str, tuple[Path, Stack]]) -> None:
+        """`stacks` has, by the names of revisions, their directories and pods."""
+        self.fronts: list[Pod] = []
+        self.catalogs: list[FollowedCatalog] = []
+        self._file = file
+        self._stacks = stacks
+
+    def write(self, shares: Mapping[str, float], drafts: Mapping[str, list[str]] | None = None) -> None:
+        """Write what is served: these revisions of the model `m`, with these shares."""
+        revisions = {
+            name: {
+                "directory": str(self._stacks[name][0]),
+                "verifiers": [pod.address for pod in self._stacks[name][1].verifiers],
+                "drafts": (drafts or {}).get(name, []),
+                "share": share,
+            }
+            for name, share in shares.items()
+        }
+        self._file.with_suffix(".new").write_text(yaml.safe_dump({"models": {"m": {"revisions": revisions}}}))
+        os.replace(self._file.with_suffix(".new"), self._file)
+
+    async def becomes(self, **shares: float) -> None:
+        """Write what is served, and wait until it is."""
+        self.write(shares)
+        await until(lambda: all({each.name: each.share for each in one} == shares for one in self.catalogs))
+
+
+@asynccontextmanager
+async def rollout(
+    tmp_path: Path, stacks: Mapping[str, tuple[Path, Stack]], *, fronts: int = 1, **shares: float
+) -> AsyncIterator[Rollout]:
+    found = Rollout(tmp_path / "models.yaml", stacks)
+    found.write(shares)
+    async with AsyncExitStack() as exits:
+        for _ in range(fronts):
+            settings = PeerSettings(Peers(Pods(), patience_seconds=0.02))
+            catalog = FollowedCatalog(ModelsFile(tmp_path / "models.yaml"), settings)
+            front = GenerationServicer(catalog)
+            await front.start()
+            found.catalogs.append(catalog)
+            found.fronts.append(await exits.enter_async_context(running(Pod(front))))
+        yield found
+
+
+async def tokens_of(client: AsyncClient, seed: int, **options: Any) -> tuple[str, list[int]]:
+    """A text, and the revision that it says it is by."""
+    done = await client.complete("once upon a time", seed=seed, **{**OPTIONS, **options})
+    assert done.resolved is not None
+    return done.resolved.model, done.completions[0].tokens
+
+
+def addresses_of(revision: Revision) -> list[str]:
+    """Where the drafts of a revision are."""
+    return [str(pod) for pod in revision.peers.drafts or ()]
+
+
+async def test_a_rollout_and_the_way_back_under_load(directories: Directories, tmp_path: Path) -> None:
+    """Shares move from a to b and back while two orchestrators are asked: no request fails, each text is the one that
+    its revision alone gives, and once all orchestrators have the last share, so do all texts."""
+    async with (
+        stack(directories.target, None) as a,
+        stack(directories.near, None) as b,
+        rollout(tmp_path, {"a": (directories.target, a), "b": (directories.near, b)}, fronts=2, a=1.0) as found,
+        AsyncClient([pod.address for pod in found.fronts], timeout=60) as client,
+    ):
+        texts: dict[int, tuple[str, list[int]]] = {}
+        seeds, over = count(), False
+
+        async def ask_on() -> None:
+            while not over:
+                seed = next(seeds)
+                texts[seed] = await tokens_of(client, seed, model="m")
+
+        async def some_more() -> list[str]:
+            """Texts that are asked for from now on, by their revisions."""
+            first = next(seeds)
+            await until(lambda: len(texts) >= first + 12, 60)
+            return [texts[seed][0] for seed in sorted(texts) if seed > first + 4]  # up to 4 were asked for before
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(4):
+                group.create_task(ask_on())
+            assert set(await some_more()) == {"m@a"}
+            await found.becomes(a=1.0, b=1.0)
+            assert set(await some_more()) == {"m@a", "m@b"}
+            await found.becomes(a=0.0, b=1.0)
+            assert set(await some_more()) == {"m@b"}
+            await found.becomes(a=1.0, b=0.0)
+            assert set(await some_more()) == {"m@a"}
+            over = True
+        for seed, (model, tokens) in texts.items():
+            assert await tokens_of(client, seed, model=model) == (model, tokens)
+
+
+async def test_a_text_that_is_resumed_elsewhere_stays_with_its_revision(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """Its orchestrator is killed after all requests have come to go to another revision."""
+    async with (
+        stack(directories.target, None, target_delay=slow_target) as a,
+        stack(directories.near, None) as b,
+        rollout(tmp_path, {"a": (directories.target, a), "b": (directories.near, b)}, fronts=2, a=1.0, b=0.0) as found,
+        AsyncClient([pod.address for pod in found.fronts], timeout=60) as client,
+        AsyncClient(found.fronts[1].address, timeout=60) as other,
+    ):
+        client._rotation._turns = [pod.address for pod in found.fronts]
+        tokens: list[int] = []
+        async with client.generate("once upon a time", model="m", seed=3, **LONG) as stream:
+            async for chunk in stream:
+                tokens += chunk.tokens
+                if len(tokens) == len(chunk.tokens):
+                    await found.becomes(a=0.0, b=1.0)
+                    await found.fronts[0].stop()
+        assert chunk.finish is not None
+        assert chunk.finish.speculation.failover_events["resumed"] == 1
+        assert (await tokens_of(other, 3, model="m"))[0] == "m@b"
+        assert await tokens_of(other, 3, **LONG, model="m@a") == ("m@a", tokens)
+
+
+async def test_a_revision_that_is_taken_out_finishes_its_texts(directories: Directories, tmp_path: Path) -> None:
+    async with (
+        stack(directories.target, None, target_delay=slow_target) as a,
+        stack(directories.near, None) as b,
+        rollout(tmp_path, {"a": (directories.target, a), "b": (directories.near, b)}, a=1.0) as found,
+        AsyncClient(found.fronts[0].address, timeout=60) as client,
+    ):
+        (catalog,) = found.catalogs
+        tokens: list[int] = []
+        wanted = (await tokens_of(client, 3, **LONG, model="m@a"))[1]
+        async with client.generate("once upon a time", model="m", seed=3, **LONG) as stream:
+            async for chunk in stream:
+                tokens += chunk.tokens
+                if len(tokens) == len(chunk.tokens):
+                    await found.becomes(b=1.0)
+                    assert [each.name for each in catalog.leaving] == ["a"]
+                    with pytest.raises(NotFound, match=r"'m@a', served here is 'm@b'"):
+                        await tokens_of(client, 3, model="m@a")
+        assert tokens == wanted
+        await until(lambda: not list(catalog.leaving))
+        assert (await tokens_of(client, 3))[0] == "m@b"
+
+
+async def test_a_revision_without_a_verifier_gets_no_requests(directories: Directories, tmp_path: Path) -> None:
+    """A canary that does not start harms nobody: its share goes to those that are there."""
+    async with (
+        stack(directories.target, None) as a,
+        stack(directories.near, None) as b,
+        rollout(tmp_path, {"a": (directories.target, a), "b": (directories.near, b)}, a=1.0) as found,
+        AsyncClient(found.fronts[0].address, timeout=60) as client,
+    ):
+        for pod in b.verifiers:
+            await pod.stop()
+        await found.becomes(a=1.0, b=1.0)
+        assert {(await tokens_of(client, seed))[0] for seed in range(10)} == {"m@a"}
+        for pod in b.verifiers:
+            await pod.start()
+        (_, canary) = found.catalogs[0]
+        await until(lambda: canary.ready, 20)
+        assert {(await tokens_of(client, seed))[0] for seed in range(10)} == {"m@a", "m@b"}
+
+
+async def test_drafts_are_swapped_live(directories: Directories, tmp_path: Path) -> None:
+    """A text that runs goes on; later ones are drafted for by the new drafts, or by none."""
+    async with (
+        stack(directories.target, directories.near) as a,
+        stack(directories.target, directories.other) as other,
+        rollout(tmp_path, {"a": (directories.target, a)}, a=1.0) as found,
+        AsyncClient(found.fronts[0].address, timeout=60) as client,
+    ):
+        (catalog,) = found.catalogs
+        (served,) = catalog
+        _, wanted = await tokens_of(client, 3)
+        for stack_of_drafts in (a, other):
+            addresses = [pod.address for pod in stack_of_drafts.drafts]
+            found.write({"a": 1.0}, drafts={"a": addresses})
+            await until(lambda: addresses_of(served) == addresses)  # noqa: B023
+            before = sum(pod.loop.stats.sent for pod in stack_of_drafts.drafts)
+            assert await tokens_of(client, 3, speculation="always") == ("m@a", wanted)
+            assert sum(pod.loop.stats.sent for pod in stack_of_drafts.drafts) > before
+        found.write({"a": 1.0})
+        await until(lambda: served.peers.drafts is None)
+        assert await tokens_of(client, 3) == ("m@a", wanted)
+
+
+async def test_a_wrong_file_changes_nothing(directories: Directories, tmp_path: Path) -> None:
+    async with (
+        stack(directories.target, None) as a,
+        rollout(tmp_path, {"a": (directories.target, a)}, a=1.0) as found,
+        AsyncClient(found.fronts[0].address, timeout=60) as client,
+    ):
+        (catalog,) = found.catalogs
+        (tmp_path / "models.yaml").write_text("models: 3")
+        await until(lambda: catalog._watched._refused is not None)
+        assert (await tokens_of(client, 3, model="m"))[0] == "m@a"
+
+
+async def test_several_models_behind_one_orchestrator(directories: Directories, tmp_path: Path) -> None:
+    entries = {}
+    async with stack(directories.target, None) as a, stack(directories.random, None) as b:
+        for name, directory, pods in (("one", directories.target, a), ("other", directories.random, b)):
+            addresses = [pod.address for pod in pods.verifiers]
+            entries[name] = {"revisions": {"x": {"directory": str(directory), "verifiers": addresses}}}
+        (tmp_path / "models.yaml").write_text(yaml.safe_dump({"models": entries}))
+        front = GenerationServicer(FollowedCatalog(ModelsFile(tmp_path / "models.yaml"), PeerSettings()))
+        await front.start()
+        async with running(Pod(front)) as pod, AsyncClient(pod.address, timeout=60) as client:
+            assert [(each.name, each.revisions) for each in await client.models()] == [
+                ("one", ("x",)),
+                ("other", ("x",)),
+            ]
+            (model, one), (_, other) = (
+                await tokens_of(client, 3, model="one"),
+                await tokens_of(client, 3, model="other"),
+            )
+            assert model == "one@x"
+            assert one != other
+            with pytest.raises(InvalidRequest, match="model: is empty, must be one of 'one', 'other'"):
+                await tokens_of(client, 3)
