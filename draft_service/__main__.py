@@ -74,6 +74,14 @@ def main(
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
     ] = 256,
+    max_sessions_per_client: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most sessions that one orchestrator has open, known by its certificate, else by its host; more are "
+            "refused. By default there is no limit besides --max-sessions.",
+        ),
+    ] = None,
     *,
     server: ServerSettings,
 ) -> None:
@@ -85,7 +93,7 @@ def main(
         count = threads or threads_for(device)
         loaded = load_engine(engine, directory, capacity=kv_tokens, threads=(count,), dtype=dtype, device=device)
         fast_paths.log_off()
-        limits = Limits(max_sessions=max_sessions)
+        limits = Limits(max_sessions=max_sessions, max_sessions_per_client=max_sessions_per_client)
         # A session's slots hold its text and its nodes.
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         nodes = expansion_width.measured(loaded, limits.defaults.max_branches)

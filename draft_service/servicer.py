@@ -48,6 +48,7 @@ class Limits:
     max_depth: int = MAX_DEPTH
     max_branches: int = MAX_BRANCHES
     max_sessions: int = 256
+    max_sessions_per_client: int | None = None  # None: no limit of its own
 
 
 class DraftServicer(
@@ -67,7 +68,7 @@ class DraftServicer(
     ) -> None:
         """Serve a draft loop. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
         with a grammar are refused."""
-        super().__init__(loop, limits.max_sessions)
+        super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self._started = time.monotonic()
         self._info = info or pod_info()
         self._loop = loop

@@ -90,6 +90,14 @@ def main(
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Most sessions that are open at the same time; more are refused.")
     ] = 512,
+    max_sessions_per_client: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most sessions that one orchestrator has open, known by its certificate, else by its host; more are "
+            "refused. By default there is no limit besides --max-sessions.",
+        ),
+    ] = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Most sessions that wait for room in the KV cache; more are refused.")
     ] = 128,
@@ -190,7 +198,12 @@ def main(
         start_phases.log_end()
         touch_memory([loaded] if local_draft is None else [loaded, local_draft.engine])
         fast_paths.log_off()
-        limits = Limits(max_candidates=max_candidates, max_sessions=max_sessions, max_waiting=max_waiting)
+        limits = Limits(
+            max_candidates=max_candidates,
+            max_sessions=max_sessions,
+            max_sessions_per_client=max_sessions_per_client,
+            max_waiting=max_waiting,
+        )
         identity = identity_of(directory, loaded, loop.context)
         return VerifierServicer(loop, identity, limits, pod_info(loaded), grammars)
 

@@ -61,6 +61,7 @@ class Limits:
     max_nodes: int = 256  # candidates of a draft that a session may have alive
     max_candidates: int = 64  # in one step of a session
     max_sessions: int = 512
+    max_sessions_per_client: int | None = None  # None: no limit of its own
     max_waiting: int = 128  # sessions that are open but have no memory yet
 
 
@@ -81,7 +82,7 @@ class VerifierServicer(
     ) -> None:
         """Serve a backend. `info` is what statistics tell of the pod besides its identity; without `grammars`, texts
         with a grammar are refused."""
-        super().__init__(backend, limits.max_sessions)
+        super().__init__(backend, limits.max_sessions, limits.max_sessions_per_client)
         self._info = info or pod_info()
         self._started = time.monotonic()
         self._backend = backend

@@ -19,6 +19,7 @@ import grpc
 import structlog
 
 from specdec.engine.kv.slots import PoolFullError
+from specdec.serving.client_sessions import ClientSessions
 from specdec.serving.errors import EngineLostError, OverloadedError, ProtocolError
 from specdec.serving.interceptor import Gate
 from specdec.serving.opening import Openings
@@ -52,9 +53,11 @@ Session = TypeVar("Session")
 class SessionServicer(ABC, Generic[Session, Request, Response]):
     """The base of the servicers of draft and verifier: they say what is theirs about sessions, `run` does the rest."""
 
-    def __init__(self, worker: Worker, max_sessions: int) -> None:
+    def __init__(self, worker: Worker, max_sessions: int, max_sessions_per_client: int | None = None) -> None:
+        """Serve sessions with a worker: so many at once, and of one client (None: no limit of its own)."""
         self._worker = worker
         self._max_sessions = max_sessions
+        self._clients = ClientSessions(max_sessions_per_client)
         self._openings = Openings(OPEN_SECONDS)
         self._sessions = 0
         self._submitted = 0  # to the worker, of all sessions so far
@@ -144,7 +147,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         self.admit(first, deadline)
         self._sessions += 1
         try:
-            with self.timelines.begin(self.timeline_name) as timeline:
+            with self._clients.session(context), self.timelines.begin(self.timeline_name) as timeline:
                 if self.takes_long(first):
                     session = await asyncio.to_thread(self.parse, first, deadline)
                 else:

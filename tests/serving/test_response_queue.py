@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from evaluation import virtual_time
 from specdec.serving.response_queue import BUSY_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS, ResponseQueue
-from testing import clock
 
 SECONDS = 10.0
 
@@ -23,7 +23,7 @@ class Heard:
 
     async def write(self, message: str) -> None:
         await asyncio.sleep(self._takes)
-        self.messages.append((asyncio.get_running_loop().time() - clock.START, message))
+        self.messages.append((asyncio.get_running_loop().time() - virtual_time.START, message))
 
 
 def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
@@ -34,14 +34,14 @@ def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
         stream: Any = Heard(takes)
         writing = asyncio.create_task(responses.write_to(stream, heartbeat=lambda: "heartbeat"))
         for number in range(1, round(SECONDS / every)):
-            await asyncio.sleep(max(0.0, clock.START + number * every - asyncio.get_running_loop().time()))
+            await asyncio.sleep(max(0.0, virtual_time.START + number * every - asyncio.get_running_loop().time()))
             responses.send("commit")
         writing.cancel()
         await asyncio.wait([writing])
         messages: list[tuple[float, str]] = stream.messages
         return messages
 
-    return clock.run(main())
+    return virtual_time.run(main())
 
 
 @pytest.mark.parametrize("every", [0.01, 0.16, 0.24])

@@ -1,0 +1,54 @@
+"""Sessions by client: so many may one of them have open, that one which floods leaves room for the others.
+
+A client is who its certificate says that it is, whatever connections it opens; without certificates it is the host that
+it calls from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from specdec.serving.echo import echo
+from specdec.serving.errors import OverloadedError
+
+
+class ClientSessions:
+    """Counts of open sessions. Only the event loop touches them."""
+
+    def __init__(self, most: int | None) -> None:
+        """Allow each client so many; None: any number."""
+        self._most = most
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def session(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        """Count a session of the client of a call; OverloadedError if it may have no more."""
+        if self._most is None:
+            yield
+            return
+        client = client_of(context)
+        if self._open[client] >= self._most:
+            raise OverloadedError(
+                f"client {echo(client)} has {self._most} session{'s' * (self._most != 1)} open, the limit is reached"
+            )
+        self._open[client] += 1
+        try:
+            yield
+        finally:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
+
+
+def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Return who calls: the names of its certificate, else the host of its address."""
+    identities = context.peer_identities()
+    if identities:
+        return ", ".join(sorted(each.decode(errors="replace") for each in identities))
+    peer = context.peer()
+    return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
