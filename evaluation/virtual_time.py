@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 START = 1000.0
 """Seconds on the clock when it starts: as on a real one, nothing has happened at 0."""
@@ -55,6 +55,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._timers.now += TICK
         return self._timers.now
 
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Run it at once: a thread's time is not on this clock."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
         return self.call_soon(callback, *args, context=context)
 
@@ -62,5 +71,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on virtual time; DeadlockError if nothing can go on."""
     loop = VirtualLoop()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner, patch.object(time, "monotonic", loop.monotonic):
+    with asyncio.Runner(loop_factory=lambda: loop) as runner, _as_the_clock(loop.monotonic):
         return runner.run(main)
+
+
+@contextmanager
+def _as_the_clock(monotonic: Callable[[], float]) -> Iterator[None]:
+    """Have whoever asks `time.monotonic` ask this one."""
+    real = time.monotonic
+    time.monotonic = monotonic
+    try:
+        yield
+    finally:
+        time.monotonic = real

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,10 @@ from verifier_service.step_loop import StepLoop
 Action = Callable[[], None] | None
 
 
+_resumed = 0.0
+"""Real time at which the worker that runs now was let run."""
+
+
 def sleep(seconds: float) -> None:
     """Let virtual time pass, in a worker, as a forward pass does."""
     me = getcurrent()
@@ -28,9 +33,16 @@ def sleep(seconds: float) -> None:
     _wait(me)
 
 
+def host_seconds() -> float:
+    """Return the real seconds for which this worker has run since it last waited."""
+    return time.perf_counter() - _resumed
+
+
 def _wait(me: greenlet) -> None:
+    global _resumed
     assert me.parent is not None  # the event loop's own greenlet has none, and must not wait
     me.parent.switch()
+    _resumed = time.perf_counter()
 
 
 class Inbox:
@@ -72,6 +84,14 @@ class Inbox:
         return reader
 
 
+class SpendingInbox(Inbox):
+    """An inbox whose reader, before it waits, lets as much virtual time pass as its own code has really taken."""
+
+    def get(self, timeout: float | None = None) -> Action:
+        sleep(host_seconds())
+        return super().get(timeout)
+
+
 class Turns:
     """A stand-in for a worker's thread."""
 
@@ -87,6 +107,8 @@ class Turns:
         """Do nothing: the caller runs on the event loop and cannot wait; the worker ends when the loop gets to it."""
 
     def _all(self) -> None:
+        global _resumed
+        _resumed = time.perf_counter()
         self._run()
         self.ended.set()
 
@@ -94,9 +116,9 @@ class Turns:
 class OnVirtualTime(Worker):
     """A mixin for workers that replaces inbox and thread by those of this module."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, inbox: type[Inbox] = Inbox, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._inbox = Inbox()  # type: ignore[assignment]
+        self._inbox = inbox()  # type: ignore[assignment]
         self._turns = Turns(self._thread.name, self._run)
         self._thread = self._turns  # type: ignore[assignment]
 
@@ -106,22 +128,12 @@ class OnVirtualTime(Worker):
         await self._turns.ended.wait()
 
 
-class SimulatedStepLoop(OnVirtualTime, StepLoop):
+class VirtualStepLoop(OnVirtualTime, StepLoop):
     @property
     def last_step(self) -> float:
         """Time at which the last step ended."""
         return self._last_step
 
 
-class LockstepLoop(SimulatedStepLoop):
-    """A step loop that steps when all its sessions can, like an engine that drafts for a batch, then verifies it."""
-
-    def turn(self) -> float | None:
-        self._queue.admit()  # sessions that come meanwhile are not refused because the queue is full
-        if all(entry.session.computable for entry in self._queue.running):
-            return super().turn()
-        return None  # a draft's answer wakes the loop
-
-
-class SimulatedDraftLoop(OnVirtualTime, DraftLoop):
+class VirtualDraftLoop(OnVirtualTime, DraftLoop):
     pass

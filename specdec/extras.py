@@ -15,6 +15,7 @@ EXTRAS = {
     "accelerate": "parallel",
     "gguf": "bench",
     "google.rpc": "service",
+    "greenlet": "evaluate",
     "grpc_health": "cli",
     "grpc_reflection": "service",
     "grpc_status": "service",
@@ -52,7 +53,8 @@ HELD |= {role: HELD["grammar"] | {role} for role in ("draft", "verifier", "orche
 HELD["export"] = HELD["verifier"] | {"export"}
 HELD["otel"] = HELD["service"] | {"otel"}
 HELD["openai"] = HELD["service"] | {"openai"}
-HELD["all"] = HELD["draft"] | HELD["orchestrator"] | HELD["export"] | HELD["openai"]
+HELD["evaluate"] = HELD["draft"] | HELD["orchestrator"] | HELD["verifier"] | {"evaluate"}
+HELD["all"] = HELD["evaluate"] | HELD["export"] | HELD["openai"]
 HELD["dev"] = HELD["all"] | {"bench", "cuda", "parallel", "otel"}
 """Extras to those that they hold, themselves included."""
 
@@ -60,6 +62,7 @@ NEEDED = {
     "draft": "draft",
     "verifier": "verifier",
     "warm-up": "verifier",
+    "evaluate": "evaluate",
     "orchestrator": "orchestrator",
     "openai": "openai",
     "up": "all",

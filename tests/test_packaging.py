@@ -20,7 +20,7 @@ from specdec.engine.fast_paths import TESTED_TORCH
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SERVICES = ("draft_service", "orchestrator", "verifier_service")
+SERVICES = ("draft_service", "evaluation", "orchestrator", "verifier_service")
 
 
 def packages(folder: str) -> set[str]:
@@ -64,7 +64,7 @@ def hints() -> list[tuple[Path, str, str]]:
     folders = ("specdec", *SERVICES, "docs", "demo", "bench", "examples")
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*"))]
     files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    command = re.compile(r"\binstall (?:[^\n`;]* )?['\"]?(specdec[\w-]*|\.)(?:\[([\w, -]+)\])?")
+    command = re.compile(r"(?<!helm )\binstall (?:[^\n`;]* )?['\"]?(specdec[\w-]*|\.)(?:\[([\w, -]+)\])?")
     alone = re.compile(r"(?<![\w/])(specdec[a-z-]*)\[([a-z, -]+)\]")
     return [
         (file, name, names)

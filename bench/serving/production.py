@@ -1,4 +1,4 @@
-"""Measure what TLS, API keys and metrics cost: processor time of all three services for a token.
+"""Measure what TLS, API keys, metrics and traces cost: processor time of all three services for a token.
 
     python -m bench production [--rounds 6]
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import urllib.request
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import grpc
 import trustme
 
 from bench.arguments import parser_of
@@ -31,6 +33,7 @@ from specdec.local import DEMO, Stack
 TOKENS = 200
 FEW = ("--kv-tokens", "16384", "--threads", "1")
 KEY = "a key"
+COLLECTOR = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 class Deployment:
@@ -57,6 +60,10 @@ class Deployment:
                 port = free_port()
                 options[role] += ["--metrics-port", str(port)]
                 self._scraped.append(f"http://127.0.0.1:{port}/metrics")
+        if "traces" in features:
+            collector = exits.enter_context(_collector())
+            for words in options.values():
+                words += ["--otlp-endpoint", collector]
         stack = Stack.start(
             DEMO / "target",
             str(DEMO / "draft"),
@@ -113,6 +120,20 @@ class Deployment:
             await asyncio.sleep(1.0)
 
 
+@contextmanager
+def _collector() -> Iterator[str]:
+    """The address of a collector of traces that keeps none."""
+    export: Any = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(COLLECTOR, {"Export": export}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
+
+
 def _fetch(url: str) -> bytes:
     with urllib.request.urlopen(url) as answer:
         return bytes(answer.read())
@@ -131,7 +152,9 @@ async def measure(plain: Deployment, featured: Deployment, streams: int, rounds:
 
 def main(given: Sequence[str]) -> None:
     parser = parser_of("production", __doc__)
-    parser.add_argument("--features", nargs="+", default=["tls", "keys", "metrics", "tls,keys,metrics"])
+    parser.add_argument(
+        "--features", nargs="+", default=["tls", "keys", "metrics", "traces", "tls,keys,metrics,traces"]
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args(given)

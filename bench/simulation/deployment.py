@@ -11,29 +11,30 @@ from typing import cast
 import grpc
 import structlog
 
-from bench.simulation.channel import Channel
 from bench.simulation.devices import SharedDevice, SimulatedEngine
+from bench.simulation.lockstep import LockstepLoop
 from bench.simulation.scenario import Outcome, Scenario
-from bench.simulation.workers import LockstepLoop, SimulatedDraftLoop, SimulatedStepLoop, sleep
 from bench.systems import synchronous
 from draft_service.expansion_width import widest
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftServicer
 from draft_service.servicer import Limits as DraftLimits
+from evaluation import virtual_time
+from evaluation.channel import Channel
+from evaluation.workers import VirtualDraftLoop, VirtualStepLoop, sleep
 from orchestrator.generation import Generation
 from orchestrator.model import Model
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.request_timeline import SampleTimeline
+from orchestrator.revision import Revision
 from orchestrator.sample import Sample
-from orchestrator.stats import OrchestratorStats
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, Drafter, Speculation
 from specdec.serving.identity import PROTOCOL_VERSION
 from specdec.serving.timeline import Timeline
 from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import model_pb2
-from testing import clock
 from verifier_service.servicer import Limits as VerifierLimits
 from verifier_service.servicer import VerifierServicer
 from verifier_service.step_loop import MOST_CANDIDATES
@@ -135,7 +136,7 @@ class Deployment:
             rule=Rule.COUPLED,
             contrast=model_pb2.Contrast(),
         )
-        generation = Generation(sample, self._model, self._peers, None, OrchestratorStats(), SampleTimeline(Timeline()))
+        generation = Generation(sample, Revision(self._model, self._peers), None, SampleTimeline(Timeline()))
         tokens: list[int] = []
         async for response in generation.run():
             tokens += response.tokens
@@ -159,7 +160,7 @@ class Deployment:
             ),
         )
 
-    def _target(self) -> SimulatedStepLoop:
+    def _target(self) -> VirtualStepLoop:
         language, target = self._scenario.language, self._scenario.hardware.target
         engine = SimulatedEngine(
             target,
@@ -168,10 +169,10 @@ class Deployment:
             vocabulary=language.vocabulary,
             occupy=self._occupy,
         )
-        kind = LockstepLoop if self._scenario.lockstep else SimulatedStepLoop
+        kind = LockstepLoop if self._scenario.lockstep else VirtualStepLoop
         return kind(engine, latency=target.latency())
 
-    def _draft(self) -> SimulatedDraftLoop:
+    def _draft(self) -> VirtualDraftLoop:
         language, nodes = self._scenario.language, self._scenario.nodes
         engine = SimulatedEngine(
             self._scenario.hardware.draft,
@@ -181,14 +182,14 @@ class Deployment:
             occupy=self._occupy,
         )
         width = widest(self._scenario.hardware.draft.seconds)
-        return SimulatedDraftLoop(LanguageModelDrafter(engine, rows_per_session=width))
+        return VirtualDraftLoop(LanguageModelDrafter(engine, rows_per_session=width))
 
     def _verifier_servicer(self) -> VerifierServicer:
         kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer
         limits = VerifierLimits(max_nodes=self._scenario.nodes)
         return kind(self._verifier_loop, self._identity, limits)
 
-    def _draft_servicer(self, loop: SimulatedDraftLoop) -> DraftServicer:
+    def _draft_servicer(self, loop: VirtualDraftLoop) -> DraftServicer:
         kind = synchronous.DraftServicer if self._scenario.synchronous else DraftServicer
         return kind(loop, self._identity, DraftLimits(max_nodes=self._scenario.nodes))
 
@@ -244,4 +245,4 @@ def _difference(before: Totals, after: Totals) -> Outcome:
 def simulate(scenario: Scenario) -> Outcome:
     """Run a scenario on a virtual clock of its own; the services' logs are dropped."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    return clock.run(_measure(scenario))
+    return virtual_time.run(_measure(scenario))

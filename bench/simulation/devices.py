@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.simulation.language import Hashes, following
-from bench.simulation.workers import sleep
+from evaluation.workers import sleep
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedBatch, RaggedPacker
 from specdec.engine.kv.slots import Slots

@@ -19,7 +19,7 @@ from specdec.cli.doctor import doctor
 from specdec.cli.export import export
 from specdec.cli.failure import ending
 from specdec.cli.generate import generate
-from specdec.cli.services import draft, openai, orchestrator, up, verifier, warm_up
+from specdec.cli.services import draft, evaluate, openai, orchestrator, up, verifier, warm_up
 from specdec.cli.stats import stats
 from specdec.cli.tokenize import tokenize
 from specdec.cli.trace import trace
@@ -52,7 +52,7 @@ def specdec(
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.callback()(specdec)
-for service in (draft, verifier, orchestrator, openai, up, warm_up):
+for service in (draft, verifier, orchestrator, openai, up, warm_up, evaluate):
     app.command(context_settings=PASS_ON)(ending(service))
 for command in (doctor, export, stats, trace, generate, chat, tokenize, api_key):
     app.command()(ending(command))

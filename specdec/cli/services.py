@@ -1,6 +1,6 @@
 """Commands that run services: `specdec draft`, `specdec verifier`, `specdec orchestrator` one of them in this process,
-`specdec up` all three, `specdec warm-up` none: it does what a verifier keeps for later starts. Their options are read
-where they are used, so that other commands need none of it."""
+`specdec up` all three. `specdec warm-up` and `specdec evaluate` run none: they use the services' code. Their options
+are read where they are used, so that other commands need none of it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def openai(context: typer.Context) -> None:
 def warm_up(context: typer.Context) -> None:
     """Fill the cache folder for a target model and end (for image builds)."""
     run_command(load("verifier_service.warm_up").main, context.command_path, context.args)
+
+
+def evaluate(context: typer.Context) -> None:
+    """Measure a pair of target and draft, and predict how fast it would be served."""
+    run_command(load("evaluation.__main__").main, context.command_path, context.args)
 
 
 def up(context: typer.Context) -> None:

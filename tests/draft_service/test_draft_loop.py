@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from draft_service.draft_loop import DraftLoop, RunningSession
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.send_queue import Extension
+from evaluation import virtual_time
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.kv.slots import PoolFullError
 from specdec.serving.engine_worker import CHECK_SECONDS
 from specdec.serving.errors import EngineLostError, ModelFailureError
-from testing import clock
 from tests.draft_service.fakes import ROWS, Engine, Pod, session
 
 
@@ -99,7 +99,7 @@ def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None
                 assert last.base == each.tree.base
                 assert last.held == pytest.approx(when - commit, abs=1e-6)
 
-    clock.run(main())
+    virtual_time.run(main())
     assert len(sent) >= 39
     assert not failed
 

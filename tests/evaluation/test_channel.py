@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.simulation.channel import Call, Channel
+from evaluation import virtual_time
+from evaluation.channel import Call, Channel
 from specdec.serving.errors import OverloadedError
 from specdec.v2 import model_pb2
-from testing import clock
 
 DELAY = 0.25
 
@@ -48,7 +48,7 @@ def test_messages_arrive_late_in_order_and_as_they_were_sent() -> None:
         assert channel.there.bytes == 49 * message(1).ByteSize()
         call.cancel()
 
-    clock.run(main())
+    virtual_time.run(main())
 
 
 def test_an_error_ends_the_stream_with_its_status() -> None:
@@ -63,7 +63,7 @@ def test_an_error_ends_the_stream_with_its_status() -> None:
         with pytest.raises(asyncio.InvalidStateError):
             await call.write(message(1))
 
-    clock.run(main())
+    virtual_time.run(main())
 
 
 def test_cancelling_ends_both_sides() -> None:
@@ -87,4 +87,4 @@ def test_cancelling_ends_both_sides() -> None:
         await asyncio.sleep(2 * DELAY)
         assert ended
 
-    clock.run(main())
+    virtual_time.run(main())

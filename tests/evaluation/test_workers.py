@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from bench.simulation.workers import OnVirtualTime, sleep
-from testing import clock
+from evaluation import virtual_time
+from evaluation.workers import OnVirtualTime, sleep
 
 
 class Ticker(OnVirtualTime):
@@ -21,7 +21,7 @@ class Ticker(OnVirtualTime):
 
     def turn(self) -> float | None:
         sleep(1.0)
-        self.turns.append(time.monotonic() - clock.START)
+        self.turns.append(time.monotonic() - virtual_time.START)
         return 10.0
 
 
@@ -35,7 +35,7 @@ def test_a_worker_takes_turns_on_virtual_time() -> None:
         await worker.end()
         return worker
 
-    turns = clock.run(main()).turns
+    turns = virtual_time.run(main()).turns
     assert turns == pytest.approx([1.0, 12.0, 15.0])
 
 
@@ -50,4 +50,4 @@ def test_what_a_worker_raises_is_the_callers() -> None:
             await worker.call(fail)
         await worker.end()
 
-    clock.run(main())
+    virtual_time.run(main())

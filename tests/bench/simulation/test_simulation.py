@@ -12,7 +12,7 @@ from bench.simulation.devices import PRESETS
 from bench.simulation.ideal import ideal
 from bench.simulation.language import Language
 from bench.simulation.scenario import Scenario
-from testing import clock
+from evaluation import virtual_time
 
 SHORT = Scenario(PRESETS["70b"], sessions=3, drafts=2, delay=0.002, warm_up=5, measured=15)
 
@@ -23,7 +23,7 @@ def test_sessions_get_exactly_what_the_target_says(scenario: Scenario) -> None:
         async with deployed(scenario) as deployment:
             return await asyncio.gather(*(deployment.generate(number, max_tokens=60) for number in range(3)))
 
-    texts = clock.run(main())
+    texts = virtual_time.run(main())
     assert texts == [scenario.language.continuation(prompt(number), 60) for number in range(3)]
 
 

@@ -1,0 +1,134 @@
+"""Compare what `specdec evaluate` predicts with what the services do.
+
+    python -m bench predictions [--rounds 3] [--streams 1,4]
+
+Four pairs: the demo's, its target padded to 60M and to 230M parameters, and a draft of random weights. Each is
+predicted and measured with a draft service on a core of its own, with the draft within the verifier, and without any.
+Target and draft have one thread each, on a machine with two cores at least, so that the two run side by side as on two
+devices. Rounds of all measurements take turns; told are medians.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from bench.arguments import parser_of, whole_numbers
+from bench.systems.bad_drafts import random_weights
+from bench.systems.specdec import Specdec
+from bench.systems.system import Load, Setup
+from demo.prompts import held_out
+from evaluation.measurements import ABSENT, LOCAL, PLAIN, REMOTE_DRAFT, Way, speed
+from evaluation.pair import Pair, Place
+from orchestrator.request import parse
+from orchestrator.sample import Sample
+from specdec.client.request import build_request
+from specdec.local import DEMO
+from testing.padded_model import pad_model
+
+ONE_THREAD = ("--threads", "1")
+WITHIN = 0.15
+"""How far a prediction may be off."""
+
+MODES: Mapping[Way, str] = {PLAIN: "off", ABSENT: "local", LOCAL: "local", REMOTE_DRAFT: "auto"}
+"""The requests' speculation, by the way to serve."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """A pair, by its name in the table."""
+
+    name: str
+    target: Path
+    draft: Path
+
+
+def pairs(folder: Path) -> Iterator[Models]:
+    """Yield the pairs; those that are made for this are written into a folder."""
+    yield Models("demo", DEMO / "target", DEMO / "draft")
+    for size in (60, 230):
+        padded = folder / f"padded-{size}m"
+        pad_model(DEMO / "target", padded, size * 10**6)
+        yield Models(f"target of {size}M", padded, DEMO / "draft")
+    yield Models("useless draft", DEMO / "target", random_weights(DEMO / "draft", folder / "useless"))
+
+
+def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: float) -> list[Sample]:
+    """Return the samples of requests like those that `Specdec.run` sends."""
+    return [
+        parse(
+            build_request(
+                tokens=prompt, max_tokens=tokens, temperature=temperature, seed=number, ignore_end_token=True
+            ),
+            pair.model,
+        ).samples[0]
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def predicted(models: Models, loads: Mapping[int, Load], rounds: int) -> dict[tuple[Way, int], float]:
+    """Return the predicted tokens a second by way and streams."""
+    pair = Pair(models.target, models.draft, Place(dtype="float32"), Place("onnx", dtype="float32"))
+    remote = replace(REMOTE_DRAFT, layout=replace(REMOTE_DRAFT.layout, delay=0.0002))
+    found: dict[tuple[Way, int], float] = {}
+    for way in MODES:
+        used = remote if way is REMOTE_DRAFT else way
+        for streams, load in loads.items():
+            asked = samples(pair, load.prompts, load.max_tokens, load.temperature)
+            found[way, streams] = median(speed(pair, asked, used, streams).rate for _ in range(rounds))
+    return found
+
+
+def measured(models: Models, loads: Mapping[int, Load], rounds: int) -> dict[tuple[Way, int], float]:
+    """Return the measured tokens a second by way and streams."""
+    setup = Setup(models.target, models.draft, "float32", streams=max(loads), context=1024)
+    start = partial(Specdec.start, setup, verifier_options=ONE_THREAD)
+    systems: dict[tuple[Way, ...], Callable[[], AbstractContextManager[Specdec]]] = {
+        (PLAIN, ABSENT): start,
+        (LOCAL,): partial(start, local_draft=models.draft),
+        (REMOTE_DRAFT,): partial(start, models.draft, draft_options=ONE_THREAD),
+    }
+    rates: dict[tuple[Way, int], list[float]] = {}
+    with ExitStack() as exits:
+        running = {ways: exits.enter_context(system()) for ways, system in systems.items()}
+        for number in range(rounds + 1):  # the first one warms up
+            for ways, system in running.items():
+                for way in ways:
+                    for streams, load in loads.items():
+                        answer = system.run(load, MODES[way])
+                        if number:
+                            rates.setdefault((way, streams), []).append(answer.tokens / answer.seconds)
+    return {key: median(each) for key, each in rates.items()}
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("predictions", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=whole_numbers, default=[1, 4])
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--quick", action="store_true", help="the demo pair alone, one round")
+    args = parser.parse_args(given)
+    loads = {
+        streams: Load(held_out(streams, tokens=64, seed=3), args.tokens, args.temperature) for streams in args.streams
+    }
+    rounds = 1 if args.quick else args.rounds
+    print("| pair | streams | served | predicted | measured | ratio |\n|---|---|---|---|---|---|")
+    off: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for models in pairs(Path(folder)):
+            guess, truth = predicted(models, loads, rounds), measured(models, loads, rounds)
+            for (way, streams), rate in truth.items():
+                ratio = guess[way, streams] / rate
+                figures = f"{guess[way, streams]:.0f} | {rate:.0f} | {ratio:.2f}"
+                print(f"| {models.name} | {streams} | {way.name} | {figures} |", flush=True)
+                if abs(ratio - 1) > WITHIN:
+                    off.append(f"{models.name}, {streams}, {way.name}")
+            if args.quick:
+                break
+    print(f"\nmore than {WITHIN:.0%} off: {'; '.join(off) or 'none'}")

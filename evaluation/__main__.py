@@ -1,0 +1,193 @@
+"""`python -m evaluation`, `specdec evaluate`: what a pair of target and draft would bring."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from specdec.extras import needed_by
+
+with needed_by("evaluate", "evaluate"):
+    import typer
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from evaluation.measurements import REMOTE_DRAFT, TREES, WAYS, Figures, Way, acceptance, speed
+    from evaluation.pair import LoadedModel, Pair, Place
+    from evaluation.pools import SHARES, smallest
+    from evaluation.report import ROWS, Report
+    from orchestrator.request import parse
+    from orchestrator.sample import Sample
+    from specdec.cli.failure import fail
+    from specdec.cli.prompt_file import PromptFile, PromptFileError
+    from specdec.client.request import build_request
+    from specdec.command_line import number, run_command
+    from specdec.decoding.sampling import Rule
+    from specdec.engine.cpu_count import MOST_THREADS, threads_for
+    from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.placement import Kind, WantedDtype
+    from specdec.exit_status import ExitStatus
+    from specdec.serving.errors import ServiceError
+    from specdec.serving.identity import pod_info
+    from specdec.serving.process import logs
+
+
+def main(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory of the target model.")],
+    draft: Annotated[
+        Path, typer.Argument(metavar="DRAFT", help="Directory of the draft: Hugging Face's layout, or an export.")
+    ],
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="File of prompts like those that you serve, with their options: as for `specdec generate "
+            "--prompt-file`."
+        ),
+    ],
+    max_prompts: Annotated[int, typer.Option(min=1, help="Prompts that are taken of the file at most.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a text, where its prompt does not say it.")] = 128,
+    temperature: Annotated[float, number("Temperature, where a prompt does not say it.", min=0.0, max=10.0)] = 0.0,
+    streams: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=512, help="Texts that one verifier serves at a time. May be repeated. Default: 1 and 8."
+        ),
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Texts at a time in all, for which the sizes of pools are told.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda or cuda:N.")] = "cpu",
+    draft_device: Annotated[str | None, typer.Option(help="Device of the draft. By default the target's.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the target. By default all cores.")
+    ] = None,
+    draft_threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads of the draft. By default the target's.")
+    ] = None,
+    dtype: Annotated[WantedDtype, typer.Option(help="Data type that the target computes in.")] = "auto",
+    draft_dtype: Annotated[WantedDtype, typer.Option(help="Data type that the draft computes in.")] = "auto",
+    draft_engine: Annotated[
+        Kind, typer.Option(help="Engine of the draft service; a local draft always has the target's.")
+    ] = "onnx",
+    draft_speed: Annotated[
+        float,
+        number("How many times as fast the draft's device is as the one here.", min=0.001, max=1000.0),
+    ] = 1.0,
+    network_ms: Annotated[
+        float, number("Milliseconds from a service to another one, one way.", min=0.0, max=1000.0)
+    ] = 0.2,
+    kv_tokens: Annotated[int, typer.Option(min=1024, help="Tokens that each KV cache has room for.")] = 16384,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure a pair of models on this machine, and predict how fast it would be served.
+
+    Both models run here, on your prompts. Acceptance and the times of their passes are measured; the speed with a draft
+    on a device of its own, within the verifier, or absent is predicted from them.
+    """
+    logs.configure("evaluate", "error")
+    target_place = Place("torch", device, threads or threads_for(device), dtype)
+    draft_device = draft_device or device
+    draft_place = Place(draft_engine, draft_device, draft_threads or threads or threads_for(draft_device), draft_dtype)
+    try:
+        pair = Pair(target, draft, target_place, draft_place, kv_tokens)
+        samples = list(
+            _samples(pair, PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature}), max_prompts)
+        )
+    except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
+        fail(str(error), ExitStatus.USAGE)
+    if not samples:
+        fail(f"{prompts}: has no prompts", ExitStatus.USAGE)
+    report = _evaluated(
+        pair,
+        samples,
+        sorted(set(streams or (1, 8))),
+        replace(REMOTE_DRAFT, layout=replace(REMOTE_DRAFT.layout, delay=network_ms / 1000, draft_speed=draft_speed)),
+        concurrent,
+    )
+    if json_output:
+        print(json.dumps(report.as_json()))
+    else:
+        print(*report.lines(), sep="\n")
+
+
+def _samples(pair: Pair, file: PromptFile, most: int) -> Iterator[Sample]:
+    """Yield the samples of a file's prompts; PromptFileError names a line that cannot be served."""
+    for number_, prompt in enumerate(file.prompts()):
+        if number_ >= most:
+            return
+        try:
+            yield parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
+        except ServiceError as error:
+            raise PromptFileError(f"{file.path}:{prompt.line}: {error}") from None
+
+
+def _evaluated(
+    pair: Pair, samples: Sequence[Sample], streams: Sequence[int], remote: Way, concurrent: int | None
+) -> Report:
+    """Measure everything, with a bar on a terminal's stderr that tells how far it is."""
+    rules = [Rule.COUPLED, Rule.REJECTION] if any(not each.sampling.greedy for each in samples) else [Rule.COUPLED]
+    asked = [
+        (rule, tree) for rule in rules for tree in TREES if rule is Rule.COUPLED or tree.branches == 1
+    ]  # REJECTION has one candidate at a place
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        doing = bar.add_task("runs", total=len(asked) + len(streams) * (len(WAYS) + len(SHARES)))
+
+        def done(found: Figures) -> Figures:
+            bar.advance(doing)
+            return found
+
+        accepted = {each: done(acceptance(pair, samples, *each)) for each in asked}
+        ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS}
+        speeds = {
+            many: {way: done(speed(pair, _enough(samples, many), used, many)) for way, used in ways.items()}
+            for many in streams
+        }
+
+        def rate(many: int, part: float) -> float:
+            layout = replace(remote.layout, draft_speed=part * remote.layout.draft_speed)
+            return done(speed(pair, _enough(samples, many), replace(remote, layout=layout), many)).rate
+
+        pools = {many: smallest(partial(rate, many)) for many in streams}
+    return Report(
+        target=_told(pair.target),
+        draft=_told(pair.draft),
+        texts=len(samples),
+        temperatures=sorted({round(each.sampling.temperature, 6) for each in samples}),
+        step_seconds={
+            name: [model.latency.of(rows) for rows in ROWS]
+            for name, model in (("target", pair.target), ("draft", pair.draft))
+        },
+        acceptance=accepted,
+        speed=speeds,
+        delay_seconds=remote.layout.delay,
+        pools=pools,
+        concurrent=concurrent,
+    )
+
+
+def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:
+    """Return samples for so many streams to have two texts each: the same ones again, with other seeds, by tenants that
+    share no cached prompts."""
+    rounds = -(-2 * streams // len(samples))
+    return [
+        replace(each, tenant=f"{turn}", sampling=replace(each.sampling, seed=each.sampling.seed + turn))
+        for turn in range(max(1, rounds))
+        for each in samples
+    ]
+
+
+def _told(model: LoadedModel) -> str:
+    info = pod_info(model.engine)
+    threads = f", {info.threads[0]} thread{'s' * (info.threads[0] != 1)}" if info.threads else ""
+    exact = ", exact" if model.engine.exact else ""
+    return f"{model.directory.path}  {info.dtype} on {info.device}{threads}{exact}"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,136 @@
+"""The services on virtual time: one verifier, and a draft service or none, with an orchestrator's generations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.servicer import DraftServicer
+from draft_service.servicer import Limits as DraftLimits
+from evaluation.channel import Channel
+from evaluation.pair import Pair
+from evaluation.timed_engine import TimedEngine
+from evaluation.workers import Inbox, SpendingInbox, VirtualDraftLoop, VirtualStepLoop, sleep
+from orchestrator.generation import Generation
+from orchestrator.peers import Peers
+from orchestrator.pods import Pods
+from orchestrator.request_timeline import SampleTimeline
+from orchestrator.revision import Revision
+from orchestrator.sample import Sample
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.serving.identity import identity_of
+from specdec.serving.timeline import Timeline
+from specdec.v2 import generation_pb2
+from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
+from verifier_service.proposers.draft_model import DraftModelProposer
+from verifier_service.servicer import Limits as VerifierLimits
+from verifier_service.servicer import VerifierServicer
+
+PAUSE = 0.5
+"""Virtual seconds that a patient step loop waits: drafts send a few messages a step."""
+
+
+class PatientStepLoop(VirtualStepLoop):
+    """A step loop that waits after each step until its drafts have done what they can: they take no time."""
+
+    def turn(self) -> float | None:
+        wait = super().turn()
+        sleep(PAUSE)
+        return wait
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the draft is. Speeds are relative to the devices at hand."""
+
+    remote: bool = False  # there is a draft service
+    local: bool = False  # the verifier runs the draft itself
+    delay: float = 0.0  # seconds between any two services, one way
+    target_speed: float = 1.0
+    step_seconds: float | None = None
+    """Seconds of the target's passes, whatever is in them, while the draft and all other code take none, so that every
+    step has all candidates; None: all as it is."""
+    draft_speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as its client got it."""
+
+    tokens: list[int]
+    finish: generation_pb2.Finish
+
+
+class Deployment:
+    """The services of a layout. It lives on virtual time only."""
+
+    def __init__(self, pair: Pair, layout: Layout) -> None:
+        self._pair = pair
+        self.target = TimedEngine(pair.target.engine, layout.target_speed, layout.step_seconds)
+        small = pair.local_draft if layout.local else pair.draft
+        self.draft = TimedEngine(small.engine, layout.draft_speed, None if layout.step_seconds is None else 0.0)
+        self._inbox = SpendingInbox if layout.step_seconds is None else Inbox
+        self._loops: list[VirtualStepLoop | VirtualDraftLoop] = []
+        channels = {"verifier": Channel(self._verifier(layout), layout.delay)}
+        if layout.remote:
+            channels["draft"] = Channel(self._draft(), layout.delay)
+        for loop in self._loops:
+            loop.start()
+        connect = cast("Callable[[str], grpc.aio.Channel]", channels.__getitem__)
+
+        def pods(*addresses: str) -> Pods:
+            return Pods(addresses, connect=connect, clock=asyncio.get_running_loop().time)
+
+        peers = Peers(pods("verifier"), pods("draft") if layout.remote else None, drafts_are_trusted=True)
+        self._revision = Revision(pair.model, peers)
+
+    async def complete(self, sample: Sample) -> Text:
+        """Run a sample; return its text."""
+        tokens: list[int] = []
+        finish = generation_pb2.Finish()
+        async for response in Generation(sample, self._revision, None, SampleTimeline(Timeline())).run():
+            tokens += response.tokens
+            finish = response.finish
+        return Text(tokens, finish)
+
+    async def complete_all(self, samples: Sequence[Sample], streams: int) -> list[Text]:
+        """Run samples, so many at a time; return their texts in order."""
+        room = asyncio.Semaphore(streams)
+
+        async def one(sample: Sample) -> Text:
+            async with room:
+                return await self.complete(sample)
+
+        return await asyncio.gather(*map(one, samples))
+
+    async def end(self) -> None:
+        for loop in self._loops:
+            await loop.end()
+
+    def _verifier(self, layout: Layout) -> VerifierServicer:
+        target, local = self._pair.target, None
+        if layout.local:
+            draft = self._pair.local_draft
+            local = DraftModelProposer(self.draft, draft.directory.context, deepcopy(draft.latency))
+        latency = deepcopy(target.latency)  # every step corrects it
+        if layout.step_seconds is not None:
+            latency = StepLatency(MEASURED_ROWS, [layout.step_seconds] * len(MEASURED_ROWS))
+        kind = VirtualStepLoop if layout.step_seconds is None else PatientStepLoop
+        loop = kind(self.target, latency=latency, draft_model=local, inbox=self._inbox)
+        self._loops.append(loop)
+        identity = identity_of(target.directory, target.engine, loop.context)
+        return VerifierServicer(loop, identity, VerifierLimits(), grammars=GrammarCompiler.of(target.directory))
+
+    def _draft(self) -> DraftServicer:
+        draft, limits = self._pair.draft, DraftLimits()
+        drafter = LanguageModelDrafter(self.draft, rows_per_session=self._pair.width)
+        loop = VirtualDraftLoop(drafter, inbox=self._inbox)
+        self._loops.append(loop)
+        identity = identity_of(draft.directory, draft.engine, draft.engine.capacity - 1 - limits.max_nodes)
+        return DraftServicer(loop, identity, limits, grammars=GrammarCompiler.of(draft.directory))

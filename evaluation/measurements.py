@@ -1,0 +1,120 @@
+"""What is measured of a pair: acceptance by rule and tree, and the speed of each way to serve it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from evaluation import virtual_time
+from evaluation.deployment import Deployment, Layout
+from evaluation.pair import Pair
+from orchestrator.sample import Sample
+from specdec.decoding.sampling import Rule
+from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, Drafter, Speculation
+
+REMOTE = frozenset({Drafter.REMOTE})
+
+LONG_STEP = 0.5
+"""Seconds of a step of the target, however many candidates it has: a draft has all of them by then, all are worth it,
+and nobody takes the target for lost."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a tree of candidates."""
+
+    name: str
+    candidates: int
+    depth: int
+    branches: int
+
+
+TREES = (
+    Tree("chain of 2", 2, 2, 1),
+    Tree("chain of 4", 4, 4, 1),
+    Tree("chain of 8", 8, 8, 1),
+    Tree("tree of 16", 16, 8, 3),
+    Tree("tree of 32", 32, 12, 3),
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to serve the target: with which draft, and who may propose."""
+
+    name: str
+    layout: Layout
+    speculation: Speculation
+
+
+PLAIN = Way("plain", Layout(), Speculation(NO_DRAFTERS))
+ABSENT = Way("no draft", Layout(), Speculation(OWN_DRAFTERS))
+LOCAL = Way("local draft", Layout(local=True), Speculation(OWN_DRAFTERS))
+REMOTE_DRAFT = Way("remote draft", Layout(remote=True), Speculation())
+WAYS = (PLAIN, ABSENT, LOCAL, REMOTE_DRAFT)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What came of running samples one way."""
+
+    tokens: int
+    seconds: float
+    steps: int
+    offered: int
+    accepted: int
+    target_busy: float  # part of the time in which the target computed
+    draft_busy: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all streams."""
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted candidates, of those verified."""
+        return self.accepted / max(1, self.offered)
+
+    @property
+    def tokens_a_step(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+
+def run(pair: Pair, layout: Layout, samples: Sequence[Sample], streams: int) -> Figures:
+    """Run samples on virtual time, so many at a time."""
+
+    async def main() -> Figures:
+        deployment = Deployment(pair, layout)
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        texts = await deployment.complete_all(samples, streams)
+        seconds = clock() - begin
+        await deployment.end()
+        statistics = [text.finish.speculation for text in texts]
+        return Figures(
+            tokens=sum(len(text.tokens) for text in texts),
+            seconds=seconds,
+            steps=sum(each.steps for each in statistics),
+            offered=sum(each.offered for each in statistics),
+            accepted=sum(each.accepted for each in statistics),
+            target_busy=deployment.target.busy / seconds,
+            draft_busy=deployment.draft.busy / seconds,
+        )
+
+    return virtual_time.run(main())
+
+
+def acceptance(pair: Pair, samples: Sequence[Sample], rule: Rule, tree: Tree) -> Figures:
+    """Run samples under a rule, with a draft that has such a tree ready for every step."""
+    speculation = Speculation(
+        REMOTE, forced=True, max_candidates=tree.candidates, max_depth=tree.depth, max_branches=tree.branches
+    )
+    asked = [replace(sample, rule=rule, speculation=speculation) for sample in samples]
+    return run(pair, Layout(remote=True, step_seconds=LONG_STEP), asked, streams=1)
+
+
+def speed(pair: Pair, samples: Sequence[Sample], way: Way, streams: int) -> Figures:
+    """Run samples one way."""
+    return run(pair, way.layout, [replace(sample, speculation=way.speculation) for sample in samples], streams)

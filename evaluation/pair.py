@@ -1,0 +1,74 @@
+"""A target and a draft, loaded and timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from draft_service import expansion_width
+from draft_service.request import ExpansionPolicy
+from orchestrator.model import Model
+from specdec.engine.engines.loading import load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Kind, Placement, WantedDtype
+from specdec.engine.preflight.check import Wanted, check
+from verifier_service.costs.step_latency import StepLatency
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model computes, and with what."""
+
+    engine: Kind = "torch"
+    device: str = "cpu"
+    threads: int = 1
+    dtype: WantedDtype = "auto"
+
+    def placement(self, kv_tokens: int) -> Placement:
+        return Placement(self.engine, self.dtype, self.device, kv_tokens)
+
+
+class LoadedModel:
+    """A model at its place, with the seconds of its passes as measured."""
+
+    def __init__(self, directory: ModelDirectory, place: Place, kv_tokens: int, *, exact: bool = False) -> None:
+        self.directory = directory
+        self.engine = load_engine(
+            place.engine,
+            directory,
+            capacity=kv_tokens,
+            threads=(place.threads,),
+            dtype=place.dtype,
+            device=place.device,
+            exact=exact,
+        )
+        self.latency = StepLatency.measure(self.engine, self.engine.capacity)
+
+
+class Pair:
+    """A target and a draft that may serve together. The draft is loaded as a draft service has it, and as a verifier
+    has it beside its target."""
+
+    def __init__(
+        self, target: Path, draft: Path, target_place: Place, draft_place: Place, kv_tokens: int = 16384
+    ) -> None:
+        """Load both, with room for so many tokens each. ModelDirectoryError or UnsupportedModelError says in one
+        line what cannot be."""
+        directory, small = check(
+            Wanted(target, target_place.placement(kv_tokens)), Wanted(draft, draft_place.placement(kv_tokens))
+        )
+        self.model = Model.of(directory)
+        self.target = LoadedModel(directory, target_place, kv_tokens, exact=True)
+        self.draft = LoadedModel(small, draft_place, kv_tokens)
+        self._target_place, self._kv_tokens = target_place, kv_tokens
+
+    @cached_property
+    def local_draft(self) -> LoadedModel:
+        """The draft at the target's place."""
+        return LoadedModel(self.draft.directory, self._target_place, self._kv_tokens)
+
+    @cached_property
+    def width(self) -> int:
+        """Nodes of a session that a draft service computes together."""
+        return expansion_width.measured(self.draft.engine, ExpansionPolicy().max_branches)

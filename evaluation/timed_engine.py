@@ -1,0 +1,45 @@
+"""An engine whose passes take virtual time: as much as they have really taken, and what the worker's own code took."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.workers import host_seconds, sleep
+from specdec.engine.batch import PackedBatch, Packer
+from specdec.engine.engine import Engine
+from specdec.engine.kv.slots import Slots
+
+
+class TimedEngine:
+    """An engine on a device `speed` times as fast as the one at hand. For workers on virtual time."""
+
+    def __init__(self, inner: Engine, speed: float = 1.0, pass_seconds: float | None = None) -> None:
+        """With `pass_seconds` every pass takes so long, whatever is in it, and the worker's own code takes no time."""
+        self.capacity = inner.capacity
+        self.vocabulary = inner.vocabulary
+        self.numerics = inner.numerics
+        self.exact = inner.exact
+        self.busy = 0.0  # virtual seconds in passes
+        self._inner = inner
+        self._speed = speed
+        self._pass_seconds = pass_seconds
+
+    def packer(self) -> Packer:
+        return self._inner.packer()
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        host = host_seconds()
+        begin = time.perf_counter()
+        logits = self._inner.forward(batch)
+        seconds = (time.perf_counter() - begin) / self._speed
+        if self._pass_seconds is not None:
+            host, seconds = 0.0, self._pass_seconds
+        self.busy += seconds
+        sleep(host + seconds)
+        return logits
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        self._inner.copy(source, target)

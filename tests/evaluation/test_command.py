@@ -1,0 +1,70 @@
+"""`specdec evaluate` from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.exit_status import ExitStatus
+from tests.services.conftest import Directories
+
+
+def evaluate(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "specdec.cli", "evaluate", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def prompts(tmp_path: Path, *lines: object) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(file)
+
+
+def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path: Path) -> None:
+    file = prompts(tmp_path, {"text": "once upon a time"}, {"text": "abc", "temperature": 0.8, "seed": 1})
+    pair = (str(directories.target), str(directories.near), "--prompts", file, "--draft-engine", "torch")
+    short = ("--max-tokens", "12", "--threads", "1", "--streams", "2", "--concurrent", "8")
+    done = evaluate(*pair, *short, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["temperatures"] == [0.0, 0.8]
+    assert {each["rule"] for each in told["acceptance"]} == {"coupled", "rejection"}
+    assert [each["way"] for each in told["predicted"]] == ["plain", "no draft", "local draft", "remote draft"]
+    assert all(each["tokens_per_second"] > 0 for each in told["predicted"])
+    assert told["step_seconds"]["target"]["1"] > 0
+    assert told["pools"]["2"]["drafts"] >= 1
+
+    shown = evaluate(*pair, *short)
+    assert shown.returncode == 0, shown.stderr
+    assert "Predicted tokens a second of one verifier" in shown.stdout
+    assert "2 streams a verifier: " in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "why"),
+    [
+        ([], (), "prompts.jsonl: has no prompts"),
+        ([{"txt": "a"}], (), "prompts.jsonl:1: must be an object with one of"),
+        ([{"text": "a", "temperature": -1}], (), "prompts.jsonl:1: sampling.temperature"),
+        ([{"text": "a"}], ("--streams", "0"), "Invalid value for '--streams'"),
+        ([{"text": "a"}], ("--device", "cuda"), "cuda"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    directories: Directories, tmp_path: Path, lines: list[object], options: tuple[str, ...], why: str
+) -> None:
+    file = prompts(tmp_path, *lines)
+    done = evaluate(str(directories.target), str(directories.near), "--prompts", file, *options)
+    assert done.returncode == ExitStatus.USAGE
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_tokenizer_is_told(directories: Directories, tmp_path: Path) -> None:
+    done = evaluate(str(directories.target), str(directories.foreign), "--prompts", prompts(tmp_path, {"text": "a"}))
+    assert done.returncode == ExitStatus.USAGE
+    assert "foreign differ" in done.stderr

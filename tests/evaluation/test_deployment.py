@@ -1,0 +1,130 @@
+"""The services on virtual time, with real models: texts are those of plain decoding, whatever drafts, however fast."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from evaluation import virtual_time
+from evaluation.deployment import Deployment, Layout
+from evaluation.measurements import ABSENT, LOCAL, PLAIN, REMOTE_DRAFT, TREES, WAYS, Way, acceptance, run, speed
+from evaluation.pair import Pair, Place
+from evaluation.workers import OnVirtualTime, SpendingInbox, host_seconds, sleep
+from orchestrator.request import parse
+from orchestrator.sample import Sample
+from specdec.client.request import build_request
+from specdec.decoding.sampling import Rule
+from specdec.engine.model_directory import ModelDirectoryError
+from tests.services.conftest import Directories
+
+ONE_THREAD = Place(threads=1, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def pair(directories: Directories) -> Pair:
+    return Pair(directories.target, directories.near, ONE_THREAD, ONE_THREAD, 4096)
+
+
+@pytest.fixture(scope="module")
+def samples(pair: Pair) -> list[Sample]:
+    asked = [
+        build_request("once upon a time", max_tokens=40, ignore_end_token=True, temperature=0.8 * (seed % 2), seed=seed)
+        for seed in range(4)
+    ]
+    return [parse(each, pair.model).samples[0] for each in asked]
+
+
+def texts(pair: Pair, layout: Layout, samples: list[Sample], streams: int) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        deployment = Deployment(pair, layout)
+        found = await deployment.complete_all(samples, streams)
+        await deployment.end()
+        return [each.tokens for each in found]
+
+    return virtual_time.run(main())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("streams", [1, 4])
+def test_every_way_gives_the_texts_of_plain_decoding(pair: Pair, samples: list[Sample], way: Way, streams: int) -> None:
+    plain = texts(pair, PLAIN.layout, [replace(each, speculation=PLAIN.speculation) for each in samples], 1)
+    forced = replace(way.speculation, forced=bool(way.speculation.drafters))
+    assert texts(pair, way.layout, [replace(each, speculation=forced) for each in samples], streams) == plain
+
+
+def test_a_draft_that_is_always_in_time_has_its_candidates_accepted(pair: Pair, samples: list[Sample]) -> None:
+    short, long = (acceptance(pair, samples, Rule.COUPLED, tree) for tree in (TREES[0], TREES[2]))
+    assert short.tokens == long.tokens == 160
+    assert short.offered > 1.7 * short.steps  # fewer at the ends of texts, and after their prompts
+    assert 1.0 < short.tokens_a_step <= 3.0  # two candidates and a bonus token
+    assert short.tokens_a_step < long.tokens_a_step <= 9.0
+    assert 0.1 < long.acceptance < short.acceptance <= 1.0
+
+
+def test_rejection_is_measured_as_well(pair: Pair, samples: list[Sample]) -> None:
+    sampled = [each for each in samples if not each.sampling.greedy]
+    assert acceptance(pair, sampled, Rule.REJECTION, TREES[1]).accepted > 0
+
+
+def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample]) -> None:
+    """By as much, but for what else this machine does: passes take the time that they really take."""
+    plain = [replace(each, speculation=PLAIN.speculation) for each in samples]
+    slow, slower = (run(pair, Layout(target_speed=speed), plain, 1) for speed in (0.1, 0.005))
+    assert 5 < slow.rate / slower.rate < 80
+    assert slower.target_busy > 0.9
+
+
+def test_a_draft_far_away_helps_less(pair: Pair, samples: list[Sample]) -> None:
+    def steps(delay: float) -> int:
+        layout = replace(REMOTE_DRAFT.layout, delay=delay)
+        return run(
+            pair,
+            layout,
+            [replace(each, speculation=replace(REMOTE_DRAFT.speculation, forced=True)) for each in samples],
+            1,
+        ).steps
+
+    assert steps(0.0) < steps(0.5)  # seconds: no candidate is in time
+
+
+def test_what_is_absent_does_not_work(pair: Pair, samples: list[Sample]) -> None:
+    assert speed(pair, samples, ABSENT, 2).draft_busy == 0.0
+    assert speed(pair, samples, LOCAL, 2).tokens == 160
+
+
+def test_another_tokenizer_is_refused(directories: Directories) -> None:
+    with pytest.raises(ModelDirectoryError, match=r"the tokenizers of .*target and .*foreign differ"):
+        Pair(directories.target, directories.foreign, ONE_THREAD, ONE_THREAD, 4096)
+
+
+class Busy(OnVirtualTime):
+    """A worker whose own code takes time, in real seconds, beside a pass of one virtual second."""
+
+    def __init__(self) -> None:
+        super().__init__("busy", inbox=SpendingInbox)
+        self.turns: list[tuple[float, float]] = []  # real seconds of its code, and virtual time after them
+
+    def turn(self) -> float | None:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < 0.02:
+            pass
+        spent = host_seconds()
+        sleep(1.0 + spent)
+        self.turns.append((spent, time.monotonic() - virtual_time.START))
+        return 10.0
+
+
+def test_the_time_of_a_workers_own_code_counts() -> None:
+    async def main() -> Busy:
+        worker = Busy()
+        worker.start()
+        await asyncio.sleep(5.0)
+        await worker.end()
+        return worker
+
+    ((spent, after),) = virtual_time.run(main()).turns
+    assert spent >= 0.02
+    assert after == pytest.approx(1.0 + spent, abs=1e-3)
