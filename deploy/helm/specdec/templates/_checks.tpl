@@ -1,0 +1,136 @@
+{{/* Refuses values that do not fit together, each in one line that names the value. What one value alone may be is the
+affair of values.schema.json. Takes a list: root, the workloads. */}}
+{{- define "specdec.checks" -}}
+{{- $root := index . 0 }}
+{{- $values := $root.Values }}
+{{- $base := default $root.Release.Name $values.fullnameOverride }}
+{{- if not (regexMatch "^[a-z]" $base) }}
+{{- fail (printf "fullnameOverride: %s begins with no letter, and names of Services must" $base) }}
+{{- end }}
+{{- include "specdec.checkModels" $values }}
+{{- include "specdec.checkModelVolume" (list "modelVolume" $values.modelVolume) }}
+{{- range index . 1 }}{{ include "specdec.checkWorkload" (list $values .) }}{{ end }}
+{{- range $name, $job := $values.exportJobs }}
+{{- if not (default $values.modelVolume $job.modelVolume).persistentVolumeClaim }}
+{{- fail (printf "exportJobs.%s: writes into a volume, so modelVolume should be a persistentVolumeClaim" $name) }}
+{{- end }}
+{{- end }}
+{{- include "specdec.checkTls" $values }}
+{{- include "specdec.checkRoutes" $values }}
+{{- end }}
+
+{{/* Checks what is served, and by which pools. Takes the values. */}}
+{{- define "specdec.checkModels" -}}
+{{- $all := . }}
+{{- if not .models }}{{ fail "models: is empty, should name a model, its revisions and their pools" }}{{ end }}
+{{- $directories := dict }}
+{{- range $model, $given := .models }}
+{{- $shared := false }}
+{{- range $revision, $values := $given.revisions }}
+{{- $at := printf "models.%s.revisions.%s" $model $revision }}
+{{- if gt (include "specdec.share" $values | float64) 0.0 }}{{ $shared = true }}{{ end }}
+{{- range $pools := list "verifiers" "drafts" }}
+{{- range $pool := index $values $pools }}
+{{- if not (hasKey (index $all $pools) $pool) }}
+{{- fail (printf "%s.%s: there is no pool %s.%s" $at $pools $pools $pool) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $pool := $values.verifiers }}
+{{- $before := get $directories $pool }}
+{{- if and $before (ne $before $values.path) }}
+{{- fail (printf "%s.verifiers: pool %s serves %s for another revision already" $at $pool $before) }}
+{{- end }}
+{{- $_ := set $directories $pool $values.path }}
+{{- $named := get $all.verifiers $pool }}
+{{- if and $named.model (or (ne $named.model $model) (ne (default "" $named.revision) $revision)) }}
+{{- $named = printf "models.%s.revisions.%s" $named.model (default "" $named.revision) }}
+{{- fail (printf "%s.verifiers: pool %s serves %s, as verifiers.%s says" $at $pool $named $pool) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if not $shared }}{{ fail (printf "models.%s.revisions: all have a share of 0" $model) }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* Checks one workload. Takes a list: the values, the workload. */}}
+{{- define "specdec.checkWorkload" -}}
+{{- $values := index . 0 }}{{ $w := index . 1 }}
+{{- if eq $w.role "verifier" }}
+{{- if and $w.path $w.model }}{{ fail (printf "%s: has path and model, should have one of them" $w.key) }}{{ end }}
+{{- if not (or $w.path $w.model) }}{{ fail (printf "%s: should have model and revision, or path" $w.key) }}{{ end }}
+{{- if and $w.model (not $w.revision) }}{{ fail (printf "%s.revision: is missing" $w.key) }}{{ end }}
+{{- if not $w.directory }}
+{{- fail (printf "%s: there is no models.%s.revisions.%s" $w.key $w.model $w.revision) }}
+{{- end }}
+{{- if and (gt (int $w.nodes) 1) (not $w.gpus) }}
+{{- fail (printf "%s.gpus: is 0, and a target on %d nodes needs GPUs" $w.key (int $w.nodes)) }}
+{{- end }}
+{{- end }}
+{{- if and (eq $w.role "draft") (not $w.path) }}{{ fail (printf "%s.path: is missing" $w.key) }}{{ end }}
+{{- if and (eq $w.role "draft") (gt (int $w.gpus) 1) }}
+{{- fail (printf "%s.gpus: is %d, and a draft runs on one" $w.key (int $w.gpus)) }}
+{{- end }}
+{{- if and $w.gpus (eq (toString $w.options.device) "cpu") }}
+{{- fail (printf "%s.options.device: is cpu, and %s.gpus is %d" $w.key $w.key (int $w.gpus)) }}
+{{- end }}
+{{- with $w.autoscaling }}
+{{- if ne .type "none" }}
+{{- if gt (int .minReplicas) (int .maxReplicas) }}
+{{- $found := printf "is %d, and maxReplicas is %d" (int .minReplicas) (int .maxReplicas) }}
+{{- fail (printf "%s.autoscaling.minReplicas: %s" $w.key $found) }}
+{{- end }}
+{{- if not .targets }}{{ fail (printf "%s.autoscaling.targets: is empty" $w.key) }}{{ end }}
+{{- range $metric, $_ := .targets }}
+{{- if and (ne $metric "cpu") (not (hasPrefix (printf "specdec_%s_" $w.role) $metric)) }}
+{{- fail (printf "%s.autoscaling.targets: %s is no metric of this role" $w.key $metric) }}
+{{- end }}
+{{- end }}
+{{- if and .targets.cpu (not (dig "requests" "cpu" "" $w.resources)) }}
+{{- fail (printf "%s.autoscaling.targets.cpu: is a part of resources.requests.cpu, which is missing" $w.key) }}
+{{- end }}
+{{- if and (eq .type "keda") (not $values.prometheusAddress) }}
+{{- fail (printf "%s.autoscaling.type: is keda, and prometheusAddress is empty" $w.key) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- include "specdec.checkModelVolume" (list (printf "%s.modelVolume" $w.key) $w.modelVolume) }}
+{{- end }}
+
+{{/* Checks a volume of models. Takes a list: where it stands, its values. */}}
+{{- define "specdec.checkModelVolume" -}}
+{{- if gt (len (index . 1)) 1 }}
+{{- fail (printf "%s: has %s, should have one of them" (index . 0) (keys (index . 1) | sortAlpha | join " and ")) }}
+{{- end }}
+{{- end }}
+
+{{/* Checks that certificates come from somewhere. Takes the values. */}}
+{{- define "specdec.checkTls" -}}
+{{- $values := . }}
+{{- if eq .tls.mode "secrets" }}
+{{- range $role := list "verifier" "draft" "orchestrator" "openai" }}
+{{- $unused := get (dict "draft" (empty $values.drafts) "openai" (not $values.openai.enabled)) $role }}
+{{- if not (or $unused (get $values.tls.secrets $role)) }}
+{{- fail (printf "tls.secrets.%s: is empty, and tls.mode is secrets" $role) }}
+{{- end }}
+{{- end }}
+{{- else if and (eq .tls.mode "certManager") (not .tls.issuer.name) }}
+{{- fail "tls.issuer.name: is empty, and tls.mode is certManager" }}
+{{- end }}
+{{- end }}
+
+{{/* Checks that ways from outside lead somewhere. Takes the values. */}}
+{{- define "specdec.checkRoutes" -}}
+{{- $openai := .openai }}
+{{- range $route := list "ingress" "httpRoute" }}
+{{- if and (get $openai $route).enabled (not $openai.enabled) }}
+{{- fail (printf "openai.%s: leads to openai, and openai.enabled is false" $route) }}
+{{- end }}
+{{- end }}
+{{- if and .openai.ingress.enabled (not .openai.ingress.hosts) }}{{ fail "openai.ingress.hosts: is empty" }}{{ end }}
+{{- range $at, $route := dict "orchestrator.grpcRoute" .orchestrator.grpcRoute "openai.httpRoute" .openai.httpRoute }}
+{{- if and $route.enabled (not $route.parentRefs) }}
+{{- fail (printf "%s.parentRefs: is empty, should name a Gateway" $at) }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,82 @@
+{{/* Names, labels, addresses, ports and images. */}}
+
+{{/* The name of an object, RELEASE-WORD or RELEASE-WORD-POOL. Takes a list: root, the word, the pool or "". Names have
+40 characters at most, since controllers append to them; longer ones are cut and end with a digest. */}}
+{{- define "specdec.name" -}}
+{{- $root := index . 0 }}
+{{- $name := printf "%s-%s" (default $root.Release.Name $root.Values.fullnameOverride) (index . 1) }}
+{{- with index . 2 }}{{ $name = printf "%s-%s" $name . }}{{ end }}
+{{- if gt (len $name) 40 }}
+{{- $name = printf "%s-%s" (trunc 31 $name | trimSuffix "-") (sha256sum $name | trunc 8) }}
+{{- end }}
+{{- $name }}
+{{- end }}
+
+{{/* The name of a pool's LeaderWorkerSet. Its controller makes a Service of the same name, with all pods of all groups
+and before they are ready, so it is not that of the pool's own Service. Takes a list: root, pool. */}}
+{{- define "specdec.groupName" -}}
+{{ include "specdec.name" (list (index . 0) "verifiers" (index . 1)) }}
+{{- end }}
+
+{{/* The labels by which pods are selected; they never change. Takes a list: root, component, pool or "". */}}
+{{- define "specdec.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: specdec
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- with index . 2 }}
+specdec/pool: {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* A selector of all pods of a target that spans nodes, those that lead and the others. Takes a list: root, pool. */}}
+{{- define "specdec.groupSelector" -}}
+{{- $root := index . 0 -}}
+matchLabels:
+  app.kubernetes.io/name: specdec
+  app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
+  specdec/pool: {{ index . 1 | quote }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [verifier, verifier-worker]}
+{{- end }}
+
+{{/* The metadata of an object, with all labels. Takes a list: root, name, component, pool or "". */}}
+{{- define "specdec.metadata" -}}
+{{- $root := index . 0 -}}
+name: {{ index . 1 }}
+namespace: {{ $root.Release.Namespace }}
+labels:
+  {{- include "specdec.selector" (list $root (index . 2) (index . 3)) | nindent 2 }}
+  app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+  app.kubernetes.io/part-of: specdec
+  app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+  helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* The name in DNS of a Service. Takes what "specdec.name" takes. The orchestrator has two: with the pool "pods" it is
+the headless one. */}}
+{{- define "specdec.host" -}}
+{{- $root := index . 0 -}}
+{{ include "specdec.name" . }}.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}
+{{- end }}
+
+{{/* The address of all pods behind a Service. Takes what "specdec.name" takes, where the word is a role. */}}
+{{- define "specdec.address" -}}
+dns:///{{ include "specdec.host" . }}:{{ include "specdec.port" (index . 1) }}
+{{- end }}
+
+{{/* The port of a role, as in specdec/ports.py. */}}
+{{- define "specdec.port" -}}
+{{ get (dict "verifier" 50051 "draft" 50052 "orchestrator" 50050 "openai" 8000) . }}
+{{- end }}
+
+{{/* An image. Takes a list: root, the values of `image`, the GPUs that it is to use. */}}
+{{- define "specdec.image" -}}
+{{- $root := index . 0 }}{{ $image := index . 1 }}
+{{- $tag := printf "%s%s" $root.Chart.AppVersion (index . 2 | empty | ternary "" "-cuda") }}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ default $tag $image.tag }}
+{{- end }}
+{{- end }}

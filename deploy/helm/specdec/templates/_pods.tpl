@@ -1,0 +1,199 @@
+{{/* Pods: what runs in them, with which volumes, and how Kubernetes asks whether it is well. */}}
+
+{{/* The template of a workload's pods. Takes a dict: root, w (the workload), component, serves (false for pods of a
+target's further nodes, where nothing listens). */}}
+{{- define "specdec.pod" -}}
+{{- $root := .root }}{{ $w := .w }}
+{{- $selector := include "specdec.selector" (list $root .component $w.pool) | fromYaml }}
+{{- $labels := deepCopy $w.podLabels }}
+{{- include "specdec.lay" (list $labels $selector) }}
+{{- $annotations := deepCopy $w.podAnnotations }}
+{{- $_ := set $annotations "checksum/config" (include "specdec.options" (list $root $w) | sha256sum) }}
+{{- $resources := deepCopy $w.resources }}
+{{- if $w.gpus }}
+{{- include "specdec.lay" (list $resources (dict "limits" (dict "nvidia.com/gpu" (int $w.gpus)))) }}
+{{- end }}
+{{- $caches := dig "cache" "enabled" false $w }}
+{{- $storage := (include "specdec.storage" (list $root $w) | fromYaml).all -}}
+metadata:
+  labels:{{ toYaml $labels | nindent 4 }}
+  annotations:{{ toYaml $annotations | nindent 4 }}
+spec:
+  serviceAccountName: {{ include "specdec.name" (list $root $w.role "") }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  # preStop, drain, and time to close; torchrun waits for 10 s more than a drain takes.
+  terminationGracePeriodSeconds: {{ add $w.preStopSeconds $w.drainSeconds ($w.ranks | empty | ternary 10 20) }}
+  securityContext:{{ toYaml $w.podSecurityContext | nindent 4 }}
+  {{- if and $w.modelVolume.download (ne $w.role "openai") }}
+  initContainers:
+    - name: download
+      {{- toYaml (omit $w.modelVolume.download "sizeLimit") | nindent 6 }}
+      securityContext:{{ toYaml $w.securityContext | nindent 8 }}
+      volumeMounts:
+        - {name: models, mountPath: /models}
+        - {name: tmp, mountPath: /tmp}
+  {{- end }}
+  containers:
+    - name: {{ $w.role }}
+      image: {{ include "specdec.image" (list $root $w.image $w.gpus) | quote }}
+      imagePullPolicy: {{ $w.image.pullPolicy }}
+      {{- include "specdec.command" $w | nindent 6 }}
+      env:
+        # The root file system is read-only, and libraries look for a folder of their user.
+        - {name: HOME, value: /tmp}
+        {{- if $caches }}
+        # A folder that the service makes for itself: it uses none that others may write to.
+        - {name: SPECDEC_CACHE_DIR, value: /var/cache/specdec/own}
+        {{- end }}
+        {{- with $w.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- if .serves }}
+      ports:
+        - {name: main, containerPort: {{ include "specdec.port" $w.role }}}
+        {{- if ne $w.role "openai" }}
+        - {name: health, containerPort: 8086}
+        {{- end }}
+        - {name: metrics, containerPort: 9090}
+      {{- include "specdec.probes" (list $root $w) | nindent 6 }}
+      {{- end }}
+      {{- if $w.preStopSeconds }}
+      lifecycle: {preStop: {sleep: {seconds: {{ $w.preStopSeconds }}}}}
+      {{- end }}
+      resources:{{ toYaml $resources | nindent 8 }}
+      securityContext:{{ toYaml $w.securityContext | nindent 8 }}
+      volumeMounts:
+        {{- range $storage }}
+        - {name: {{ .name }}, mountPath: {{ .at }}{{ if .readOnly }}, readOnly: true{{ end }}}
+        {{- end }}
+  volumes:
+    {{- range $storage }}
+    - name: {{ .name }}
+      {{- toYaml .source | nindent 6 }}
+    {{- end }}
+  {{- $as := list "imagePullSecrets" "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" }}
+  {{- range $name := $as }}
+  {{- with get $w $name }}{{ toYaml (dict $name .) | nindent 2 }}{{ end }}
+  {{- end }}
+  {{- with $w.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range . }}
+    {{- $constraint := deepCopy . }}
+    {{- if not .labelSelector }}{{ $_ := set $constraint "labelSelector" (dict "matchLabels" $selector) }}{{ end }}
+    - {{ toYaml $constraint | nindent 6 | trim }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+
+{{/* What the container runs: the image's entrypoint is `specdec`, unless torchrun starts it once for each part of the
+target. Takes the workload. */}}
+{{- define "specdec.command" -}}
+{{- $run := list .role "--config" "/etc/specdec/config/config.yaml" }}
+{{- if .ranks -}}
+command: [torchrun]
+args:
+  - --nproc-per-node={{ .ranks }}
+  # It kills what has not ended by then, so it waits for longer than a drain takes.
+  - --shutdown-timeout={{ add .drainSeconds 10 }}
+  {{- if gt (int .nodes) 1 }}
+  # LeaderWorkerSet sets these variables, and Kubernetes puts their values in.
+  - --nnodes=$(LWS_GROUP_SIZE)
+  - --node-rank=$(LWS_WORKER_INDEX)
+  - --master-addr=$(LWS_LEADER_ADDRESS)
+  - --master-port=29500
+  # How long the pods of a group wait for each other.
+  - --rdzv-conf=timeout={{ .startupSeconds }}
+  {{- end }}
+  {{- toYaml (concat (list "--no-python" "specdec") $run) | nindent 2 }}
+{{- else -}}
+args:{{ toYaml $run | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Probes. Health is readiness, never liveness: to restart an orchestrator brings no verifier back. Whether a process
+lives is told by its port, which opens when it has loaded. So does the port of health checks, which has no TLS, since
+probes know none. Takes a list: root, the workload. */}}
+{{- define "specdec.probes" -}}
+{{- $root := index . 0 }}{{ $w := index . 1 }}
+{{- $service := get (dict "verifier" "Verifier" "draft" "Draft" "orchestrator" "Generation") $w.role }}
+{{- $health := printf "grpc: {port: 8086, service: specdec.v2.%sService}" $service }}
+{{- if eq $w.role "openai" }}
+{{- $scheme := and (ne $root.Values.tls.mode "none") $w.https | ternary "HTTPS" "HTTP" }}
+{{- $health = printf "httpGet: {path: /health, port: main, scheme: %s}" $scheme }}
+{{- end -}}
+startupProbe:
+  {{- if has $w.role (list "verifier" "draft") }}
+  {{ $health }}
+  {{- else }}
+  # Its health waits for others, which take longer to start than it does.
+  tcpSocket: {port: main}
+  {{- end }}
+  periodSeconds: 5
+  timeoutSeconds: 3
+  failureThreshold: {{ div (add $w.startupSeconds 4) 5 }}
+readinessProbe:
+  {{ $health }}
+  periodSeconds: 5
+  timeoutSeconds: 3
+  failureThreshold: 2
+livenessProbe:
+  tcpSocket: {port: main}
+  periodSeconds: 10
+  timeoutSeconds: 3
+  failureThreshold: 3
+{{- end }}
+
+{{/* Volumes and where they are mounted, as YAML with the list `all` of {name, at, readOnly, source}. Takes a list:
+root, the workload. */}}
+{{- define "specdec.storage" -}}
+{{- $root := index . 0 }}{{ $w := index . 1 }}
+all:
+  - {name: config, at: /etc/specdec/config, readOnly: true, source: {configMap: {name: {{ $w.name }}}}}
+  - {name: tmp, at: /tmp, source: {emptyDir: {}}}
+  {{- if eq $w.role "orchestrator" }}
+  # Folders, so that changes arrive: a file mounted by subPath stays as it was at the start.
+  - name: models-file
+    at: /etc/specdec/models
+    readOnly: true
+    source: {configMap: {name: {{ include "specdec.name" (list $root "models" "") }}}}
+  {{- with $root.Values.tenants.existingSecret }}
+  - name: tenants
+    at: /etc/specdec/tenants
+    readOnly: true
+    source: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+  {{- end }}
+  {{- end }}
+  {{- if ne $root.Values.tls.mode "none" }}
+  - name: tls
+    at: /etc/specdec/tls
+    readOnly: true
+    source: {secret: {secretName: {{ include "specdec.tlsSecret" (list $root $w.role) | quote }}, defaultMode: 0440}}
+  {{- end }}
+  {{- if and $w.modelVolume (ne $w.role "openai") }}
+  - name: models
+    at: /models
+    readOnly: true
+    source:
+      {{- with $w.modelVolume.persistentVolumeClaim }}
+      persistentVolumeClaim: {claimName: {{ .claimName | quote }}, readOnly: true}
+      {{- end }}
+      {{- with $w.modelVolume.image }}
+      image:{{ toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $w.modelVolume.download }}
+      emptyDir:{{ pick . "sizeLimit" | toYaml | nindent 8 }}
+      {{- end }}
+  {{- end }}
+  {{- if dig "cache" "enabled" false $w }}
+  - name: cache
+    at: /var/cache/specdec
+    source:
+      {{- if $w.cache.persistentVolumeClaim }}
+      persistentVolumeClaim: {claimName: {{ $w.cache.persistentVolumeClaim | quote }}}
+      {{- else }}
+      emptyDir: {sizeLimit: {{ $w.cache.sizeLimit | quote }}}
+      {{- end }}
+  {{- end }}
+  {{- with $w.shmSize }}
+  - {name: shm, at: /dev/shm, source: {emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}}}
+  {{- end }}
+{{- end }}

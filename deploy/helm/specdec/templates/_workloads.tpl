@@ -1,0 +1,74 @@
+{{/* Workloads: what values say of each pool, of the orchestrator and of openai, all in one form. */}}
+
+{{/* All workloads, as YAML with the list `all`, once the values are known to fit together. */}}
+{{- define "specdec.workloads" -}}
+{{- $root := . }}
+{{- $all := list }}
+{{- range $role, $pools := dict "verifier" .Values.verifiers "draft" .Values.drafts }}
+{{- range $pool, $given := $pools }}
+{{- $layers := list (get $root.Values (printf "%sDefaults" $role)) $given }}
+{{- $taken := dict "root" $root "role" $role "pool" $pool "key" (printf "%ss.%s" $role $pool) "layers" $layers }}
+{{- $all = append $all (include "specdec.workload" $taken | fromYaml) }}
+{{- end }}
+{{- end }}
+{{- range $role := list "orchestrator" "openai" }}
+{{- $given := get $root.Values $role }}
+{{- if or (eq $role "orchestrator") $given.enabled }}
+{{- $taken := dict "root" $root "role" $role "pool" "" "key" $role "layers" (list $given) }}
+{{- $all = append $all (include "specdec.workload" $taken | fromYaml) }}
+{{- end }}
+{{- end }}
+{{- include "specdec.checks" (list . $all) }}
+{{- toYaml (dict "all" $all) }}
+{{- end }}
+
+{{/* One workload as YAML: its values over their defaults, and what follows from them:
+
+    role, pool, name    what it is, and what its objects are called
+    key                 where its values stand, for messages
+    directory           the model that it serves
+    ranks               processes that torchrun starts in a pod; 0 without torchrun
+
+Takes a dict: root, role, pool, key, layers (lowest first). */}}
+{{- define "specdec.workload" -}}
+{{- $w := deepCopy .root.Values.defaults }}
+{{- $_ := set $w "modelVolume" .root.Values.modelVolume }}
+{{- range .layers }}{{ include "specdec.lay" (list $w (deepCopy .)) }}{{ end }}
+{{- include "specdec.lay" (list $w (pick . "role" "pool" "key")) }}
+{{- $_ := set $w "name" (include "specdec.name" (list .root .role .pool)) }}
+{{- $_ := set $w "directory" (default "" $w.path) }}
+{{- if and $w.model (not $w.path) }}
+{{- $_ := set $w "directory" (dig $w.model "revisions" (default "" $w.revision) "path" "" .root.Values.models) }}
+{{- end }}
+{{- $several := gt (mul (int $w.gpus) (max 1 (int $w.nodes))) 1 }}
+{{- $_ := set $w "ranks" ($several | ternary (int $w.gpus) 0) }}
+{{- toYaml $w }}
+{{- end }}
+
+{{/* Lays values over others, in place. Takes a list: the ones below, the ones above. Unlike mergeOverwrite it takes
+what is empty or false too. */}}
+{{- define "specdec.lay" -}}
+{{- $below := index . 0 }}
+{{- range $key, $value := index . 1 }}
+{{- $whole := has $key (list "targets" "modelVolume") }}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $below $key)) (not $whole) }}
+{{- include "specdec.lay" (list (get $below $key) $value) }}
+{{- else if not (and (eq $key "modelVolume") (empty $value)) }}
+{{- $_ := set $below $key $value }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What an autoscaler scales, as YAML. Takes a list: root, the workload. */}}
+{{- define "specdec.scaled" -}}
+{{- $w := index . 1 -}}
+{{- if gt (int $w.nodes) 1 -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+name: {{ include "specdec.groupName" (list (index . 0) $w.pool) }}
+{{- else -}}
+apiVersion: apps/v1
+kind: Deployment
+name: {{ $w.name }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,236 @@
+"""The Helm chart as tests see it: rendered by Helm's own engine, its objects checked against strict schemas."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+from jsonschema import Draft7Validator, Draft202012Validator
+from referencing import Registry, Resource
+
+from tests.deploy.expressions import DEPLOY
+
+Object = dict[str, Any]
+"""An object of Kubernetes, or values of the chart."""
+
+CHART = DEPLOY / "helm" / "specdec"
+EXAMPLES = sorted((DEPLOY / "helm" / "examples").glob("*.yaml"))
+SCHEMAS = Path(__file__).parent / "schemas"
+"""Schemas of the kinds that Kubernetes does not come with, as far as the chart uses them."""
+
+VERSIONS = ("1.31", "1.34", "1.37")
+"""Versions of Kubernetes whose schemas the chart is checked against: the lowest in Chart.yaml, and later ones."""
+
+RELEASE, NAMESPACE = "specdec", "serving"
+
+SMALL: Object = {
+    "models": {"tiny": {"revisions": {"1": {"path": "/models/target", "verifiers": ["a"], "drafts": ["b"]}}}},
+    "verifiers": {"a": {"model": "tiny", "revision": "1"}},
+    "drafts": {"b": {"path": "/models/draft"}},
+    "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
+}
+"""The least that a user says."""
+
+
+def values_of(example: Path) -> Object:
+    """Return the values of a file."""
+    values: Object = yaml.safe_load(example.read_text())
+    return values
+
+
+def merged(*layers: Mapping[str, Any]) -> Object:
+    """Return values laid over each other, as Helm does with several files of them."""
+    found: Object = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = found.get(key)
+            both = isinstance(value, dict) and isinstance(below, dict)
+            found[key] = merged(below, value) if both and isinstance(below, dict) else deepcopy(value)
+    return found
+
+
+def at(path: str, value: object) -> Object:
+    """Return values with one that stands at a path, its keys separated by `/`."""
+    for key in reversed(path.split("/")):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+@functools.cache
+def chart() -> helm_python.Chart:
+    return helm_python.Chart.load(CHART)
+
+
+def render(values: Object, name: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
+    """Return the objects of a release, those of tests included; HelmError if the values are refused."""
+    return list(objects(text(values, name, namespace)))
+
+
+def text(values: Object, name: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
+    """Return what each template makes of values."""
+    return _text(json.dumps(values), name, namespace)
+
+
+@functools.lru_cache(maxsize=64)
+def _text(values: str, name: str, namespace: str) -> dict[str, str]:
+    chart().validate_schema(json.loads(values))
+    return chart().render(json.loads(values), name=name, namespace=namespace)
+
+
+def objects(rendered: Mapping[str, str]) -> Iterator[Object]:
+    """Yield the objects in rendered templates. A key that stands twice would hide what is wrong."""
+    for name, content in rendered.items():
+        if name.endswith(".yaml"):
+            yield from (each for each in yaml.load_all(content, _Strict) if each is not None)
+
+
+class _Strict(yaml.CSafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        assert len(found) == len(node.value), f"a key is given twice{node.start_mark}"
+        return found
+
+
+def problems(thing: Object, version: str) -> list[str]:
+    """Return what is wrong with an object for a version of Kubernetes. A kind without a schema is wrong."""
+    place = f"{thing['kind']} {thing['metadata']['name']}"
+    ours = SCHEMAS / f"{thing['kind']}.json"
+    try:
+        schema = _ours(ours) if ours.exists() else _kubernetes(thing["kind"], thing["apiVersion"], version)
+    except FileNotFoundError:
+        return [f"{place}: Kubernetes {version} has no {thing['kind']} of {thing['apiVersion']}"]
+    found = [f"{place}: {error.json_path}: {error.message}" for error in schema.iter_errors(thing)]
+    return found + [each for inner in within(thing) for each in problems(inner, version)]
+
+
+@functools.cache
+def _ours(schema: Path) -> Draft7Validator:
+    return Draft7Validator(json.loads(schema.read_text()))
+
+
+@functools.cache
+def _kubernetes(kind: str, api_version: str, version: str) -> Draft202012Validator:
+    """Return a validator of a kind. The schemas are those of the package kubernetes-validate, whose own function reads
+    all of a version anew for each object."""
+    group, _, number = api_version.rpartition("/")
+    name = "-".join(filter(None, (kind.lower(), group.partition(".")[0], number)))
+    return Draft202012Validator(_schema(version, name), registry=_definitions(version))
+
+
+@functools.cache
+def _definitions(version: str) -> Registry[Any]:
+    return Resource.from_contents(_schema(version, "_definitions")) @ Registry[Any]()
+
+
+def _schema(version: str, name: str) -> Object:
+    folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}.0-local-strict"
+    found: Object = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def within(thing: Object) -> Iterator[Object]:
+    """Yield what a kind of others holds of Kubernetes' own, as objects that its schemas know."""
+    spec = thing.get("spec", {})
+    if thing["kind"] == "LeaderWorkerSet":
+        for name in ("leaderTemplate", "workerTemplate"):
+            template = spec["leaderWorkerTemplate"][name]
+            yield {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": name, **template["metadata"]}}
+    if thing["kind"] == "ScaledObject":
+        behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        scaled = {"scaleTargetRef": spec["scaleTargetRef"], "maxReplicas": 1, "behavior": behavior}
+        metadata = {"name": thing["metadata"]["name"]}
+        yield {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "metadata": metadata,
+            "spec": scaled | {"scaleTargetRef": {"kind": "Deployment", "name": "any"} | spec["scaleTargetRef"]},
+        }
+
+
+def of_kind(things: Iterable[Object], *kinds: str) -> dict[str, Object]:
+    """Return the objects of some kinds by their names."""
+    return {each["metadata"]["name"]: each for each in things if each["kind"] in kinds}
+
+
+def templates(things: Iterable[Object]) -> dict[str, Object]:
+    """Return the templates of all pods, each by the name of what makes it; one of a group's further pods by that and
+    `/worker`."""
+    found: dict[str, Object] = {}
+    for each in things:
+        name = each["metadata"]["name"]
+        match each["kind"]:
+            case "Deployment" | "Job":
+                found[name] = each["spec"]["template"]
+            case "Pod":
+                found[name] = each
+            case "LeaderWorkerSet":
+                group = each["spec"]["leaderWorkerTemplate"]
+                found |= {name: group["leaderTemplate"], f"{name}/worker": group["workerTemplate"]}
+    return found
+
+
+def labels(template: Object) -> dict[str, str]:
+    found: dict[str, str] = template["metadata"]["labels"]
+    return found
+
+
+def role(template: Object) -> str:
+    """Return the component that a pod is of."""
+    return labels(template)["app.kubernetes.io/component"]
+
+
+def container(template: Object) -> Object:
+    """Return the only container of a pod, not counting those that run before it."""
+    (found,) = template["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def services(things: Iterable[Object]) -> dict[str, Object]:
+    """Return the templates of pods that run a service and serve."""
+    return {
+        name: each
+        for name, each in templates(things).items()
+        if role(each) in ("verifier", "draft", "orchestrator", "openai")
+    }
+
+
+def config(things: list[Object], template: Object) -> Object:
+    """Return the options that a service is started with."""
+    (name,) = [each["configMap"]["name"] for each in template["spec"]["volumes"] if each["name"] == "config"]
+    options: Object = yaml.safe_load(of_kind(things, "ConfigMap")[name]["data"]["config.yaml"])
+    return options
+
+
+def models_file(things: list[Object]) -> str:
+    """Return the content of the orchestrator's file of models."""
+    (found,) = [each["data"]["models.yaml"] for each in things if "models.yaml" in each.get("data", {})]
+    assert isinstance(found, str)
+    return found
+
+
+def selects(selector: Mapping[str, Any], pod: Mapping[str, str]) -> bool:
+    """Return whether a selector (matchLabels, matchExpressions with In and NotIn) takes a pod with these labels."""
+    wanted = selector.get("matchLabels", {})
+    if any(pod.get(key) != value for key, value in wanted.items()):
+        return False
+    for each in selector.get("matchExpressions", ()):
+        assert each["operator"] in ("In", "NotIn")
+        if (pod.get(each["key"]) in each["values"]) is not (each["operator"] == "In"):
+            return False
+    return True
+
+
+def documented_metrics() -> dict[str, str]:
+    """Return the metrics of docs/metrics.md with their types."""
+    page = (DEPLOY.parent / "docs" / "metrics.md").read_text()
+    return dict(re.findall(r"^\| `(specdec_\w+)` \| (\w+) \|", page, re.MULTILINE))

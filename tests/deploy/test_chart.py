@@ -1,0 +1,449 @@
+"""The Helm chart: what it renders is valid for Kubernetes, fits together, and fits the services that it runs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import helm_python
+import pytest
+import yaml
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from draft_service.__main__ import main as draft
+from orchestrator.__main__ import main as orchestrator
+from specdec import ports
+from specdec.openai_api.__main__ import main as openai
+from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
+from tests.deploy.chart import (
+    CHART,
+    EXAMPLES,
+    NAMESPACE,
+    SMALL,
+    VERSIONS,
+    Object,
+    at,
+    chart,
+    config,
+    container,
+    labels,
+    merged,
+    of_kind,
+    problems,
+    render,
+    role,
+    selects,
+    services,
+    templates,
+    text,
+    values_of,
+)
+from verifier_service.__main__ import main as verifier
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "verifier": verifier,
+    "draft": draft,
+    "orchestrator": orchestrator,
+    "openai": openai,
+}
+
+SERVICES = {
+    "verifier": verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name,
+    "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
+    "orchestrator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+}
+
+PORTS = {"verifier": ports.VERIFIER, "draft": ports.DRAFT, "orchestrator": ports.ORCHESTRATOR, "openai": ports.OPENAI}
+
+ROUTE = {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}], "hostnames": ["llm.example.com"]}
+
+EVERYTHING = merged(
+    SMALL,
+    {
+        "models": {
+            "tiny": {
+                "revisions": {
+                    "1": {"share": 95},
+                    "2": {"path": "/models/other", "verifiers": ["group"], "drafts": ["b"], "share": 5},
+                }
+            }
+        },
+        "verifiers": {
+            "a": {"gpus": 4, "options": {"kv-tokens": 4_000_000, "exact": False}},
+            "group": {"path": "/models/other", "nodes": 2, "gpus": 8, "autoscaling": {"type": "hpa"}},
+        },
+        "drafts": {"b": {"gpus": 1, "autoscaling": {"type": "keda"}}},
+        "orchestrator": {
+            "autoscaling": {"type": "hpa"},
+            "grpcRoute": ROUTE,
+            "options": {"trust-drafts": True, "patience-ms": 20.5},
+        },
+        "openai": {
+            "enabled": True,
+            "autoscaling": {"type": "keda"},
+            "ingress": {"enabled": True, "className": "nginx", "hosts": ["llm.example.com"], "tlsSecret": "llm"},
+            "httpRoute": ROUTE,
+            "options": {"allow-origin": ["https://chat.example.com"]},
+        },
+        "exportJobs": {"small": {"model": "/models/small", "out": "/models/small-onnx"}},
+        "tls": {"mode": "certManager", "issuer": {"name": "ca"}, "requireClientCertificates": True},
+        "tenants": {"existingSecret": "tenants"},
+        "test": {"apiKeySecret": {"name": "key"}},
+        "podMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboard": {"enabled": True},
+        "prometheusAddress": "http://prometheus.monitoring.svc:9090",
+    },
+)
+"""Values with all that the chart can make."""
+
+HARDLY_ANYTHING: Object = {
+    "models": {"tiny": {"revisions": {"1": {"path": "/opt/model", "verifiers": ["a"]}}}},
+    "verifiers": {"a": {"path": "/opt/model"}},
+    "networkPolicy": {"enabled": False},
+    "defaults": {"pdb": {"enabled": False}, "topologySpreadConstraints": [], "preStopSeconds": 0},
+    "verifierDefaults": {"cache": {"enabled": False}, "shmSize": ""},
+    "tenants": {"existingSecret": "tenants"},
+}
+
+VOLUMES: tuple[Object, ...] = (
+    {"persistentVolumeClaim": {"claimName": "models"}},
+    {"image": {"reference": "example.org/models:1", "pullPolicy": "IfNotPresent"}},
+    {
+        "download": {
+            "image": "example.org/fetch:1",
+            "command": ["fetch"],
+            "args": ["--to", "/models"],
+            "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+            "sizeLimit": "20Gi",
+        }
+    },
+)
+
+COMBINATIONS: dict[str, Object] = {
+    "the least": SMALL,
+    "everything": EVERYTHING,
+    "hardly anything": HARDLY_ANYTHING,
+    **{f"models in {next(iter(each))}": SMALL | {"modelVolume": each} for each in VOLUMES},
+    "a volume for one pool": merged(SMALL, at("drafts/b/modelVolume", VOLUMES[1])),
+    "a volume for the orchestrator": merged(SMALL, at("orchestrator/modelVolume", VOLUMES[2])),
+    "your certificates": merged(
+        SMALL,
+        at("tls", {"mode": "secrets", "secrets": {"verifier": "v", "draft": "d", "orchestrator": "o", "openai": "f"}}),
+        at("openai/enabled", True),
+    ),
+    "http behind a gateway": merged(EVERYTHING, at("openai/https", False)),
+    "keda for all": merged(
+        EVERYTHING,
+        *(at(f"{each}/autoscaling/type", "keda") for each in ("verifiers/a", "verifiers/group", "drafts/b")),
+        at("orchestrator/autoscaling", {"type": "keda", "targets": {"specdec_orchestrator_num_requests_running": 50}}),
+    ),
+    "a claim for the cache": merged(SMALL, at("verifierDefaults/cache/persistentVolumeClaim", "specdec-cache")),
+    "images by digest": merged(SMALL, at("defaults/image/digest", "sha256:" + "0" * 64)),
+    "one's own placement": merged(
+        SMALL,
+        at(
+            "verifiers/a",
+            {
+                "nodeSelector": {"kind": "cpu"},
+                "tolerations": [{"key": "cpu", "operator": "Exists"}],
+                "affinity": {"podAntiAffinity": {}},
+                "priorityClassName": "high",
+                "runtimeClassName": "runc",
+                "podLabels": {"team": "a", "app.kubernetes.io/name": "not this"},
+                "podAnnotations": {"note": "b"},
+                "env": [{"name": "OMP_WAIT_POLICY", "value": "passive"}],
+                "strategy": {"type": "Recreate"},
+                "topologySpreadConstraints": [
+                    {
+                        "maxSkew": 1,
+                        "topologyKey": "zone",
+                        "whenUnsatisfiable": "DoNotSchedule",
+                        "labelSelector": {"matchLabels": {"a": "b"}},
+                    },
+                    {"maxSkew": 2, "topologyKey": "rack", "whenUnsatisfiable": "ScheduleAnyway"},
+                ],
+            },
+        ),
+    ),
+    "a load balancer": merged(
+        SMALL, at("orchestrator/service", {"type": "LoadBalancer", "annotations": {"internal": "true"}})
+    ),
+    "pull secrets": merged(SMALL, at("defaults/imagePullSecrets", [{"name": "registry"}])),
+    "accounts of a cloud": merged(SMALL, at("serviceAccountAnnotations", {"example.org/role": "reader"})),
+    "no callers": merged(SMALL, at("networkPolicy", {"clients": [], "monitoring": []})),
+    "callers of other namespaces": merged(
+        SMALL,
+        at("openai/enabled", True),
+        at("networkPolicy/openaiClients", [{"ipBlock": {"cidr": "10.0.0.0/8"}}]),
+        at("networkPolicy/clients", [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]),
+    ),
+    "names that are no words in YAML": {
+        "models": {
+            "on": {
+                "revisions": {
+                    "2026": {"path": "/models/a", "verifiers": ["true"]},
+                    "2026-10-01": {"path": "/models/b", "verifiers": ["null"], "share": 0.5},
+                    "1e3": {"path": "/models/b", "verifiers": ["null"], "share": 0},
+                }
+            },
+            "org/model: 7B #1": {"revisions": {"0x1F": {"path": "/models/a", "verifiers": ["true"]}}},
+        },
+        "verifiers": {"true": {"path": "/models/a"}, "null": {"path": "/models/b"}},
+    },
+    "part of another chart": SMALL | {"global": {"anything": {"goes": "here"}}},
+}
+
+EXAMPLE_VALUES = {path.stem: values_of(path) for path in EXAMPLES}
+WHOLE = {"the least": SMALL, "everything": EVERYTHING, **EXAMPLE_VALUES}
+
+
+class TestWhatIsRendered:
+    @pytest.mark.parametrize("version", VERSIONS)
+    @pytest.mark.parametrize("example", EXAMPLE_VALUES)
+    def test_examples_are_valid(self, example: str, version: str) -> None:
+        things = render(EXAMPLE_VALUES[example])
+        assert [each for thing in things for each in problems(thing, version)] == []
+        holds_together(things)
+
+    @pytest.mark.parametrize("values", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+    def test_combinations_are_valid(self, values: Object) -> None:
+        things = render(values)
+        assert [each for thing in things for version in VERSIONS for each in problems(thing, version)] == []
+        holds_together(things)
+
+    @pytest.mark.parametrize("values", WHOLE.values(), ids=WHOLE.keys())
+    def test_lint_finds_nothing(self, values: Object) -> None:
+        report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
+        assert report["errors"] == []
+        assert [each for each in report["messages"] if each["severity"] >= 2] == []
+
+    def test_everything_is_everything(self) -> None:
+        """What is shown of EVERYTHING is shown of each template, and of all kinds with a schema of ours."""
+        rendered = text(EVERYTHING)
+        assert [name for name, content in rendered.items() if not content.strip() and ".tpl" not in name] == []
+        kinds = {each["kind"] for each in render(EVERYTHING)}
+        assert kinds >= {path.stem for path in (Path(__file__).parent / "schemas").glob("*.json")}
+
+    @pytest.mark.parametrize("kind", ["Deployment", "PodMonitor", "Unknown"])
+    def test_what_is_wrong_would_be_found(self, kind: str) -> None:
+        thing = of_kind(render(EVERYTHING), "Deployment" if kind == "Unknown" else kind).popitem()[1]
+        assert problems(thing, VERSIONS[0]) == []
+        wrong = thing | {"kind": kind, "spec": thing["spec"] | {"replica": 1}}
+        assert len(problems(wrong, VERSIONS[0])) == 1
+
+    def test_what_stands_in_variables_stays_there(self) -> None:
+        """Secrets belong into Secrets. Who writes one into `env` all the same does not find it in a ConfigMap."""
+        told = {"env": [{"name": "TOKEN", "value": "hunter2"}]}
+        download = {"download": {"image": "example.org/fetch:1", **told}}
+        things = render(merged(SMALL | {"modelVolume": download}, at("defaults", told)))
+        assert {each["kind"] for each in things if "hunter2" in json.dumps(each)} == {"Deployment"}
+
+    @given(data=st.data())
+    @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])  # to shrink an example would take minutes
+    def test_any_combination(self, data: st.DataObject) -> None:
+        values, release = data.draw(some_values()), data.draw(st.sampled_from(["specdec", "s" * 53, "a-b"]))
+        things = render(values, release)
+        assert [each for thing in things for each in problems(thing, VERSIONS[-1])] == []
+        holds_together(things)
+
+
+@st.composite
+def some_values(draw: st.DrawFn) -> Object:
+    """Draw values that the chart accepts."""
+    flag, few = st.booleans(), st.integers(1, 4)
+    tls = draw(st.sampled_from(["none", "secrets", "certManager"]))
+    gpus = draw(st.sampled_from([0, 1, 4]))
+    has_openai = draw(flag)
+
+    def autoscaling(targets: Object | None = None) -> Object:
+        low = draw(few)
+        found = {
+            "type": draw(st.sampled_from(["none", "hpa", "keda"])),
+            "minReplicas": low,
+            "maxReplicas": low + draw(few),
+        }
+        return found if targets is None or draw(flag) else found | {"targets": targets}
+
+    def pod() -> Object:
+        return {
+            "replicas": draw(few),
+            "preStopSeconds": draw(st.integers(0, 20)),
+            "drainSeconds": draw(st.integers(0, 600)),
+            "startupSeconds": draw(st.integers(5, 7200)),
+            "pdb": {"enabled": draw(flag), "maxUnavailable": draw(st.sampled_from([1, "20%"]))},
+        }
+
+    verifiers = pod() | {
+        "gpus": gpus,
+        "nodes": draw(st.sampled_from([1, 2, 3])) if gpus else 1,
+        "autoscaling": autoscaling({"specdec_verifier_num_requests_running": draw(few)}),
+    }
+    return merged(
+        SMALL | {"modelVolume": draw(st.sampled_from(VOLUMES))},
+        {
+            "verifiers": {"a": verifiers, "another-one-with-a-long-name": verifiers | {"path": "/models/target"}},
+            "drafts": {"b": pod() | {"gpus": min(gpus, 1), "autoscaling": autoscaling()}},
+            "orchestrator": pod() | {"autoscaling": autoscaling()},
+            "openai": pod() | {"enabled": has_openai, "https": draw(flag), "autoscaling": autoscaling()},
+            "networkPolicy": {"enabled": draw(flag)},
+            "tls": {
+                "mode": tls,
+                "requireClientCertificates": draw(flag),
+                "secrets": dict.fromkeys(PORTS, "mine"),
+                "issuer": {"name": "ca"},
+            },
+            "tenants": {"existingSecret": draw(st.sampled_from(["", "tenants"]))},
+            "podMonitor": {"enabled": draw(flag)},
+            "prometheusAddress": "http://prometheus:9090",
+        },
+    )
+
+
+def holds_together(things: list[Object]) -> None:
+    """Assert what holds whatever the values are."""
+    names_are_short_and_each_is_given_once(things)
+    services_select_the_pods_of_their_pool(things)
+    pods_have_the_time_that_they_need(things)
+    pods_have_no_rights(things)
+    probes_ask_what_is_there(things)
+    options_are_accepted(things)
+    nothing_secret_is_in_a_configmap(things)
+    what_is_mounted_is_there(things)
+
+
+def names_are_short_and_each_is_given_once(things: list[Object]) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in things]
+    assert len(set(names)) == len(names)
+    for kind, name in names:
+        # Controllers append to these: hashes, and numbers of groups and pods.
+        assert len(name) <= (40 if kind in ("Deployment", "LeaderWorkerSet", "Job") else 63), name
+        assert kind != "Service" or re.fullmatch("[a-z][a-z0-9-]*", name)
+    for each in things:
+        for value in each["metadata"]["labels"].values():
+            assert re.fullmatch(r"([A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?)?", value), value
+
+
+def services_select_the_pods_of_their_pool(things: list[Object]) -> None:
+    """Selectors say name, instance, component and pool, and nothing that changes."""
+    allowed = {f"app.kubernetes.io/{each}" for each in ("name", "instance", "component")} | {"specdec/pool"}
+    pods = templates(things)
+    for name, each in of_kind(things, "Service").items():
+        assert each["spec"]["selector"].keys() <= allowed
+        selected = [key for key, pod in pods.items() if selects({"matchLabels": each["spec"]["selector"]}, labels(pod))]
+        (only,) = selected
+        # That of all orchestrators has a name of its own, and so have groups of pods.
+        assert only == name or role(pods[only]) == "orchestrator" or only in of_kind(things, "LeaderWorkerSet")
+        (port,) = each["spec"]["ports"]
+        assert port["port"] == PORTS[role(pods[only])]
+        assert port["targetPort"] in [one["name"] for one in container(pods[only])["ports"]]
+    for name, each in of_kind(things, "Deployment").items():
+        assert each["spec"]["selector"]["matchLabels"].keys() <= allowed
+        selected = [key for key, pod in pods.items() if selects(each["spec"]["selector"], labels(pod))]
+        assert selected == [name]
+
+
+def pods_have_the_time_that_they_need(things: list[Object]) -> None:
+    for pod in services(things).values():
+        found, drain = container(pod), config(things, pod)["drain-seconds"]
+        before = found.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        steps = [before + drain, pod["spec"]["terminationGracePeriodSeconds"]]
+        for each in found["args"]:
+            if each.startswith("--shutdown-timeout="):
+                steps.insert(1, before + int(each.partition("=")[2]))
+        assert all(later - earlier >= 10 for earlier, later in pairwise(steps)), steps
+
+
+def pods_have_no_rights(things: list[Object]) -> None:
+    accounts = of_kind(things, "ServiceAccount")
+    assert not {each["kind"] for each in things} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    for pod in templates(things).values():
+        spec = pod["spec"]
+        assert accounts[spec["serviceAccountName"]]["automountServiceAccountToken"] is False
+        assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False)
+        assert spec["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": 10001}.items()
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in (*spec.get("initContainers", ()), *spec["containers"]):
+            assert each["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def probes_ask_what_is_there(things: list[Object]) -> None:
+    for pod in services(things).values():
+        found, options, of_role = container(pod), config(things, pod), role(pod)
+        named = {each["name"]: each["containerPort"] for each in found["ports"]}
+        assert named["main"] == options["port"] == PORTS[of_role]
+        assert named["metrics"] == options["metrics-port"]
+        assert found["livenessProbe"]["tcpSocket"] == {"port": "main"}
+        ready, start = found["readinessProbe"], found["startupProbe"]
+        if of_role == "openai":
+            secure = "tls-cert" in options
+            assert ready["httpGet"] == {"path": "/health", "port": "main", "scheme": "HTTPS" if secure else "HTTP"}
+            assert "tls-client-ca" not in options  # the kubelet shows no certificate
+        else:
+            assert ready["grpc"] == {"port": options["health-port"], "service": SERVICES[of_role]}
+        # An orchestrator serves once a verifier does: it must not be started anew for want of one.
+        waits = of_role in ("orchestrator", "openai")
+        assert start.get("tcpSocket" if waits else "grpc") == ({"port": "main"} if waits else ready["grpc"])
+
+
+def options_are_accepted(things: list[Object]) -> None:
+    for name, pod in services(things).items():
+        options = config(things, pod)
+        known = {each.replace("_", "-") for each in inspect.signature(COMMANDS[role(pod)]).parameters}
+        assert options.keys() <= known, f"{name}: {options.keys() - known}"
+
+
+def nothing_secret_is_in_a_configmap(things: list[Object]) -> None:
+    """The chart is given no secrets, only names of Secrets, and makes none."""
+    assert not of_kind(things, "Secret")
+    for each in of_kind(things, "ConfigMap").values():
+        assert not re.search("(?i)private key|api[-_]key|password", json.dumps(each["data"]))
+
+
+def what_is_mounted_is_there(things: list[Object]) -> None:
+    maps = of_kind(things, "ConfigMap")
+    for pod in templates(things).values():
+        volumes = {each["name"]: each for each in pod["spec"].get("volumes", ())}
+        for each in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
+            places = [mount["mountPath"] for mount in each["volumeMounts"]]
+            assert len(set(places)) == len(places)
+            assert all(mount["name"] in volumes and "subPath" not in mount for mount in each["volumeMounts"])
+        assert all(each["configMap"]["name"] in maps for each in volumes.values() if "configMap" in each)
+
+
+class TestNotes:
+    @pytest.mark.parametrize("values", [SMALL, EVERYTHING], ids=["small", "everything"])
+    def test_they_say_how_to_ask(self, values: Object) -> None:
+        notes = text(values)["specdec/templates/NOTES.txt"]
+        assert "specdec serves tiny" in notes
+        assert f"--namespace {NAMESPACE} port-forward service/specdec-orchestrator 50050" in notes
+        assert ("v1/models" in notes) is (values is EVERYTHING)
+
+
+def test_versions_agree() -> None:
+    chart_yaml = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((CHART.parents[2] / "pyproject.toml").read_text())["project"]
+    assert chart_yaml["version"] == chart_yaml["appVersion"] == project["version"]
+    assert chart_yaml["kubeVersion"] == f">={VERSIONS[0]}.0-0"
+
+
+def test_the_page_names_all_values() -> None:
+    """Each key of values.yaml at the top is in the tables of docs/helm.md."""
+    page = (CHART.parents[2] / "docs" / "helm.md").read_text()
+    assert [key for key in chart().values if f"`{key}" not in page] == []
+
+
+def test_values_that_the_chart_comes_with_are_as_its_schema_has_them() -> None:
+    """All but `models`, which are yours to name."""
+    with pytest.raises(helm_python.HelmError, match="models: is empty"):
+        render({})

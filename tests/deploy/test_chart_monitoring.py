@@ -1,0 +1,69 @@
+"""What the Helm chart has Prometheus and Grafana see."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import yaml
+
+from tests.deploy.chart import (
+    CHART,
+    NAMESPACE,
+    RELEASE,
+    at,
+    container,
+    labels,
+    merged,
+    of_kind,
+    render,
+    selects,
+    services,
+)
+from tests.deploy.expressions import DASHBOARD, RULES, alerts
+from tests.deploy.test_chart import EVERYTHING, PORTS
+
+
+class TestWhatIsWatched:
+    def test_files_are_those_of_the_repository(self) -> None:
+        """Helm reads no files outside of a chart: `cp deploy/prometheus/alerts.yaml deploy/helm/specdec/files/` and
+        `cp deploy/grafana/specdec.json deploy/helm/specdec/files/dashboard.json` bring them up to date."""
+        assert (CHART / "files" / "alerts.yaml").read_bytes() == RULES.read_bytes()
+        assert (CHART / "files" / "dashboard.json").read_bytes() == DASHBOARD.read_bytes()
+
+    def test_alerts_and_dashboard_arrive_as_they_are(self) -> None:
+        things = render(EVERYTHING)
+        (found,) = of_kind(things, "PrometheusRule").values()
+        assert found["spec"] == yaml.safe_load(RULES.read_text())
+        dashboard = of_kind(things, "ConfigMap")["specdec-dashboard"]
+        assert json.loads(dashboard["data"]["specdec.json"]) == json.loads(DASHBOARD.read_text())
+        assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+    def test_runbooks_have_an_address(self) -> None:
+        values = merged(EVERYTHING, at("prometheusRule/runbooks", "https://git.example.com/specdec/"))
+        (found,) = of_kind(render(values), "PrometheusRule").values()
+        links = {rule["annotations"]["runbook_url"] for group in found["spec"]["groups"] for rule in group["rules"]}
+        assert links == {f"https://git.example.com/specdec/docs/runbooks/{each.name}.md" for each in alerts()}
+
+    def test_jobs_are_those_that_alerts_take(self) -> None:
+        """Relabelled as Prometheus does it, with its default of `(.*)` for the expression."""
+        things = render(EVERYTHING)
+        (found,) = of_kind(things, "PodMonitor").values()
+        (endpoint,) = found["spec"]["podMetricsEndpoints"]
+        wanted = {name for each in alerts() for name in re.findall(r'job=~"([^"]+)"', each.expression)}
+        jobs = set()
+        for name, pod in services(things).items():
+            assert selects(found["spec"]["selector"], labels(pod))
+            assert endpoint["port"] in [each["name"] for each in container(pod)["ports"]]
+            seen = {"__meta_kubernetes_pod_name": name} | {
+                "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", key): value for key, value in labels(pod).items()
+            }
+            told: dict[str, str] = {}
+            for rule in endpoint["relabelings"]:
+                value = ";".join(seen.get(each, "") for each in rule["sourceLabels"])
+                told[rule["targetLabel"]] = rule.get("replacement", "$1").replace("$1", value)
+            assert all(re.fullmatch(each, told["job"]) for each in wanted)
+            assert told["instance"] == name
+            assert told["pool"] == labels(pod).get("specdec/pool", "")
+            jobs.add(told["job"])
+        assert jobs == {f"specdec/{NAMESPACE}/{RELEASE}/{each}" for each in PORTS}

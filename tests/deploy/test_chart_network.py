@@ -1,0 +1,139 @@
+"""Who reaches whom in a release of the Helm chart, and by which certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import yaml
+
+from tests.deploy.chart import (
+    NAMESPACE,
+    SMALL,
+    Object,
+    at,
+    config,
+    labels,
+    merged,
+    models_file,
+    of_kind,
+    render,
+    role,
+    selects,
+    services,
+    templates,
+)
+from tests.deploy.test_chart import COMBINATIONS, EVERYTHING
+
+
+class TestNetwork:
+    """Who reaches whom, by the rules that NetworkPolicies have."""
+
+    def reaches(self, things: list[Object], caller: Mapping[str, str], namespace: str, name: str, port: int) -> bool:
+        """Return whether pods with these labels, in a namespace, may connect to a port of a pod."""
+        target, isolated = labels(templates(things)[name]), False
+        for each in of_kind(things, "NetworkPolicy").values():
+            if not selects(each["spec"]["podSelector"], target):
+                continue
+            isolated = True
+            for rule in each["spec"].get("ingress", ()):
+                peers, open_ports = rule.get("from"), [one["port"] for one in rule.get("ports", ())]
+                if open_ports and port not in open_ports:
+                    continue
+                if peers is None or any(self._is(peer, caller, namespace) for peer in peers):
+                    return True
+        return not isolated
+
+    def _is(self, peer: Object, caller: Mapping[str, str], namespace: str) -> bool:
+        if "namespaceSelector" in peer:
+            there = selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+        else:
+            there = namespace == NAMESPACE
+        return there and "ipBlock" not in peer and selects(peer.get("podSelector", {}), caller)
+
+    @pytest.mark.parametrize(
+        ("caller", "callee", "port", "may"),
+        [
+            ("specdec-orchestrator", "specdec-verifier-a", 50051, True),
+            ("specdec-orchestrator", "specdec-draft-b", 50052, True),
+            ("specdec-openai", "specdec-orchestrator", 50050, True),
+            ("specdec-openai", "specdec-verifier-a", 50051, False),
+            ("specdec-draft-b", "specdec-verifier-a", 50051, False),
+            ("specdec-draft-b", "specdec-orchestrator", 50050, False),
+            ("specdec-verifier-a", "specdec-draft-b", 50052, False),
+            ("specdec-test", "specdec-orchestrator", 50050, True),
+            ("specdec-verifiers-group/worker", "specdec-verifiers-group", 29500, True),
+            ("specdec-verifiers-group", "specdec-verifiers-group/worker", 40001, True),
+            ("specdec-verifier-a", "specdec-verifiers-group", 29500, False),
+            ("specdec-orchestrator", "specdec-verifiers-group", 50051, True),
+            ("specdec-orchestrator", "specdec-verifiers-group", 29500, False),
+            ("specdec-orchestrator", "specdec-verifier-a", 9090, False),
+        ],
+    )
+    def test_within_the_release(self, caller: str, callee: str, port: int, may: bool) -> None:
+        things = render(EVERYTHING)
+        assert self.reaches(things, labels(templates(things)[caller]), NAMESPACE, callee, port) is may
+
+    @pytest.mark.parametrize(
+        ("namespace", "callee", "port", "may"),
+        [
+            (NAMESPACE, "specdec-orchestrator", 50050, True),
+            (NAMESPACE, "specdec-verifier-a", 50051, False),
+            ("elsewhere", "specdec-orchestrator", 50050, False),
+            ("elsewhere", "specdec-openai", 8000, True),
+            ("elsewhere", "specdec-verifier-a", 9090, False),
+            ("monitoring", "specdec-verifier-a", 9090, True),
+            ("monitoring", "specdec-verifier-a", 50051, False),
+        ],
+    )
+    def test_from_others(self, namespace: str, callee: str, port: int, may: bool) -> None:
+        reached = self.reaches(render(EVERYTHING), {"app": "other"}, namespace, callee, port)
+        assert reached is may
+
+    def test_nobody_else_may_be_let_in(self) -> None:
+        things = render(merged(EVERYTHING, at("networkPolicy", {"clients": [], "monitoring": []})))
+        for caller, port, may in (({"app": "other"}, 50050, False), ({"app": "other"}, 9090, False)):
+            assert self.reaches(things, caller, NAMESPACE, "specdec-orchestrator", port) is may
+        assert self.reaches(
+            things, labels(templates(things)["specdec-openai"]), NAMESPACE, "specdec-orchestrator", 50050
+        )
+
+    def test_a_pod_of_an_other_release_is_another(self) -> None:
+        things, other = render(EVERYTHING), templates(render(EVERYTHING, "other"))["other-orchestrator"]
+        assert not self.reaches(things, labels(other), NAMESPACE, "specdec-verifier-a", 50051)
+
+
+class TestTls:
+    def test_certificates_are_for_the_names_by_which_pods_are_found(self) -> None:
+        things = render(EVERYTHING)
+        names = {each: set(one["spec"]["dnsNames"]) for each, one in of_kind(things, "Certificate").items()}
+        for revision in yaml.safe_load(models_file(things))["models"]["tiny"]["revisions"].values():
+            for of_role, addresses in (("verifier", revision["verifiers"]), ("draft", revision["drafts"])):
+                hosts = {each.removeprefix("dns:///").partition(":")[0] for each in addresses}
+                assert hosts <= names[f"specdec-{of_role}"]
+        (found,) = config(things, templates(things)["specdec-openai"])["orchestrator"]
+        assert found.removeprefix("dns:///").partition(":")[0] in names["specdec-orchestrator"]
+
+    def test_verifiers_and_drafts_know_the_orchestrator_by_name(self) -> None:
+        things = render(EVERYTHING)
+        ours = set(of_kind(things, "Certificate")["specdec-orchestrator"]["spec"]["dnsNames"])
+        for name, pod in services(things).items():
+            if role(pod) in ("verifier", "draft"):
+                assert set(config(things, pod)["tls-client-name"]) <= ours, name
+
+    @pytest.mark.parametrize("name", ["everything", "your certificates"])
+    def test_each_pod_has_the_secret_of_its_role(self, name: str) -> None:
+        values = COMBINATIONS[name]
+        things = render(values)
+        for pod in services(things).values():
+            (secret,) = [each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
+            yours = values["tls"].get("secrets", {}).get(role(pod))
+            assert secret == {"secretName": yours or f"specdec-{role(pod)}-tls", "defaultMode": 0o440}
+            for option, value in config(things, pod).items():
+                if "tls" in option and not option.endswith("name"):
+                    assert value in {f"/etc/specdec/tls/{each}" for each in ("tls.crt", "tls.key", "ca.crt")}
+
+    def test_without_it_nothing_speaks_of_it(self) -> None:
+        things = render(SMALL)
+        assert not of_kind(things, "Certificate")
+        assert not any("tls" in option for pod in services(things).values() for option in config(things, pod))

@@ -1,0 +1,369 @@
+"""The chart's pods as processes: with the commands, variables, options and files that it gives them, services start,
+find each other, answer the probes as the kubelet makes them, and end within their time.
+
+What is different from a cluster is told by `Cluster`: folders stand for volumes, 127.0.0.1 for all names, and ports are
+free ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.roles import environment
+from tests.certificates import Authority
+from tests.deploy.chart import (
+    SMALL,
+    Object,
+    at,
+    config,
+    container,
+    merged,
+    models_file,
+    of_kind,
+    render,
+    role,
+    services,
+    templates,
+)
+from tests.faults.pods import free_address
+from tests.models import make, near
+
+PATIENCE_SECONDS = 150.0
+"""For a busy machine."""
+
+LOCAL = "127.0.0.1"
+
+SECRETS = {each: f"{each}-tls" for each in ("verifier", "draft", "orchestrator", "openai")}
+
+VALUES = merged(
+    SMALL,
+    at("defaults/preStopSeconds", 0),
+    at("verifiers/a/options", {"dtype": "float32", "threads": 1, "kv-tokens": 4096}),
+    # The tests' draft is no ONNX export, which takes long to make.
+    at("drafts/b/options", {"engine": "torch", "dtype": "float32", "threads": 1, "kv-tokens": 4096}),
+    at("openai/enabled", True),
+)
+
+
+@dataclass
+class Pod:
+    """A process that stands for a pod."""
+
+    name: str
+    template: Object
+    process: subprocess.Popen[bytes]
+    log: Path
+    ports: Mapping[int, int]  # those of its containers, and where they are here
+
+    def probe(self, name: str) -> bool:
+        """Probe it once, as the kubelet does."""
+        found = container(self.template)
+        probe = found[name]
+        named = {each["name"]: each["containerPort"] for each in found["ports"]}
+        if "grpc" in probe:
+            return self._health(self.ports[probe["grpc"]["port"]], probe["grpc"]["service"], probe["timeoutSeconds"])
+        if "httpGet" in probe:
+            asked = probe["httpGet"]
+            address = f"{asked['scheme'].lower()}://{LOCAL}:{self.ports[named[asked['port']]]}{asked['path']}"
+            return self._answers(address, probe["timeoutSeconds"])
+        with contextlib.suppress(OSError):
+            at = (LOCAL, self.ports[named[probe["tcpSocket"]["port"]]])
+            socket.create_connection(at, probe["timeoutSeconds"]).close()
+            return True
+        return False
+
+    def until(self, name: str, passes: bool = True) -> None:
+        """Probe it until that passes, or fails."""
+        self.wait(lambda: self.probe(name) is passes, f"{name} {'passes' if passes else 'fails'}")
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert self.process.poll() is None, f"{self.name} ended before {what}:\n{self.said}"
+            assert time.monotonic() < deadline, f"{self.name}: not {what}:\n{self.said}"
+            time.sleep(0.1)
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+    def end(self) -> int:
+        """Delete it, as Kubernetes does; return its exit status. It must end before it would be killed."""
+        self.process.terminate()
+        return self.process.wait(self.template["spec"]["terminationGracePeriodSeconds"])
+
+    def _health(self, port: int, service: str, seconds: float) -> bool:
+        with grpc.insecure_channel(f"{LOCAL}:{port}") as channel:
+            request = health_pb2.HealthCheckRequest(service=service)
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=seconds)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _answers(self, address: str, seconds: float) -> bool:
+        anything = ssl.create_default_context()
+        anything.check_hostname, anything.verify_mode = False, ssl.CERT_NONE
+        try:
+            with urllib.request.urlopen(address, timeout=seconds, context=anything) as answer:
+                return bool(200 <= answer.status < 400)
+        except OSError:
+            return False
+
+
+@dataclass
+class Cluster:
+    """Runs pods of the chart on this machine."""
+
+    things: list[Object]
+    folder: Path
+    models: Path
+    secrets: Mapping[str, Path] = field(default_factory=dict)  # folders that hold what Secrets would
+    ports: dict[tuple[str, int], int] = field(default_factory=dict)  # by role and number
+    pods: list[Pod] = field(default_factory=list)
+
+    def port(self, of_role: str, number: int) -> int:
+        """Return the port that stands for one of a role's pods."""
+        return self.ports.setdefault((of_role, number), int(free_address().rpartition(":")[2]))
+
+    def start(self, name: str, variables: Mapping[str, str] | None = None) -> Pod:
+        """Start the pod that this template makes, and return it."""
+        template = templates(self.things)[name]
+        found, place = container(template), self.folder / f"{len(self.pods)}-{name.replace('/', '-')}"
+        place.mkdir()
+        mounts = self._mounts(template, place)
+        ports = {
+            each["containerPort"]: self.port(role(template), each["containerPort"]) for each in found.get("ports", ())
+        }
+        log = place / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                self._command(found, mounts, variables or {}),
+                env=self._environment(found, mounts),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pods.append(Pod(name, template, process, log, ports))
+        return self.pods[-1]
+
+    def _mounts(self, template: Object, place: Path) -> dict[str, Path]:
+        """Make folders of a pod's volumes; return them by where they are mounted."""
+        volumes = {each["name"]: each for each in template["spec"]["volumes"]}
+        mounts = {}
+        for mount in container(template)["volumeMounts"]:
+            volume, folder = volumes[mount["name"]], place / mount["name"]
+            if "secret" in volume:
+                folder = self.secrets[volume["secret"]["secretName"]]
+            elif "persistentVolumeClaim" in volume:
+                folder = self.models
+            else:
+                folder.mkdir()
+                for key, content in self._content(volume).items():
+                    (folder / key).write_text(content)
+            mounts[mount["mountPath"]] = folder
+        for folder in mounts.values():
+            for file in folder.glob("*.yaml"):
+                file.write_text(self._here(file.read_text(), mounts, role(template)))
+        return mounts
+
+    def _content(self, volume: Object) -> dict[str, str]:
+        if "configMap" not in volume:
+            return {}
+        found: dict[str, str] = of_kind(self.things, "ConfigMap")[volume["configMap"]["name"]]["data"]
+        return found
+
+    def _command(self, found: Object, mounts: Mapping[str, Path], variables: Mapping[str, str]) -> list[str]:
+        """Return the command of a container; that of the images is `specdec`."""
+        words = [*found.get("command", ["specdec"]), *found["args"]]
+        for name, value in variables.items():
+            words = [word.replace(f"$({name})", value) for word in words]
+        assert not any("$(" in word for word in words), words
+        return [str(Path(sys.executable).with_name(words[0])), *(self._here(word, mounts, "") for word in words[1:])]
+
+    def _environment(self, found: Object, mounts: Mapping[str, Path]) -> dict[str, str]:
+        given = {each["name"]: self._here(each["value"], mounts, "") for each in found["env"]}
+        ours = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        # What is compiled is kept for other tests, and is not what this is about.
+        return ours | given | {each: os.environ[each] for each in ("SPECDEC_CACHE_DIR",) if each in given}
+
+    def _here(self, content: str, mounts: Mapping[str, Path], of_role: str) -> str:
+        """Return text with paths, addresses and ports as they are here."""
+        if mounts:
+            places = "|".join(map(re.escape, sorted(mounts, key=len, reverse=True)))
+            found = re.compile(rf"(?<![\w/.])({places})(?=[/\s\"']|$)")
+            content = found.sub(lambda it: str(mounts[it[1]]), content)
+        if of_role:
+            content = re.sub(
+                r"(?m)^((?:\w+-)?port): (\d+)$", lambda it: f"{it[1]}: {self.port(of_role, int(it[2]))}", content
+            )
+        return re.sub(
+            r"specdec-(verifier|draft|orchestrator)[\w.-]*\.svc\.cluster\.local:(\d+)",
+            lambda it: f"{LOCAL}:{self.port(it[1], int(it[2]))}",
+            content,
+        )
+
+
+@contextlib.contextmanager
+def cluster(values: Object, folder: Path, models: Path, secrets: Mapping[str, Path] | None = None) -> Iterator[Cluster]:
+    """A cluster with a release of the chart, of which nothing is left afterwards."""
+    found = Cluster(render(values), folder, models, secrets or {})
+    try:
+        yield found
+    finally:
+        for pod in found.pods:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pod.process.pid, signal.SIGKILL)
+            pod.process.wait()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The volume of models: a target, and a draft that often agrees with it."""
+    folder = tmp_path_factory.mktemp("models")
+    near(make("llama", folder / "target"), folder / "draft", noise=0.05)
+    return folder
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> dict[str, Path]:
+    """Folders with certificates, each for the names of a role's Services and for this machine."""
+    authority, found = Authority(tmp_path / "authority"), {}
+    names = {
+        "verifier": "specdec-verifier-a.serving.svc.cluster.local",
+        "draft": "specdec-draft-b.serving.svc.cluster.local",
+        "orchestrator": "specdec-orchestrator.serving.svc.cluster.local",
+        "openai": "specdec-openai.serving.svc.cluster.local",
+    }
+    for of_role, secret in SECRETS.items():
+        certificate, key = authority.issue(of_role, names[of_role], LOCAL)
+        found[secret] = folder = tmp_path / secret
+        folder.mkdir()
+        for name, file in (("tls.crt", certificate), ("tls.key", key), ("ca.crt", authority.file)):
+            (folder / name).write_bytes(file.read_bytes())
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["none", "secrets"])
+def test_pods_start_pass_their_probes_serve_and_end(
+    mode: str, models: Path, secrets: dict[str, Path], tmp_path: Path
+) -> None:
+    tls = {"mode": mode, "secrets": SECRETS, "requireClientCertificates": True}
+    with cluster(merged(VALUES, {"tls": tls}), tmp_path, models, secrets) as here:
+        # 1. An orchestrator without a verifier has started, lives, and is not ready.
+        orchestrator = here.start("specdec-orchestrator")
+        orchestrator.until("startupProbe")
+        assert orchestrator.probe("livenessProbe")
+        assert not orchestrator.probe("readinessProbe")
+
+        # 2. All pods become ready, in whatever order they start.
+        others = [here.start(f"specdec-{each}") for each in ("openai", "draft-b", "verifier-a")]
+        for pod in (*others, orchestrator):
+            pod.until("startupProbe")
+            pod.until("readinessProbe")
+            assert pod.probe("livenessProbe")
+            assert b"specdec_" in scraped(pod) or role(pod.template) == "openai"
+
+        # 3. `helm test` gets its tokens; with the draft alone there are others too.
+        *front, draft, verifier = others
+        for speculation in ("auto", "always"):
+            container(templates(here.things)["specdec-test"])["args"].append(f"--speculation={speculation}")
+            asking = here.start("specdec-test")
+            assert asking.process.wait(PATIENCE_SECONDS) == 0, asking.said
+        assert re.search(rb"(?m)^specdec_draft_committed_tokens_total [1-9]", scraped(draft))
+
+        # 4. A verifier that is deleted stops being ready, and ends by itself.
+        assert verifier.end() == 0, verifier.said
+        assert not verifier.probe("readinessProbe")
+        for pod in (*front, orchestrator, draft):
+            assert pod.end() == 0, pod.said
+
+
+def scraped(pod: Pod) -> bytes:
+    (port,) = [each["containerPort"] for each in container(pod.template)["ports"] if each["name"] == "metrics"]
+    with urllib.request.urlopen(f"http://{LOCAL}:{pod.ports[port]}/metrics", timeout=10) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+@pytest.mark.timeout(600)
+def test_a_target_on_two_nodes(models: Path, tmp_path: Path) -> None:
+    """Two pods of a group, each with torchrun and a process. LeaderWorkerSet's controller gives them the variables.
+    They compute on CPUs here, where one machine is both nodes."""
+    values = merged(VALUES, at("verifiers/a", {"nodes": 2, "gpus": 1, "options": {"device": "cpu"}}))
+    with pytest.raises(Exception, match=r"verifiers\.a\.options\.device: is cpu"):
+        render(values)
+    del values["verifiers"]["a"]["options"]["device"]
+    with cluster(values, tmp_path, models) as here:
+        for each in here.things:
+            if each["kind"] == "ConfigMap" and "config.yaml" in each["data"]:
+                each["data"]["config.yaml"] = each["data"]["config.yaml"].replace("device: cuda", "device: cpu")
+        rendezvous = free_address().rpartition(":")[2]
+        group = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": LOCAL}
+        for each in templates(here.things).values():
+            found = container(each)
+            found["args"] = [word.replace("29500", rendezvous) for word in found["args"]]
+        leader = here.start("specdec-verifiers-a", group | {"LWS_WORKER_INDEX": "0"})
+        worker = here.start("specdec-verifiers-a/worker", group | {"LWS_WORKER_INDEX": "1"})
+        orchestrator = here.start("specdec-orchestrator")
+        for pod in (leader, orchestrator):
+            pod.until("startupProbe")
+            pod.until("readinessProbe")
+            assert pod.probe("livenessProbe")
+        asking = here.start("specdec-test")
+        assert asking.process.wait(PATIENCE_SECONDS) == 0, asking.said
+        # torchrun itself ends with 1 when it is told to end.
+        worker.process.terminate()
+        assert leader.end() in (0, 1), leader.said
+        assert worker.process.wait(PATIENCE_SECONDS) in (0, 1), worker.said
+        assert orchestrator.end() == 0
+
+
+def test_a_change_of_shares_reaches_an_orchestrator_that_runs(models: Path, tmp_path: Path) -> None:
+    """The file of models is replaced in the folder that is mounted, as the kubelet does it."""
+    values = merged(VALUES, at("models/tiny/revisions/1/share", 95))
+    with cluster(values, tmp_path, models) as here:
+        orchestrator = here.start("specdec-orchestrator")
+        orchestrator.until("startupProbe")
+        file = orchestrator.log.parent / "models-file" / "models.yaml"
+        served = yaml.safe_load(file.read_text())
+        told = yaml.safe_load(models_file(render(merged(values, at("models/tiny/revisions/1/share", 40)))))
+        served["models"]["tiny"]["revisions"]["1"]["share"] = told["models"]["tiny"]["revisions"]["1"]["share"]
+        new = file.with_name("new")
+        new.write_text(yaml.safe_dump(served))
+        new.rename(file)
+
+        def shares() -> list[Mapping[str, float]]:
+            lines = [json.loads(line) for line in orchestrator.log.read_text().splitlines() if line.startswith("{")]
+            return [line["shares"] for line in lines if line["event"] == "models_served"]
+
+        orchestrator.wait(lambda: {"tiny@1": 40.0} in shares(), "shares that are new")
+        assert orchestrator.end() == 0
+
+
+def test_names_and_ports_of_this_test_are_those_of_the_chart() -> None:
+    """What `Cluster` replaces is all that there is: no file keeps an address of the cluster."""
+    here = Cluster(render(VALUES), Path("/nowhere"), Path("/nowhere"))
+    for pod in services(here.things).values():
+        content = here._here(yaml.safe_dump(config(here.things, pod)), {}, role(pod))
+        assert "svc" not in content
+        assert not re.search(r"\b(5005\d|8086|9090)\b", content)
+    assert "svc" not in here._here(models_file(here.things), {}, "")

@@ -1,0 +1,127 @@
+"""Values that the Helm chart refuses, and what it says."""
+
+from __future__ import annotations
+
+import helm_python
+import pytest
+
+from tests.deploy.chart import SMALL, Object, at, merged, of_kind, render
+from tests.deploy.test_chart import ROUTE
+
+WRONG: dict[str, tuple[Object, str]] = {
+    "no model": ({"models": {}}, "models: is empty"),
+    "a pool that is not there": (
+        at("models/tiny/revisions/1/verifiers", ["c"]),
+        "models.tiny.revisions.1.verifiers: there is no pool verifiers.c",
+    ),
+    "a draft that is not there": (
+        at("models/tiny/revisions/1/drafts", ["a"]),
+        "models.tiny.revisions.1.drafts: there is no pool drafts.a",
+    ),
+    "a pool of two directories": (
+        at("models/tiny/revisions/2", {"path": "/models/other", "verifiers": ["a"]}),
+        "models.tiny.revisions.2.verifiers: pool a serves",
+    ),
+    "a pool of another revision": (
+        merged(
+            at("models/tiny/revisions/2", {"path": "/models/target", "verifiers": ["a"]}),
+        ),
+        "pool a serves models.tiny.revisions.1",
+    ),
+    "no share": (at("models/tiny/revisions/1/share", 0), "models.tiny.revisions: all have a share of 0"),
+    "a share below none": (at("models/tiny/revisions/1/share", -1), "share"),
+    "a pool twice": (at("models/tiny/revisions/1/verifiers", ["a", "a"]), "/models/tiny/revisions/1/verifiers"),
+    "no pool": (at("models/tiny/revisions/1/verifiers", []), "/models/tiny/revisions/1/verifiers"),
+    "a name with @": (at("models/a@b", {"revisions": {"1": {"path": "/m", "verifiers": ["a"]}}}), "a@b"),
+    "a revision with a blank": (at("models/tiny/revisions/a b", {"path": "/m", "verifiers": ["a"]}), "a b"),
+    "a relative path": (at("models/tiny/revisions/1/path", "models/target"), "path"),
+    "a revision that is not there": (at("verifiers/a/revision", "2"), "pool a serves models.tiny.revisions.2"),
+    "a model that is not there": (
+        at("verifiers/c", {"model": "none", "revision": "1"}),
+        "verifiers.c: there is no models.none.revisions.1",
+    ),
+    "path and model": (at("verifiers/a/path", "/models/x"), "verifiers.a: has path and model"),
+    "neither path nor model": (at("verifiers/c", {"replicas": 2}), "verifiers.c: should have model and revision"),
+    "no revision": (at("verifiers/c", {"model": "tiny"}), "verifiers.c.revision: is missing"),
+    "a draft without a path": (at("drafts/c", {"replicas": 2}), "drafts.c.path: is missing"),
+    "a draft on two GPUs": (at("drafts/b/gpus", 2), "drafts.b.gpus: is 2, and a draft runs on one"),
+    "nodes without GPUs": (at("verifiers/a/nodes", 2), "verifiers.a.gpus: is 0"),
+    "GPUs that are not used": (
+        at("verifiers/a", {"gpus": 1, "options": {"device": "cpu"}}),
+        "verifiers.a.options.device: is cpu",
+    ),
+    "fewer at most than at least": (
+        at("drafts/b/autoscaling", {"type": "hpa", "minReplicas": 5}),
+        "drafts.b.autoscaling.minReplicas: is 5, and maxReplicas is 4",
+    ),
+    "nothing to scale by": (
+        merged(
+            at("draftDefaults/autoscaling/targets", {"specdec_draft_num_sessions": None}),
+            at("drafts/b/autoscaling/type", "hpa"),
+        ),
+        "drafts.b.autoscaling.targets: is empty",
+    ),
+    "a metric of another role": (
+        at("drafts/b/autoscaling/targets", {"specdec_verifier_num_sessions": 1}),
+        "specdec_verifier_num_sessions",
+    ),
+    "a metric that is none": (
+        at("verifiers/a/autoscaling/targets", {"specdec_verifier_waiting": 1}),
+        "specdec_verifier_waiting",
+    ),
+    "a part of nothing": (
+        at("verifiers/a/autoscaling", {"type": "hpa", "targets": {"cpu": 70}}),
+        "verifiers.a.autoscaling.targets.cpu: is a part of resources.requests.cpu",
+    ),
+    "keda without Prometheus": (at("orchestrator/autoscaling/type", "keda"), "prometheusAddress is empty"),
+    "two volumes": (
+        at("modelVolume/image", {"reference": "a"}),
+        "modelVolume: has image and persistentVolumeClaim",
+    ),
+    "two volumes of a pool": (
+        at("drafts/b/modelVolume", {"image": {"reference": "a"}, "download": {"image": "b"}}),
+        "drafts.b.modelVolume: has download and image",
+    ),
+    "an export into nowhere": (
+        at("exportJobs/x", {"model": "/a", "out": "/b", "modelVolume": {"image": {"reference": "a"}}}),
+        "exportJobs.x: writes into a volume",
+    ),
+    "a Secret that is not named": (
+        at("tls", {"mode": "secrets", "secrets": {"verifier": "a", "draft": "b"}}),
+        "tls.secrets.orchestrator: is empty",
+    ),
+    "no issuer": (at("tls/mode", "certManager"), "tls.issuer.name: is empty"),
+    "a mode that is none": (at("tls/mode", "cert-manager"), "/tls/mode"),
+    "a way to nothing": (at("openai/httpRoute", ROUTE), "openai.httpRoute: leads to openai"),
+    "an Ingress without hosts": (
+        at("openai", {"enabled": True, "ingress": {"enabled": True}}),
+        "openai.ingress.hosts: is empty",
+    ),
+    "a way from nowhere": (
+        at("orchestrator/grpcRoute/enabled", True),
+        "orchestrator.grpcRoute.parentRefs: is empty",
+    ),
+    "a misspelt value": (at("verifier", {}), "verifier"),
+    "a misspelt value of a pool": (at("verifiers/a/gpu", 1), "gpu"),
+    "a misspelt option": (at("verifiers/a/options", {"kv-token": 1}), "kv-token"),
+    "an option of another service": (at("drafts/b/options", {"step-rows": 1}), "step-rows"),
+    "an option that the chart sets": (at("verifiers/a/options", {"port": 1}), "port"),
+    "text for a number": (at("verifiers/a/gpus", "1"), "/verifiers/a/gpus"),
+    "a pool's name in capitals": (at("verifiers/A", {"path": "/models/target"}), "A"),
+    "a tag that is a number": (at("defaults/image/tag", 1.1), "/defaults/image/tag"),
+    "a digest that is none": (at("defaults/image/digest", "latest"), "/defaults/image/digest"),
+}
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(("values", "says"), WRONG.values(), ids=WRONG.keys())
+    def test_in_words_that_name_it(self, values: Object, says: str) -> None:
+        with pytest.raises(helm_python.HelmError) as refused:
+            render(SMALL | values if values == {"models": {}} else merged(SMALL, values))
+        assert says in str(refused.value)
+
+    def test_a_release_that_begins_with_a_digit(self) -> None:
+        with pytest.raises(helm_python.HelmError, match="fullnameOverride: 1st begins with no letter"):
+            render(SMALL, "1st")
+        names = of_kind(render(SMALL | {"fullnameOverride": "first"}, "1st"), "Service")
+        assert set(names) == {"first-verifier-a", "first-draft-b", "first-orchestrator", "first-orchestrator-pods"}

@@ -1,0 +1,174 @@
+"""What the Helm chart's workloads do: rollouts, several GPUs, autoscaling, disruptions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.deploy.chart import (
+    CHART,
+    NAMESPACE,
+    SMALL,
+    at,
+    config,
+    container,
+    documented_metrics,
+    labels,
+    merged,
+    of_kind,
+    render,
+    selects,
+    templates,
+)
+from tests.deploy.expressions import metrics
+from tests.deploy.test_chart import COMBINATIONS, EVERYTHING, EXAMPLE_VALUES
+
+
+class TestRollouts:
+    def test_a_share_restarts_nothing(self) -> None:
+        before, after = (
+            render(merged(EVERYTHING, at("models/tiny/revisions", {"1": {"share": a}, "2": {"share": b}})))
+            for a, b in ((95, 5), (50, 50))
+        )
+        changed = [one["metadata"]["name"] for one, other in zip(before, after, strict=True) if one != other]
+        assert changed == ["specdec-models"]
+
+    def test_an_option_restarts_its_own_pool(self) -> None:
+        before = templates(render(SMALL))
+        after = templates(render(merged(SMALL, at("drafts/b/options", {"max-sessions": 9}))))
+        assert [name for name in before if before[name] != after[name]] == ["specdec-draft-b"]
+
+    def test_a_new_revision_touches_no_pod_that_runs(self) -> None:
+        before = templates(render(SMALL))
+        added = at("models/tiny/revisions/2", {"path": "/models/new", "verifiers": ["new"], "share": 0})
+        after = templates(render(merged(SMALL, added, at("verifiers/new", {"model": "tiny", "revision": "2"}))))
+        assert after.keys() - before.keys() == {"specdec-verifier-new"}
+        assert all(after[name] == before[name] for name in before)
+
+    def test_an_autoscaler_is_not_overruled(self) -> None:
+        for each in (*of_kind(render(EVERYTHING), "Deployment", "LeaderWorkerSet").values(),):
+            scaled = each["metadata"]["name"] != "specdec-verifier-a"
+            assert ("replicas" not in each["spec"]) is scaled
+
+    def test_a_rollout_waits_for_pods_that_load(self) -> None:
+        for each in of_kind(render(EVERYTHING), "Deployment").values():
+            probe = container(each["spec"]["template"])["startupProbe"]
+            assert each["spec"]["progressDeadlineSeconds"] > probe["failureThreshold"] * probe["periodSeconds"]
+
+    def test_an_export_that_changes_is_another_job(self) -> None:
+        first, again, other = (
+            set(of_kind(render(merged(EVERYTHING, at("exportJobs/small/dtype", dtype))), "Job"))
+            for dtype in ("float16", "float16", "float32")
+        )
+        assert first == again != other
+
+
+class TestSeveralGpus:
+    def test_one_node(self) -> None:
+        pod = templates(render(EVERYTHING))["specdec-verifier-a"]
+        found = container(pod)
+        assert found["command"] == ["torchrun"]
+        assert found["args"] == [
+            *("--nproc-per-node=4", "--shutdown-timeout=40", "--no-python"),
+            *("specdec", "verifier", "--config", "/etc/specdec/config/config.yaml"),
+        ]
+        assert found["resources"]["limits"] == {"nvidia.com/gpu": 4}
+        assert found["image"] == "specdec/verifier:0.1.0-cuda"
+        assert config(render(EVERYTHING), pod)["device"] == "cuda"
+
+    def test_several_nodes(self) -> None:
+        things = render(EVERYTHING)
+        group = of_kind(things, "LeaderWorkerSet")["specdec-verifiers-group"]["spec"]["leaderWorkerTemplate"]
+        assert (group["size"], group["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+        leader, worker = group["leaderTemplate"], group["workerTemplate"]
+        assert container(leader)["args"] == container(worker)["args"]
+        assert container(leader)["args"][2:6] == [
+            "--nnodes=$(LWS_GROUP_SIZE)",
+            "--node-rank=$(LWS_WORKER_INDEX)",
+            "--master-addr=$(LWS_LEADER_ADDRESS)",
+            "--master-port=29500",
+        ]
+        assert "readinessProbe" in container(leader)
+        assert not {"ports", "readinessProbe", "livenessProbe", "startupProbe"} & container(worker).keys()
+
+    def test_its_service_has_those_that_lead(self) -> None:
+        things = render(EVERYTHING)
+        selector = {"matchLabels": of_kind(things, "Service")["specdec-verifier-group"]["spec"]["selector"]}
+        pods = templates(things)
+        assert selects(selector, labels(pods["specdec-verifiers-group"]))
+        assert not selects(selector, labels(pods["specdec-verifiers-group/worker"]))
+        # The controller makes a Service of its own, named like the set.
+        assert "specdec-verifiers-group" not in of_kind(things, "Service")
+
+    def test_one_gpu_needs_no_torchrun(self) -> None:
+        found = container(templates(render(merged(SMALL, at("verifiers/a/gpus", 1))))["specdec-verifier-a"])
+        assert "command" not in found
+        assert found["args"] == ["verifier", "--config", "/etc/specdec/config/config.yaml"]
+
+
+class TestAutoscaling:
+    @pytest.mark.parametrize("name", ["everything", "keda for all", *EXAMPLE_VALUES])
+    def test_every_metric_is_a_gauge_of_the_page(self, name: str) -> None:
+        things, documented = render((COMBINATIONS | EXAMPLE_VALUES)[name]), documented_metrics()
+        named = set()
+        for each in of_kind(things, "HorizontalPodAutoscaler").values():
+            named |= {one["pods"]["metric"]["name"] for one in each["spec"]["metrics"] if one["type"] == "Pods"}
+        for each in of_kind(things, "ScaledObject").values():
+            for one in each["spec"]["triggers"]:
+                named |= metrics(one["metadata"]["query"]) if one["type"] == "prometheus" else set()
+        assert {documented[name] for name in named} <= {"gauge"}
+
+    def test_all_that_values_may_name_are_gauges(self) -> None:
+        schema = (CHART / "values.schema.json").read_text()
+        named = set(re.findall(r'"(specdec_\w+)"', schema))
+        assert len(named) > 5
+        assert {documented_metrics()[name] for name in named} == {"gauge"}
+
+    def test_targets_of_a_pool_replace_the_default(self) -> None:
+        targets = {"specdec_verifier_num_requests_running": 24}
+        values = merged(SMALL, at("verifiers/a/autoscaling", {"type": "hpa", "targets": targets}))
+        (found,) = of_kind(render(values), "HorizontalPodAutoscaler").values()
+        assert found["spec"]["metrics"] == [
+            {
+                "type": "Pods",
+                "pods": {
+                    "metric": {"name": "specdec_verifier_num_requests_running"},
+                    "target": {"type": "AverageValue", "averageValue": "24"},
+                },
+            }
+        ]
+        assert found["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
+
+    def test_what_is_scaled_exists(self) -> None:
+        for values in (EVERYTHING, COMBINATIONS["keda for all"]):
+            things = render(values)
+            for each in of_kind(things, "HorizontalPodAutoscaler", "ScaledObject").values():
+                target = each["spec"]["scaleTargetRef"]
+                assert target["name"] in of_kind(things, target["kind"])
+
+    @pytest.mark.parametrize(
+        ("pool", "pod", "asked"),
+        [
+            ("specdec-verifier-a", "specdec-verifier-a-6d4cf56db6-x2x9f", True),
+            ("specdec-verifier-a", "specdec-verifier-a-b-6d4cf56db6-x2x9f", False),
+            ("specdec-verifier-group", "specdec-verifiers-group-0", True),
+            ("specdec-verifier-group", "specdec-verifiers-group-0-1", False),
+        ],
+    )
+    def test_prometheus_is_asked_about_the_pods_of_the_pool(self, pool: str, pod: str, asked: bool) -> None:
+        things = render(COMBINATIONS["keda for all"])
+        for trigger in of_kind(things, "ScaledObject")[pool]["spec"]["triggers"]:
+            (pattern,) = re.findall(r'pod=~"([^"]+)"', trigger["metadata"]["query"])
+            assert (re.fullmatch(pattern, pod) is not None) is asked
+            assert f'namespace="{NAMESPACE}"' in trigger["metadata"]["query"]
+
+
+class TestDisruptions:
+    def test_a_budget_has_the_pods_of_one_pool(self) -> None:
+        things = render(EVERYTHING)
+        pods = templates(things)
+        for name, each in of_kind(things, "PodDisruptionBudget").items():
+            selected = {key for key, pod in pods.items() if selects(each["spec"]["selector"], labels(pod))}
+            both = {"specdec-verifiers-group", "specdec-verifiers-group/worker"}
+            assert selected == (both if name == "specdec-verifier-group" else {name})
