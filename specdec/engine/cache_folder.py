@@ -7,6 +7,7 @@ at all, and found only under a key that names everything it depends on. A folder
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -102,7 +103,8 @@ def read(kind: str, *key: object) -> bytes | None:
     path = folder / _name(kind, key)
     try:
         content = path.read_bytes()
-        os.utime(path)  # so that the latest used ones stay
+        with contextlib.suppress(OSError):  # a folder of an image cannot be written
+            os.utime(path)  # so that the latest used ones stay
     except FileNotFoundError:
         return None
     except OSError as error:
