@@ -15,8 +15,9 @@ from packaging.version import Version
 
 from specdec.extras import DISTRIBUTION, install_command
 
-EXTRAS = ("cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "parallel")
-EXTRAS += ("export", "evaluate", "otel", "openai")
+EXTRAS = (
+    "cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "parallel", "export", "evaluate", "otel", "openai",
+)  # fmt: skip
 """Extras that a person installs. Others are for development, or hold several of these."""
 
 
