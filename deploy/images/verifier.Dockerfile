@@ -1,0 +1,110 @@
+# The verifier, which also exports drafts to ONNX (`specdec export`) and fills cache folders (`specdec warm-up`).
+#
+#   docker build -f deploy/images/verifier.Dockerfile -t specdec-verifier:0.1.0 .
+#   docker build -f deploy/images/verifier.Dockerfile -t specdec-verifier:0.1.0-cuda --build-arg DEVICE=cuda .
+#
+# docs/images.md tells of all arguments. BASE is any image whose `python3` is Python 3.11 or newer and has `venv`.
+ARG BASE=python:3.11-slim-bookworm
+
+# 1. What builds, and is left behind. Packages come from where the builder says: by these arguments, or by a pip.conf
+# that is given as a secret and so leaves no trace.
+FROM ${BASE} AS tools
+ARG PIP_INDEX_URL=
+ARG PIP_EXTRA_INDEX_URL=
+ENV PIP_INDEX_URL=${PIP_INDEX_URL} \
+    PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL} \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    python3 -m venv /opt/tools \
+    && /opt/tools/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0
+
+# 2. What others wrote, without its tests. It follows from pyproject.toml and constraints.txt alone, so that this layer,
+# the large one, stays as it is when our code changes. Bytecode is made to be taken unchecked: whatever a copy does to
+# the times of files, a read-only container never compiles at its start. Files for newer Pythons need not compile.
+# PyPI's torch for Linux is a CUDA build: torch for CPUs has an index of its own. TORCH_INDEX is another one for torch;
+# an empty one is that which all else comes from.
+FROM tools AS dependencies
+ARG DEVICE=cpu
+ARG EXTRAS=
+ARG TORCH_INDEX=default
+COPY pyproject.toml constraints.txt deploy/images/requirements.py ./
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    case "${DEVICE}" in \
+        cpu) extras=verifier,parallel,export,otel index=https://download.pytorch.org/whl/cpu ;; \
+        cuda) extras=cuda,parallel,export,otel index= ;; \
+        *) echo "DEVICE is ${DEVICE}, should be cpu or cuda" >&2; exit 1 ;; \
+    esac \
+    && if [ "${TORCH_INDEX}" != default ]; then index=${TORCH_INDEX}; fi \
+    && python3 -m venv --without-pip /opt/specdec \
+    && python3 requirements.py pyproject.toml "${EXTRAS:-${extras}}" > requirements.txt \
+    && grep '^torch==' constraints.txt > torch.txt \
+    && /opt/tools/bin/pip --python /opt/specdec/bin/python install --no-cache-dir --no-compile --no-deps \
+        ${index:+--index-url "${index}"} --requirement torch.txt \
+    && /opt/tools/bin/pip --python /opt/specdec/bin/python install --no-cache-dir --no-compile \
+        --constraint constraints.txt --requirement requirements.txt \
+    && find /opt/specdec/lib -depth \( -type d -name tests -o -path '*/torch/bin/test_*' -o -path '*/torch/include' \
+        -o -path '*/torch/test' \) -exec rm -rf {} + \
+    && { python3 -m compileall -qq --invalidation-mode unchecked-hash /opt/specdec/lib || true; }
+
+# 3. Our code, as a wheel of the source tree, installed into a folder of its own.
+FROM dependencies AS code
+COPY README.md LICENSE ./
+COPY draft_service draft_service
+COPY evaluation evaluation
+COPY orchestrator orchestrator
+COPY specdec specdec
+COPY verifier_service verifier_service
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    /opt/tools/bin/pip wheel --no-cache-dir --no-deps --wheel-dir dist . \
+    && /opt/tools/bin/pip --python /opt/specdec/bin/python install --no-cache-dir --no-compile --no-deps \
+        --no-warn-script-location --prefix /code dist/*.whl \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash -s /code -p /opt/specdec /code/lib
+
+# 4. Both together: do they fit, and what is in them?
+FROM code AS inventory
+RUN cp -a /code/. /opt/specdec/ \
+    && /opt/tools/bin/pip --python /opt/specdec/bin/python check \
+    && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/specdec/bin/python
+
+# 5. What runs. On a GPU Triton compiles a launcher for each kernel at its first use, so that image alone has a C
+# compiler. Its version is the base's own: Debian keeps no older ones that could be named here.
+FROM ${BASE} AS verifier
+ARG BASE
+ARG DEVICE=cpu
+# hadolint ignore=DL3008
+RUN groupadd --gid 10001 specdec \
+    && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp \
+        --shell /usr/sbin/nologin specdec \
+    && install --directory --owner 10001 --group 10001 --mode 0700 /var/cache/specdec \
+    && if [ "${DEVICE}" = cuda ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/* \
+        && gcc -fsyntax-only -I "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
+            -include Python.h -x c /dev/null; \
+    fi
+COPY --from=dependencies /opt/specdec /opt/specdec
+COPY --from=code /code /opt/specdec
+COPY --from=inventory /sbom.json /usr/share/specdec/sbom.json
+COPY --chmod=0644 deploy/images/probe.py /usr/share/specdec/probe.py
+ENV PATH=/opt/specdec/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    HOME=/tmp \
+    PYTHONUNBUFFERED=1 \
+    HF_HUB_OFFLINE=1 \
+    SPECDEC_CACHE_DIR=/var/cache/specdec \
+    SPECDEC_VERIFIER_HOST=0.0.0.0
+WORKDIR /
+EXPOSE 50051
+USER 10001:10001
+ENTRYPOINT ["specdec"]
+CMD ["verifier"]
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.title="specdec verifier" \
+    org.opencontainers.image.description="Speculative decoding: the verifier" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.base.name="${BASE}" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}"
