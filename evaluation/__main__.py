@@ -17,10 +17,10 @@ with needed_by("evaluate", "evaluate"):
     from rich.console import Console
     from rich.progress import Progress
 
-    from evaluation.measurements import REMOTE_DRAFT, TREES, WAYS, Figures, Way, acceptance, speed
+    from evaluation.measurements import LOCAL, REMOTE_DRAFT, TREES, WAYS, Figures, Way, acceptance, speed
     from evaluation.pair import LoadedModel, Pair, Place
-    from evaluation.pools import SHARES, smallest
-    from evaluation.report import ROWS, Report
+    from evaluation.pools import VERIFIERS, smallest
+    from evaluation.report import ROWS, Report, fastest
     from orchestrator.request import parse
     from orchestrator.sample import Sample
     from specdec.cli.failure import fail
@@ -36,6 +36,9 @@ with needed_by("evaluate", "evaluate"):
     from specdec.serving.errors import ServiceError
     from specdec.serving.identity import pod_info
     from specdec.serving.process import logs
+
+MOST_STREAMS = 128
+"""Texts that a verifier lets wait at most: all of these may be asked for at once."""
 
 
 def main(
@@ -56,7 +59,7 @@ def main(
     streams: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, max=512, help="Texts that one verifier serves at a time. May be repeated. Default: 1 and 8."
+            min=1, max=MOST_STREAMS, help="Texts that one verifier serves at a time. May be repeated. Default: 1 and 8."
         ),
     ] = None,
     concurrent: Annotated[
@@ -94,11 +97,11 @@ def main(
     target_place = Place("torch", device, threads or threads_for(device), dtype)
     draft_device = draft_device or device
     draft_place = Place(draft_engine, draft_device, draft_threads or threads or threads_for(draft_device), draft_dtype)
+    streams = sorted(set(streams or (1, 8)))
+    file = PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature})
     try:
         pair = Pair(target, draft, target_place, draft_place, kv_tokens)
-        samples = list(
-            _samples(pair, PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature}), max_prompts)
-        )
+        samples = list(_samples(pair, file, max_prompts, kv_tokens // max(streams)))
     except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
         fail(str(error), ExitStatus.USAGE)
     if not samples:
@@ -106,7 +109,7 @@ def main(
     report = _evaluated(
         pair,
         samples,
-        sorted(set(streams or (1, 8))),
+        streams,
         replace(REMOTE_DRAFT, layout=replace(REMOTE_DRAFT.layout, delay=network_ms / 1000, draft_speed=draft_speed)),
         concurrent,
     )
@@ -116,15 +119,24 @@ def main(
         print(*report.lines(), sep="\n")
 
 
-def _samples(pair: Pair, file: PromptFile, most: int) -> Iterator[Sample]:
-    """Yield the samples of a file's prompts; PromptFileError names a line that cannot be served."""
+def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Iterator[Sample]:
+    """Yield the samples of a file's prompts, so many at most; PromptFileError names a line that cannot be served, or
+    whose text may have more than `most_tokens`."""
     for number_, prompt in enumerate(file.prompts()):
         if number_ >= most:
             return
         try:
-            yield parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
+            sample = parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
         except ServiceError as error:
             raise PromptFileError(f"{file.path}:{prompt.line}: {error}") from None
+        if sample.rule is Rule.CONTRASTIVE:
+            raise PromptFileError(f"{file.path}:{prompt.line}: rule: is contrastive, which is not for speed")
+        longest = len(sample.prompt) + sample.max_tokens
+        if longest > most_tokens:
+            raise PromptFileError(
+                f"{file.path}:{prompt.line}: may have {longest} tokens, --kv-tokens has room for {most_tokens} a stream"
+            )
+        yield sample
 
 
 def _evaluated(
@@ -136,24 +148,25 @@ def _evaluated(
         (rule, tree) for rule in rules for tree in TREES if rule is Rule.COUPLED or tree.branches == 1
     ]  # REJECTION has one candidate at a place
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        doing = bar.add_task("runs", total=len(asked) + len(streams) * (len(WAYS) + len(SHARES)))
+        doing = bar.add_task("runs", total=len(asked) + len(streams) * (len(WAYS) + len(VERIFIERS)))
 
         def done(found: Figures) -> Figures:
             bar.advance(doing)
             return found
 
         accepted = {each: done(acceptance(pair, samples, *each)) for each in asked}
-        ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS}
+        ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
         speeds = {
             many: {way: done(speed(pair, _enough(samples, many), used, many)) for way, used in ways.items()}
             for many in streams
         }
+        drafted = {many: found[REMOTE_DRAFT].rate for many, found in speeds.items() if fastest(found) is REMOTE_DRAFT}
 
         def rate(many: int, part: float) -> float:
             layout = replace(remote.layout, draft_speed=part * remote.layout.draft_speed)
             return done(speed(pair, _enough(samples, many), replace(remote, layout=layout), many)).rate
 
-        pools = {many: smallest(partial(rate, many)) for many in streams}
+        pools = {many: smallest(partial(rate, many), alone) for many, alone in drafted.items()}
     return Report(
         target=_told(pair.target),
         draft=_told(pair.draft),

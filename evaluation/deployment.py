@@ -94,7 +94,9 @@ class Deployment:
         """Run a sample; return its text."""
         tokens: list[int] = []
         finish = generation_pb2.Finish()
-        async for response in Generation(sample, self._revision, None, SampleTimeline(Timeline())).run():
+        async for response in Generation(
+            sample, self._revision, self._revision.peers, None, SampleTimeline(Timeline())
+        ).run():
             tokens += response.tokens
             finish = response.finish
         return Text(tokens, finish)

@@ -10,7 +10,7 @@ from draft_service import expansion_width
 from draft_service.request import ExpansionPolicy
 from orchestrator.model import Model
 from specdec.engine.engines.loading import load_engine
-from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.placement import Kind, Placement, WantedDtype
 from specdec.engine.preflight.check import Wanted, check
 from verifier_service.costs.step_latency import StepLatency
@@ -55,9 +55,11 @@ class Pair:
     ) -> None:
         """Load both, with room for so many tokens each. ModelDirectoryError or UnsupportedModelError says in one
         line what cannot be."""
-        directory, small = check(
-            Wanted(target, target_place.placement(kv_tokens)), Wanted(draft, draft_place.placement(kv_tokens))
-        )
+        wanted = [Wanted(target, target_place.placement(kv_tokens)), Wanted(draft, draft_place.placement(kv_tokens))]
+        self.has_local_draft = not (draft / GRAPH).exists()  # what was exported is for draft services alone
+        if self.has_local_draft:
+            wanted.append(Wanted(draft, target_place.placement(kv_tokens)))
+        directory, small, *_ = check(*wanted)
         self.model = Model.of(directory)
         self.target = LoadedModel(directory, target_place, kv_tokens, exact=True)
         self.draft = LoadedModel(small, draft_place, kv_tokens)

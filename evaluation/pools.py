@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-SHARES = ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1))
-"""Drafts, and verifiers that share them: the fewest first."""
-
-MOST = (4, 1)
-"""As many as can be of use."""
+VERIFIERS = (8, 4, 2)
+"""Verifiers that may share a draft pod, the most first. One that has a pod to itself is not helped by another: a text
+has one draft at a time."""
 
 ENOUGH = 0.95
 """Part of the best speed that is good enough: a pod more for the rest of it does not pay."""
@@ -18,25 +16,24 @@ ENOUGH = 0.95
 
 @dataclass(frozen=True)
 class Pools:
-    """So many draft pods for so many verifiers, and what comes of it."""
+    """So many verifiers for a draft pod, and what comes of it."""
 
-    drafts: int
     verifiers: int
     rate: float  # tokens a second of a verifier
-    best: float  # the rate with as many drafts as can be of use
+    best: float  # the rate of one that has a draft pod to itself
 
     def replicas(self, streams: int, concurrent: int) -> tuple[int, int]:
         """Return how many verifiers and drafts serve so many concurrent texts, where a verifier has `streams`."""
         verifiers = ceil(concurrent / streams)
-        return verifiers, ceil(verifiers * self.drafts / self.verifiers)
+        return verifiers, ceil(verifiers / self.verifiers)
 
 
-def smallest(rate: Callable[[float], float]) -> Pools:
-    """Return the fewest drafts that are enough. `rate` gives tokens a second of a verifier that has this part of a
-    draft pod to itself: a pod that drafts for two verifiers is half as fast for each."""
-    best = rate(MOST[0] / MOST[1])
-    for drafts, verifiers in SHARES:
-        found = rate(drafts / verifiers)
-        if found >= ENOUGH * best:
-            return Pools(drafts, verifiers, found, max(best, found))
-    return Pools(*MOST, best, best)
+def smallest(rate: Callable[[float], float], alone: float) -> Pools:
+    """Return the fewest drafts that are enough. `rate` gives tokens a second of a verifier with a draft at this part of
+    its speed, since a pod that drafts for two verifiers is about half as fast for each; `alone` is that with all of
+    it."""
+    for verifiers in VERIFIERS:
+        found = rate(1 / verifiers)
+        if found >= ENOUGH * alone:
+            return Pools(verifiers, found, max(alone, found))
+    return Pools(1, alone, alone)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evaluation.measurements import ABSENT, LOCAL, PLAIN, REMOTE_DRAFT, Figures, Tree, Way
+from evaluation.measurements import PLAIN, Figures, Tree, Way
 from evaluation.pools import Pools
 from specdec.decoding.sampling import Rule
 
@@ -26,7 +26,7 @@ class Report:
     acceptance: Mapping[tuple[Rule, Tree], Figures]
     speed: Mapping[int, Mapping[Way, Figures]]  # by streams
     delay_seconds: float
-    pools: Mapping[int, Pools]  # by streams
+    pools: Mapping[int, Pools]  # by streams, where a remote draft is fastest
     concurrent: int | None
 
     def as_json(self) -> dict[str, Any]:
@@ -48,7 +48,12 @@ class Report:
                 for way, figures in ways.items()
             ],
             "delay_seconds": self.delay_seconds,
-            "pools": {str(streams): asdict(pools) for streams, pools in self.pools.items()},
+            "concurrent": self.concurrent,
+            "pools": {
+                str(streams): asdict(pools)
+                | dict(zip(("verifier_pods", "draft_pods"), self._replicas(streams), strict=True))
+                for streams, pools in self.pools.items()
+            },
         }
 
     def lines(self) -> Iterator[str]:
@@ -75,7 +80,7 @@ class Report:
         yield ""
         yield "Predicted tokens a second of one verifier, and how many times plain decoding"
         yield from _table(
-            ["streams", *(way.name for way in (PLAIN, ABSENT, LOCAL, REMOTE_DRAFT))],
+            ["streams", *(way.name for way in next(iter(self.speed.values())))],
             [[str(streams), *_speeds(ways)] for streams, ways in self.speed.items()],
         )
         yield (
@@ -83,25 +88,36 @@ class Report:
             "Each way speculates where it pays."
         )
         yield ""
-        for streams, pools in self.pools.items():
-            yield from self._pool_lines(streams, pools)
+        for streams in self.speed:
+            yield from self._pool_lines(streams)
 
-    def _pool_lines(self, streams: int, pools: Pools) -> Iterator[str]:
-        ways = self.speed[streams]
-        best = max(ways, key=lambda way: ways[way].rate)
+    def _told_pools(self, streams: int) -> dict[str, Any]:
+        verifiers, drafts = self._replicas(streams)
+        return asdict(self.pools[streams]) | {"verifier_pods": verifiers, "draft_pods": drafts}
+
+    def _replicas(self, streams: int) -> tuple[int, int]:
+        """Return the verifiers and drafts that serve the texts that are asked about, else those of one draft pod."""
+        pools = self.pools[streams]
+        return pools.replicas(streams, self.concurrent or streams * pools.verifiers)
+
+    def _pool_lines(self, streams: int) -> Iterator[str]:
         many = f"{streams} stream{'s' * (streams != 1)} a verifier"
-        if best is not REMOTE_DRAFT:
-            yield f"{many}: {best.name} is fastest; a draft service brings nothing."
+        if (pools := self.pools.get(streams)) is None:
+            yield f"{many}: {fastest(self.speed[streams]).name} is fastest; a draft service brings nothing."
             return
-        verifiers, drafts = pools.replicas(streams, self.concurrent or streams * pools.verifiers)
+        verifiers, drafts = self._replicas(streams)
         yield (
-            f"{many}: {_count(pools.drafts, 'draft pod')} for {_count(pools.verifiers, 'verifier')} "
-            f"({pools.rate / pools.best:.0%} of the speed with more). "
-            f"{_count(verifiers * streams if self.concurrent is None else self.concurrent, 'text')} at a time take "
+            f"{many}: a draft pod for {_count(pools.verifiers, 'verifier')} ({pools.rate / pools.best:.0%} of the "
+            f"speed with one for each). {_count(self.concurrent or verifiers * streams, 'text')} at a time take "
             f"{_count(verifiers, 'verifier')} and {_count(drafts, 'draft')}; in the chart's values:"
         )
         yield f"  verifiers: {{main: {{replicas: {verifiers}}}}}"
         yield f"  drafts: {{main: {{replicas: {drafts}}}}}"
+
+
+def fastest(ways: Mapping[Way, Figures]) -> Way:
+    """Return the way with the most tokens a second."""
+    return max(ways, key=lambda way: ways[way].rate)
 
 
 def _told(figures: Figures) -> dict[str, Any]:
@@ -114,8 +130,8 @@ def _told(figures: Figures) -> dict[str, Any]:
 
 def _speeds(ways: Mapping[Way, Figures]) -> Iterator[str]:
     plain = ways[PLAIN].rate
-    for way in (PLAIN, ABSENT, LOCAL, REMOTE_DRAFT):
-        rate = ways[way].rate
+    for way, figures in ways.items():
+        rate = figures.rate
         yield f"{rate:.0f}" if way is PLAIN else f"{rate:.0f} ({rate / plain:.2f})"
 
 

@@ -176,7 +176,9 @@ def main(
                 assert model is not None
                 served = Model.of(ModelDirectory(model))
                 entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
-                catalog = Catalog([await Revision.found(LoadedRevision(entry, served), peers)])
+                revision = Revision.of(LoadedRevision(entry, served), peers)
+                await revision.look(entry)
+                catalog = Catalog([revision])
         except ModelsFileError as error:
             raise StartError(str(error)) from None
         servicer = GenerationServicer(catalog, accounts=accounts)

@@ -55,6 +55,11 @@ class Catalog:
         return self._leaving.keys()
 
     @property
+    def all(self) -> Iterable[Revision]:
+        """Revisions that are served, and those that are leaving."""
+        return (*self, *self._leaving)
+
+    @property
     def max_request_bytes(self) -> int:
         """Bytes of the longest request that can be valid."""
         return max(each.model.most_request for each in self)
@@ -73,7 +78,7 @@ class Catalog:
         for task in self._leaving.values():
             task.cancel()
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
-        await asyncio.gather(*(each.close() for each in (*self, *self._leaving)))
+        await asyncio.gather(*(each.close() for each in self.all))
 
     def become(self, revisions: Iterable[Revision]) -> None:
         """Serve these revisions from now on, and no others. Of those that are served no more, the requests that run go
@@ -88,12 +93,19 @@ class Catalog:
             self._leaving[gone] = asyncio.create_task(self._leave(gone))
 
     def choose(self, request: generation_pb2.GenerateRequest) -> Revision:
-        """Return the revision that a request gets: the one that it names, else one by share.
+        """Return the revision that a request gets: the one that it names, else, where it resumes a text, the one by
+        which that was begun, else one by share.
 
         UnknownModelError if it names what is not served, InvalidRequestError if it names nothing where several models
         are.
         """
-        return self._named(request.model) or choose(self._of_model(request.model), point_of(request))
+        if (named := self._named(request.model)) is not None:
+            return named
+        revisions = self._of_model(request.model)
+        if len(revisions) == 1:
+            return revisions[0]
+        begun = [each for each in revisions if request.model_fingerprint and each.serves(request.model_fingerprint)]
+        return begun[0] if begun else choose(revisions, point_of(request))
 
     def main(self, model: str) -> Revision:
         """Return the revision that a model's name stands for where nothing is generated: the one with the largest
@@ -124,8 +136,10 @@ class Catalog:
     async def _leave(self, revision: Revision) -> None:
         """Close a revision when its last request has ended."""
         await revision.until_idle()
-        await revision.close()
-        del self._leaving[revision]
+        try:
+            await revision.close()
+        finally:
+            del self._leaving[revision]
 
 
 def largest(revisions: Iterable[Revision]) -> Revision:

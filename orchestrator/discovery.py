@@ -48,6 +48,7 @@ class Discovery:
         self._again_seconds = again_seconds
         self._known: dict[Address, Sequence[str]] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._looking = asyncio.Lock()
 
     async def start(self) -> None:
         """Resolve each name once, or fail to; then go on resolving in the background."""
@@ -70,18 +71,25 @@ class Discovery:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._again_seconds)
-            await self._look_up()
-            await self._pods.close_idle()
+            try:
+                await self._look_up()
+                await self._pods.close_idle()
+            except Exception:  # certificates that are being replaced, say
+                log.exception("discovery_failed")
 
     async def _look_up(self) -> None:
         """Resolve all names, and update the pods. A name that cannot be resolved now keeps the pods it had: circuit
-        breakers know which of them are alive."""
-        for address in self._addresses:
-            try:
-                self._known[address] = await self._servers(address)
-            except OSError as error:
-                log.warning("unresolved", address=address.target, why=str(error))
-        self._pods.become(server for address in self._addresses for server in self._known.get(address, ()))
+        breakers know which of them are alive. While one has never been resolved, nobody has to leave for it."""
+        async with self._looking:
+            for address in self._addresses:
+                try:
+                    self._known[address] = await self._servers(address)
+                except OSError as error:
+                    log.warning("unresolved", address=address.target, why=str(error))
+            found = [server for address in self._addresses for server in self._known.get(address, ())]
+            if any(address not in self._known for address in self._addresses):
+                found += [pod.address for pod in self._pods]
+            self._pods.become(found)
 
     async def _servers(self, address: Address) -> Sequence[str]:
         """Return the targets of an address's pods; OSError if its name cannot be resolved."""

@@ -46,22 +46,42 @@ class FollowedCatalog(Catalog):
         await super().close()
 
     async def _follow(self) -> None:
+        taken = True
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            if await asyncio.to_thread(self._watched.changed):
-                await self._take(self._watched.contents)
+            try:
+                if await asyncio.to_thread(self._watched.changed):
+                    taken = False
+                if not taken:
+                    await self._take(self._watched.contents)
+                    taken = True
+            except Exception:  # what is served goes on, and this is tried again
+                log.exception("models_not_taken")
 
     async def _take(self, loaded: tuple[LoadedRevision, ...]) -> None:
-        """Serve these revisions. One that stays keeps its pods; with another directory it is another one."""
+        """Serve these revisions. One that stays keeps its pods; one whose model is another is another one."""
         before = {each.key: each for each in self}
-        served: list[Revision] = []
+        served: list[tuple[Revision, LoadedRevision]] = []
+        new: list[tuple[Revision, LoadedRevision]] = []
         for each in loaded:
             revision = before.get((each.entry.model, each.entry.revision))
             if revision is None or revision.model is not each.model:
-                revision = await Revision.found(each, self._settings)
-                await revision.start()
-            else:
-                await revision.follow(each.entry)
-            served.append(revision)
-        self.become(served)
-        log.info("models_served", shares={each.asked_as: each.share for each in served})
+                revision = Revision.of(each, self._settings)
+                new.append((revision, each))
+            served.append((revision, each))
+        try:
+            await asyncio.gather(*(_begin(revision, each) for revision, each in new))
+        except BaseException:
+            await asyncio.gather(*(revision.close() for revision, _ in new))
+            raise
+        # All at once, so that every request meets either the shares of before or those of now.
+        for revision, each in served:
+            revision.share = each.entry.share
+        self.become(revision for revision, _ in served)
+        log.info("models_served", shares={revision.asked_as: revision.share for revision, _ in served})
+        await asyncio.gather(*(revision.look(each.entry) for revision, each in served if (revision, each) not in new))
+
+
+async def _begin(revision: Revision, loaded: LoadedRevision) -> None:
+    await revision.look(loaded.entry)
+    await revision.start()

@@ -13,6 +13,7 @@ from orchestrator.committed_text import CommittedText
 from orchestrator.drafting import Drafting
 from orchestrator.failover_events import FailoverEvents
 from orchestrator.granted import GrantedLimits
+from orchestrator.peers import Peers
 from orchestrator.request_timeline import SampleTimeline
 from orchestrator.resolved import resolved
 from orchestrator.revision import Revision
@@ -32,18 +33,21 @@ class Generation:
         self,
         sample: Sample,
         revision: Revision,
+        peers: Peers,
         deadline: float | None,
         timeline: SampleTimeline,
     ) -> None:
+        """Run a sample of a request that got this revision, with the peers that it had when the request came."""
         stats = revision.stats
         granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._asked_as = revision.asked_as
+        self._fingerprints = revision.readiness.fingerprints
         self._stats = stats
         text = CommittedText(sample)
         self._context = SampleContext(
             sample,
             revision.model,
-            revision.peers,
+            peers,
             deadline,
             text,
             events,
@@ -75,6 +79,7 @@ class Generation:
                     came(len(response.tokens))
                     if first:
                         response.model_fingerprint = self._verification.revision
+                        self._fingerprints.add(response.model_fingerprint)
                         response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False
                         timeline.first_commit()

@@ -131,26 +131,27 @@ def metrics(
         "time_to_first_token_seconds",
         "Seconds from a tokenised prompt to its first token.",
         MODEL,
-        {key: each.first_token for key, each in stats.items()},
+        {key: each.first_token for key, each in served.items()},
     )
     found.histograms(
         "inter_token_latency_seconds",
         "Seconds from token to token; tokens that came together share theirs.",
         MODEL,
-        {key: each.between_tokens for key, each in stats.items()},
+        {key: each.between_tokens for key, each in served.items()},
     )
     found.histograms(
         "e2e_request_latency_seconds",
         "Seconds from a tokenised prompt to the end of a sample.",
         MODEL,
-        {key: each.whole for key, each in stats.items()},
+        {key: each.whole for key, each in served.items()},
     )
     pods: Counter[Key] = Counter({(role, state): 0 for role in ("verifier", "draft") for state in STATES})
     sessions: Counter[Key] = Counter()
     for role, views in (("verifier", told.verifiers), ("draft", told.drafts)):
         for view in views:
-            pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1
-            sessions[role, view.address] += view.sessions  # one pod may draft for several revisions
+            if (role, view.address) not in sessions:  # one pod may draft for several revisions
+                pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1
+            sessions[role, view.address] += view.sessions
     found.gauges("pods", "Pods, by role and the state of their circuit breaker.", ("role", "state"), pods)
     found.gauges("pod_sessions", "Sessions of this orchestrator at a pod.", ("role", "pod"), sessions)
     return found.made

@@ -43,6 +43,10 @@ MOST_SHARE = 1e6
 """Largest share: shares are compared with each other, so that any scale will do."""
 
 
+READ = (".json", ".jinja")
+"""Ends of the names of files that an orchestrator reads of a model."""
+
+
 class ModelsFileError(Exception):
     """A file of models cannot be used; the message is one line that names the file, the entry and what is wrong."""
 
@@ -77,39 +81,40 @@ class LoadedRevision:
 
 @dataclass
 class ModelsFile:
-    """A file of models. A directory is read when the file first names it, not again: another one has another name."""
+    """A file of models. A directory is read when the file first names it, and again when what was read of it changes:
+    files may come after the one that names them."""
 
     path: Path
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
-    _loaded: dict[tuple[str, Path], Model] = field(default_factory=dict)
+    _loaded: dict[tuple[str, Path, Version], Model] = field(default_factory=dict)
 
     @property
     def all(self) -> tuple[Path]:
         return (self.path,)
 
     def version(self) -> Version:
-        """Return what the file is now, and whether its directories are there, which may come after it; OSError if there
-        is no file."""
+        """Return what the file and its directories are now; OSError if there is no file."""
         try:
-            named = [entry.directory / "config.json" for entry in self.entries()]
+            named = {entry.directory for entry in self.entries()}
         except ModelsFileError:
-            named = []
-        return version_of(self.path, *(each for each in named if each.exists()))
+            named = set()
+        return sum((_directory_version(each) for each in sorted(named)), version_of(self.path))
 
     def read(self) -> tuple[LoadedRevision, ...]:
         """Read the file, and the directories that are new in it; ModelsFileError if one of them cannot be used."""
         entries = self.entries()
         loaded: list[LoadedRevision] = []
+        used: dict[tuple[str, Path, Version], Model] = {}
         for entry in entries:
-            key = entry.model, entry.directory
+            key = entry.model, entry.directory, _directory_version(entry.directory)
             try:
                 model = self._loaded.get(key) or Model.of(ModelDirectory(entry.directory), entry.model)
             except ModelDirectoryError as error:
                 raise ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}") from None
-            self._loaded[key] = model
+            used[key] = model
             loaded.append(LoadedRevision(entry, model))
-        self._loaded = {(each.entry.model, each.entry.directory): each.model for each in loaded}
+        self._loaded = used
         return tuple(loaded)
 
     def entries(self) -> tuple[RevisionEntry, ...]:
@@ -128,6 +133,14 @@ class ModelsFile:
             except ValueError as error:
                 raise ModelsFileError(f"--models {self.path}: models.{echo(str(name))}: {error}") from None
         return tuple(found)
+
+
+def _directory_version(directory: Path) -> Version:
+    """Return what the files of a model's directory are now that are no weights; nothing if it cannot be read."""
+    try:
+        return version_of(*sorted(each for each in directory.iterdir() if each.suffix in READ))
+    except OSError:
+        return ()
 
 
 def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:

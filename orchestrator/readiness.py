@@ -50,6 +50,8 @@ class Readiness:
         self._reached: Pod | None = None  # by the last look
         self._lost_at: float | None = None  # time of the first look that found none any more
         self._fit: set[Pod] = set()  # serve our model, as of when they last answered
+        self.fingerprints: set[str] = set()
+        """Fingerprints of the models that verifiers have told so far."""
         self._tried: dict[str, str] | None = None  # as last logged: what is wrong with each verifier
         self._watching: asyncio.Task[None] | None = None
 
@@ -142,3 +144,4 @@ class Readiness:
             told = await stub.GetStats(verifier_pb2.GetStatsRequest(), timeout=seconds)
             check_verifier(told.identity, self._model)
             self._fit.add(pod)
+            self.fingerprints.add(told.identity.model_fingerprint)

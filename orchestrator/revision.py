@@ -47,14 +47,12 @@ class Revision:
         self._idle.set()
 
     @classmethod
-    async def found(cls, loaded: LoadedRevision, settings: PeerSettings) -> Self:
-        """Return a revision as the file has it, with the pods that are found at its addresses."""
+    def of(cls, loaded: LoadedRevision, settings: PeerSettings) -> Self:
+        """Return a revision as the file has it; its pods are found by `look`."""
         entry, finder = loaded.entry, PeerFinder(settings)
         defaults, grammars = loaded.model.defaults, GrammarCheck(entry.directory)
         log.info("generation_defaults", model=entry.label, used=defaults.told, not_taken=defaults.not_taken)
-        revision = cls(loaded.model, finder.peers, name=entry.revision, grammars=grammars, finder=finder)
-        await revision.follow(entry)
-        return revision
+        return cls(loaded.model, finder.peers, name=entry.revision, share=entry.share, grammars=grammars, finder=finder)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -65,6 +63,10 @@ class Revision:
     def asked_as(self) -> str:
         """How a request asks for just this revision; empty if it has no name."""
         return f"{self.model.name}{SEPARATOR}{self.name}" if self.name else ""
+
+    def serves(self, fingerprint: str) -> bool:
+        """Return whether its verifiers have been seen to have a model with this fingerprint."""
+        return fingerprint in self.readiness.fingerprints
 
     @property
     def ready(self) -> bool:
@@ -86,11 +88,11 @@ class Revision:
         """Wait until no request is under way."""
         await self._idle.wait()
 
-    async def follow(self, entry: RevisionEntry) -> None:
-        """Have the share and the addresses that the file says now."""
+    async def look(self, entry: RevisionEntry) -> None:
+        """Look for its pods at the addresses that the file says now."""
         assert self._finder is not None
         await self._finder.look(entry.verifiers, entry.drafts)
-        self.peers, self.share = self._finder.peers, entry.share
+        self.peers = self._finder.peers
 
     async def start(self) -> None:
         """Begin to look for verifiers: until one is found, the revision is not ready."""

@@ -17,6 +17,7 @@ from orchestrator.catalog import Catalog, largest
 from orchestrator.coalesce import Responses, coalesced
 from orchestrator.generation import Generation
 from orchestrator.metrics import metrics
+from orchestrator.peers import Peers
 from orchestrator.pods import Pod
 from orchestrator.readiness import VERIFIER
 from orchestrator.request import grammar_field, parse
@@ -108,11 +109,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
         account = self._accounts.of(context)
-        with self._request(request, account, streamed=True) as (revision, timeline):
-            valid = await self._parse(request, revision, account, timeline)
+        with self._request(request, account, streamed=True) as (revision, peers, timeline):
+            valid = await self._parse(request, revision, peers, account, timeline)
             account.spend_tokens(valid.prompt_tokens)
             first = True
-            async with aclosing(self._responses(valid, revision, context, timeline)) as responses:
+            async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
                     if first:
@@ -126,12 +127,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
         account = self._accounts.of(context)
-        with self._request(request.request, account, streamed=False) as (revision, timeline):
-            valid = await self._parse(request.request, revision, account, timeline, streamed=False)
+        with self._request(request.request, account, streamed=False) as (revision, peers, timeline):
+            valid = await self._parse(request.request, revision, peers, account, timeline, streamed=False)
             account.spend_tokens(valid.prompt_tokens)
             answer = generation_pb2.CompleteResponse(seed=valid.seed)
             completions = [answer.completions.add() for _ in valid.samples]
-            async with aclosing(self._responses(valid, revision, context, timeline)) as responses:
+            async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
                     if response.HasField("resolved"):
@@ -196,8 +197,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             offered_candidates=stats.offered,
             accepted_candidates=stats.accepted,
             failover_events=stats.failover_events,
-            verifiers=[pod_view(pod, each.asked_as) for each in self._catalog for pod in each.peers.verifiers],
-            drafts=[pod_view(pod, each.asked_as) for each in self._catalog for pod in each.peers.drafts or ()],
+            verifiers=[pod_view(pod, each.asked_as) for each in self._catalog.all for pod in each.peers.verifiers],
+            drafts=[pod_view(pod, each.asked_as) for each in self._catalog.all for pod in each.peers.drafts or ()],
             serving=self.works,
             revisions=[
                 *(revision_view(each) for each in self._catalog),
@@ -221,7 +222,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             )
 
     def _pods(self) -> Iterator[Pod]:
-        for each in (*self._catalog, *self._catalog.leaving):
+        for each in self._catalog.all:
             yield from each.peers.verifiers
             yield from each.peers.drafts or ()
 
@@ -235,32 +236,35 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @contextmanager
     def _request(
         self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool
-    ) -> Iterator[tuple[Revision, Timeline]]:
-        """Choose the revision that a request of an account gets. Count it, and record it unless there is no room."""
+    ) -> Iterator[tuple[Revision, Peers, Timeline]]:
+        """Choose the revision that a request of an account gets. Count it, and record it unless there is no room. Its
+        peers may be others later: the request keeps those of now."""
         try:
             revision = self._catalog.choose(request)
         except ServiceError:
-            with self._catalog.refused.request(account.tenant_class):
+            with self._catalog.refused.request(account.tenant_class), account.request():
                 raise
+        peers = revision.peers
         with revision.request(account.tenant_class), account.request():
-            revision.peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
+            peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
             named = revision.asked_as or revision.model.name
             with self.timelines.begin(
                 "generate", operation=operation(request), model=named, stream=streamed
             ) as timeline:
-                yield revision, timeline
+                yield revision, peers, timeline
 
     async def _parse(
         self,
         request: generation_pb2.GenerateRequest,
         revision: Revision,
+        peers: Peers,
         account: Account,
         timeline: Timeline,
         *,
         streamed: bool = True,
     ) -> Request:
         """Parse a request: in a thread, since tokenising takes a while, or at once if its prompt is a few token ids."""
-        size, peers = request.ByteSize(), revision.peers
+        size = request.ByteSize()
         work = partial(
             parse,
             request,
@@ -282,7 +286,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return parsed
 
     def _responses(
-        self, request: Request, revision: Revision, context: grpc.aio.ServicerContext[Any, Any], timeline: Timeline
+        self,
+        request: Request,
+        revision: Revision,
+        peers: Peers,
+        context: grpc.aio.ServicerContext[Any, Any],
+        timeline: Timeline,
     ) -> Responses:
         """Return the responses of all samples as they come."""
         remaining = context.time_remaining()
@@ -290,7 +299,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         several = len(request.samples) > 1
         recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
         runs = [
-            coalesced(Generation(sample, revision, deadline, each).run())
+            coalesced(Generation(sample, revision, peers, deadline, each).run())
             for sample, each in zip(request.samples, recorded, strict=True)
         ]
         return runs[0] if len(runs) == 1 else interleaved(runs)

@@ -19,7 +19,7 @@ def load(path: Path) -> Any:
         return yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise YamlFileError(error.strerror or str(error)) from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # a date that there is not is a ValueError
         raise YamlFileError(" ".join(str(error).split())) from None
 
 

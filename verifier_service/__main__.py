@@ -94,8 +94,8 @@ def main(
         int | None,
         typer.Option(
             min=1,
-            help="Most sessions that one orchestrator has open, known by its certificate, else by its host; more are "
-            "refused. By default there is no limit besides --max-sessions.",
+            help="Most sessions that callers with one certificate have open, or without certificates those of one "
+            "host; more are refused. By default there is no limit besides --max-sessions.",
         ),
     ] = None,
     max_waiting: Annotated[

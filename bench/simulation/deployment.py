@@ -107,6 +107,7 @@ class Deployment:
 
         drafts = [address for address in channels if address != "verifier"]
         self._peers = Peers(pods(["verifier"]), pods(drafts) if drafts else None, drafts_are_trusted=True)
+        self._revision = Revision(self._model, self._peers)
 
     async def end(self) -> None:
         for loop in (self._verifier_loop, *self._draft_loops):
@@ -136,7 +137,7 @@ class Deployment:
             rule=Rule.COUPLED,
             contrast=model_pb2.Contrast(),
         )
-        generation = Generation(sample, Revision(self._model, self._peers), None, SampleTimeline(Timeline()))
+        generation = Generation(sample, self._revision, self._peers, None, SampleTimeline(Timeline()))
         tokens: list[int] = []
         async for response in generation.run():
             tokens += response.tokens

@@ -21,6 +21,8 @@ started again, as by `specdec up`, takes some of them."""
 _SETTLED = ("DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST")
 """Reasons of a server that has another chat template, or that has waited in vain for what it lacks, a draft, the model
 to go on with or any verifier: another server may serve the text, this one will not soon."""
+_SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
+"""The same for a text that has begun: a server may not know its revision yet, or no more."""
 
 
 class Retries:
@@ -72,7 +74,7 @@ class Retries:
         if seen.reason:  # a server gave it
             self._rotation.refused(self.address)
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
-        settled = seen.reason in _SETTLED
+        settled = seen.reason in (_SETTLED_ONCE_BEGUN if begun else _SETTLED)
         if not (lost or settled or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
             raise seen from error
         if not self._failures:

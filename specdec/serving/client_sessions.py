@@ -12,9 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import structlog
 
-from specdec.serving.echo import echo
 from specdec.serving.errors import OverloadedError
+
+log = structlog.get_logger()
+
+LONGEST_NAME = 200
+"""Characters of a client's name that are logged."""
 
 
 class ClientSessions:
@@ -33,9 +38,9 @@ class ClientSessions:
             return
         client = client_of(context)
         if self._open[client] >= self._most:
-            raise OverloadedError(
-                f"client {echo(client)} has {self._most} session{'s' * (self._most != 1)} open, the limit is reached"
-            )
+            # It goes on to whoever asked the orchestrator, who is not to know its certificate.
+            log.warning("client_sessions_full", client=client[:LONGEST_NAME], sessions=self._most)
+            raise OverloadedError(f"{self._most} sessions are open for one client, the limit is reached")
         self._open[client] += 1
         try:
             yield

@@ -1157,7 +1157,7 @@ class TokenizeRequest(google.protobuf.message.Message):
     ADD_SPECIAL_FIELD_NUMBER: builtins.int
     PIECES_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Model name; empty for the only one served."""
+    """Model name, or NAME@REVISION; empty for the only one served. A name stands for the revision with the largest share."""
     text: builtins.str
     """Plain text; at least one character."""
     add_special: builtins.bool

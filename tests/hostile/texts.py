@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -128,17 +130,25 @@ PULSE_PAUSE = 0.05
 """Seconds between two such questions."""
 
 
+def waited_for_a_core() -> float:
+    """Return the seconds for which this thread could have run, and others did; 0 where the kernel does not tell."""
+    try:
+        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+    except FileNotFoundError:
+        return 0.0
+
+
 @asynccontextmanager
 async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
     """Ask an orchestrator for its models, again and again. An event loop that stands still is noticed too: the question
-    is late, and so is its answer."""
-    pulse, answered = Pulse(), time.monotonic()
+    is late, and so is its answer. Time in which the event loop has waited for a core is the machine's, not ours."""
+    pulse, answered, waited = Pulse(), time.monotonic(), waited_for_a_core()
 
     def note() -> None:
-        nonlocal answered
-        now = time.monotonic()
-        pulse.seconds = max(pulse.seconds, now - answered - PULSE_PAUSE)
-        answered = now
+        nonlocal answered, waited
+        now, waited_now = time.monotonic(), waited_for_a_core()
+        pulse.seconds = max(pulse.seconds, now - answered - PULSE_PAUSE - (waited_now - waited))
+        answered, waited = now, waited_now
 
     async def feel() -> None:
         while True:

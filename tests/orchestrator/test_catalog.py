@@ -66,6 +66,16 @@ def test_a_long_name_is_not_repeated() -> None:
     assert len(str(unknown.value)) < 200
 
 
+def test_a_text_that_is_resumed_goes_to_the_revision_that_it_was_begun_with() -> None:
+    old, new = revision("big", "a", 0.0), revision("big", "b", 1.0)
+    catalog = Catalog([old, new])
+    old.readiness.fingerprints.add("f1")
+    resumed = generation_pb2.GenerateRequest(model="big", model_fingerprint="f1", generated_tokens=[1])
+    assert catalog.choose(resumed) is old
+    resumed.model_fingerprint = "f2"  # nobody is known to have it
+    assert catalog.choose(resumed) is new
+
+
 def test_a_model_stands_for_the_revision_with_the_largest_share() -> None:
     catalog = Catalog([revision("big", "a", 1.0), revision("big", "b", 3.0), revision("big", "c", 2.0)])
     assert catalog.main("big").name == catalog.main("").name == "b"

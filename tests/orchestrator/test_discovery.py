@@ -82,3 +82,17 @@ async def test_a_name_that_is_not_known_yet_will_be() -> None:
             await asyncio.sleep(0.005)
     await discovery.close()
     await pods.close()
+
+
+async def test_while_a_new_name_is_not_known_the_pods_of_before_stay() -> None:
+    names, pods = Names(), Pods()
+    discovery = Discovery([Address.parse("10.0.0.1:1")], pods, resolve=names, again_seconds=0.01)
+    await discovery.start()
+    await discovery.look([Address.parse("dns:verifiers:50051")])
+    assert [pod.address for pod in pods] == ["10.0.0.1:1"]
+    names.records = [(socket.AF_INET, "10.0.0.2")]
+    async with asyncio.timeout(10):
+        while [pod.address for pod in pods] != ["10.0.0.2:50051"]:
+            await asyncio.sleep(0.005)
+    await discovery.close()
+    await pods.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ models:
         ),
         (f"models: {{big: {{revisions: {{a: {ONE}, b: {ONE}}}}}}}", "revisions.a: share: is missing"),
         (f"models: {{big: {{revisions: {{a: {ONE}, a: {ONE}}}}}}}", "a is given twice"),
+        (f"models: {{big: {{revisions: {{2026-02-30: {ONE}}}}}}}", "day is out of range"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:
@@ -140,6 +142,22 @@ def test_a_directory_may_come_after_the_file_that_names_it(tmp_path: Path) -> No
     (tmp_path / "late").symlink_to(target)
     assert watched.changed()
     assert [each.entry.revision for each in watched.contents] == ["a", "b"]
+
+
+def test_a_directory_may_come_file_by_file(tmp_path: Path) -> None:
+    target = make("llama", tmp_path / "target")
+    written(tmp_path, a=target)
+    watched = Watched(ModelsFile(tmp_path / "models.yaml"))
+    written(tmp_path, a=target, b=tmp_path / "late")
+    (tmp_path / "late").mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        watched.changed()
+        shutil.copy(target / name, tmp_path / "late" / name)
+    assert watched.changed()
+    before = watched.contents[1].model
+    (tmp_path / "late" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert watched.changed()
+    assert watched.contents[1].model.text_fingerprint != before.text_fingerprint
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
@@ -251,3 +254,50 @@ async def test_several_models_behind_one_orchestrator(directories: Directories, 
             assert one != other
             with pytest.raises(InvalidRequest, match="model: is empty, must be one of 'one', 'other'"):
                 await tokens_of(client, 3)
+
+
+async def test_while_a_new_revision_is_looked_for_the_shares_of_before_hold(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """All shares change at once: if the old one's went first, requests would have nowhere to go."""
+    async with (
+        stack(directories.target, None) as a,
+        stack(directories.near, None) as b,
+        rollout(tmp_path, {"a": (directories.target, a), "b": (directories.near, b)}, a=1.0) as found,
+        AsyncClient(found.fronts[0].address, timeout=60) as client,
+    ):
+        for pod in b.verifiers:
+            await pod.stop()  # to look for it takes a while
+        over, seen = False, list[str]()
+
+        async def ask_on() -> None:
+            while not over:
+                seen.append((await tokens_of(client, len(seen), model="m", max_tokens=2))[0])
+
+        asking = asyncio.create_task(ask_on())
+        host, _, port = b.verifiers[0].address.rpartition(":")
+        with socket.create_server((host, int(port))):  # it answers nothing
+            await found.becomes(a=0.0, b=1.0)
+            assert set(seen) == {"m@a"}
+            over = True
+            asking.cancel()
+            await asyncio.wait({asking})
+
+
+async def test_what_goes_wrong_is_tried_again(directories: Directories, tmp_path: Path) -> None:
+    async with (
+        stack(directories.target, None) as a,
+        rollout(tmp_path, {"a": (directories.target, a), "b": (directories.target, a)}, a=1.0) as found,
+    ):
+        (catalog,) = found.catalogs
+        settings, failures = catalog._settings, list[str]()
+
+        def connect(address: str) -> grpc.aio.Channel:
+            if not failures:
+                failures.append(address)
+                raise OSError("not now")
+            return settings.connect(address)
+
+        catalog._settings = replace(settings, connect=connect)
+        await found.becomes(a=1.0, b=1.0)
+        assert failures
