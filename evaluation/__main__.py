@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -122,9 +123,7 @@ def main(
 def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Iterator[Sample]:
     """Yield the samples of a file's prompts, so many at most; PromptFileError names a line that cannot be served, or
     whose text may have more than `most_tokens`."""
-    for number_, prompt in enumerate(file.prompts()):
-        if number_ >= most:
-            return
+    for prompt in islice(file.prompts(), most):
         try:
             sample = parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
         except ServiceError as error:

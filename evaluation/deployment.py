@@ -53,10 +53,10 @@ class Layout:
     local: bool = False  # the verifier runs the draft itself
     delay: float = 0.0  # seconds between any two services, one way
     target_speed: float = 1.0
+    draft_speed: float = 1.0
     step_seconds: float | None = None
     """Seconds of the target's passes, whatever is in them, while the draft and all other code take none, so that every
     step has all candidates; None: all as it is."""
-    draft_speed: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,7 @@ class Report:
             ],
             "delay_seconds": self.delay_seconds,
             "concurrent": self.concurrent,
-            "pools": {
-                str(streams): asdict(pools)
-                | dict(zip(("verifier_pods", "draft_pods"), self._replicas(streams), strict=True))
-                for streams, pools in self.pools.items()
-            },
+            "pools": {str(streams): self._told_pools(streams) for streams in self.pools},
         }
 
     def lines(self) -> Iterator[str]:

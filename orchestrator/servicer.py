@@ -239,18 +239,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> Iterator[tuple[Revision, Peers, Timeline]]:
         """Choose the revision that a request of an account gets. Count it, and record it unless there is no room. Its
         peers may be others later: the request keeps those of now."""
+        recorded = partial(self.timelines.begin, "generate", operation=operation(request), stream=streamed)
         try:
             revision = self._catalog.choose(request)
         except ServiceError:
-            with self._catalog.refused.request(account.tenant_class), account.request():
+            with self._catalog.refused.request(account.tenant_class), account.request(), recorded(model=""):
                 raise
         peers = revision.peers
         with revision.request(account.tenant_class), account.request():
             peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
-            named = revision.asked_as or revision.model.name
-            with self.timelines.begin(
-                "generate", operation=operation(request), model=named, stream=streamed
-            ) as timeline:
+            with recorded(model=revision.asked_as or revision.model.name) as timeline:
                 yield revision, peers, timeline
 
     async def _parse(

@@ -262,7 +262,7 @@ def secrets(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", ["none", "secrets"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("secrets", marks=pytest.mark.verify)])
 def test_pods_start_pass_their_probes_serve_and_end(
     mode: str, models: Path, secrets: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -284,17 +284,26 @@ def test_pods_start_pass_their_probes_serve_and_end(
 
         # 3. `helm test` gets its tokens; with the draft alone there are others too.
         *front, draft, verifier = others
-        for speculation in ("auto", "always"):
-            container(templates(here.things)["specdec-test"])["args"].append(f"--speculation={speculation}")
-            asking = here.start("specdec-test")
-            assert asking.process.wait(PATIENCE_SECONDS) == 0, asking.said
-        assert re.search(rb"(?m)^specdec_draft_committed_tokens_total [1-9]", scraped(draft))
+        asked(here)
+        container(templates(here.things)["specdec-test"])["args"].append("--speculation=always")
+        for _ in range(10):  # a text is so short that its draft may be late
+            asked(here)
+            if re.search(rb"(?m)^specdec_draft_committed_tokens_total [1-9]", scraped(draft)):
+                break
+        else:
+            pytest.fail("the draft has not taken part in any text")
 
         # 4. A verifier that is deleted stops being ready, and ends by itself.
         assert verifier.end() == 0, verifier.said
         assert not verifier.probe("readinessProbe")
         for pod in (*front, orchestrator, draft):
             assert pod.end() == 0, pod.said
+
+
+def asked(here: Cluster) -> None:
+    """Run `helm test`."""
+    asking = here.start("specdec-test")
+    assert asking.process.wait(PATIENCE_SECONDS) == 0, asking.said
 
 
 def scraped(pod: Pod) -> bytes:
@@ -304,6 +313,7 @@ def scraped(pod: Pod) -> bytes:
     return content
 
 
+@pytest.mark.verify
 @pytest.mark.timeout(600)
 def test_a_target_on_two_nodes(models: Path, tmp_path: Path) -> None:
     """Two pods of a group, each with torchrun and a process. LeaderWorkerSet's controller gives them the variables.
