@@ -315,7 +315,7 @@ def peers_at(services: Stack, draft: str) -> Peers:
     return Peers(Pods(pod.address for pod in services.verifiers), Pods([draft]), drafts_are_trusted=True)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition; AssertionError if it does not come true in time."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "warmth", "schema": SCHEMA}}},
 }
-STEP = 8
+STEP = 5
 """The step of the target after which somebody dies: the answer takes more than twice as many."""
 
 

@@ -97,7 +97,7 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
             check_fits(directories, grammar, completion)
         drafted = await all_of(services, speculation=ALWAYS)
         assert tokens_of(drafted) == tokens_of(plain)
-        assert sum(each.finish.speculation.sources["remote_draft"] for each in drafted) > 30
+        assert sum(each.finish.speculation.sources["remote_draft"] for each in drafted) > 10
         own = await all_of(services, speculation=generation_pb2.Speculation(drafters=OWN_DRAFTERS))
         assert tokens_of(own) == tokens_of(plain)
         assert sum(each.finish.speculation.sources["grammar"] for each in own) > 30

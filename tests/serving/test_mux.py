@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.mux.stream import MOST_BYTES, OVERHEAD, WINDOW, Stream, Traffic
 from specdec.serving.process.server import CHANNEL_OPTIONS
 from specdec.v2 import mux_pb2, mux_pb2_grpc
-from tests.stack import Pod, running
+from tests.stack import Pod, running, until
 
 SERVICE = "tests.Methods"
 
@@ -101,7 +101,7 @@ class Link:
 
     async def answered(self) -> None:
         """As soon as a new stream is: gRPC leaves old connections, and tries new ones, in its own time."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 call = self.begin("echo")
                 try:
@@ -121,12 +121,6 @@ async def link() -> AsyncIterator[Link]:
             yield found
         finally:
             await found.channel.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own() -> None:
