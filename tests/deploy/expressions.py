@@ -33,8 +33,8 @@ class Alert:
     @property
     def operands(self) -> list[str]:
         """The expressions whose values it compares: they have values whether or not it fires."""
-        parts = re.split(r"^ *(?:unless|and on \([^)]*\)) *$", self.expression, flags=re.MULTILINE)
-        return [re.sub(r"(==|>=|>|<) *([\d.]+)", r"\1 bool \2", part) for part in parts]
+        parts = re.split(r"\sunless\s|^ *and on \([^)]*\) *$", self.expression, flags=re.MULTILINE)
+        return [re.sub(r"(==|>=|>|<) *([\d.]+|on \()", r"\1 bool \2", part) for part in parts]
 
 
 def alerts() -> list[Alert]:
