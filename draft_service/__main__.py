@@ -21,7 +21,7 @@ with needed_by("draft", "draft"):
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.memory import set_memory_policy
-    from specdec.engine.placement import Kind, Placement, WantedDtype
+    from specdec.engine.placement import DraftKind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.identity import identity_of, pod_info
@@ -38,7 +38,7 @@ def main(
         typer.Option(help="Directory of the draft model: one that `specdec export` wrote, or Hugging Face's layout."),
     ],
     engine: Annotated[
-        Kind,
+        DraftKind,
         typer.Option(
             help="onnx uses ONNX Runtime: it exports a directory in Hugging Face's layout on first use. torch is the "
             "engine made for the device. eager runs the model's own layers, slowly, to compare with."

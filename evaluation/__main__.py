@@ -32,7 +32,7 @@ with needed_by("evaluate", "evaluate"):
     from specdec.engine.cpu_count import MOST_THREADS, threads_for
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.model_directory import ModelDirectoryError
-    from specdec.engine.placement import Kind, WantedDtype
+    from specdec.engine.placement import DraftKind, WantedDtype
     from specdec.exit_status import ExitStatus
     from specdec.serving.errors import ServiceError
     from specdec.serving.identity import pod_info
@@ -77,7 +77,7 @@ def main(
     dtype: Annotated[WantedDtype, typer.Option(help="Data type that the target computes in.")] = "auto",
     draft_dtype: Annotated[WantedDtype, typer.Option(help="Data type that the draft computes in.")] = "auto",
     draft_engine: Annotated[
-        Kind, typer.Option(help="Engine of the draft service; a local draft always has the target's.")
+        DraftKind, typer.Option(help="Engine of the draft service; a local draft always has the target's.")
     ] = "onnx",
     draft_speed: Annotated[
         float,

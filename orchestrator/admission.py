@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import PodCapacity
+from specdec.serving.breaker import Breaker
 from specdec.serving.errors import OverloadedError, TenantLimitError, TooLateError
 from specdec.v2 import model_pb2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.model import Model
 from orchestrator.pod_errors import LostError, OtherTokenizerError, UnfitError
 from specdec.serving.errors import ProtocolError
-from specdec.serving.identity import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from specdec.serving.identity import protocol_mismatch
 from specdec.v2 import model_pb2
 
 MAX_IDENTITY_BYTES = 4096
@@ -19,10 +19,8 @@ def check_fit(identity: model_pb2.ModelIdentity, model: Model, peer: str) -> Non
         raise LostError(
             f"its identity has {identity.ByteSize()} bytes and a context of {identity.context_tokens} tokens"
         )
-    newest, oldest = identity.protocol_version, identity.oldest_protocol_version or identity.protocol_version
-    if newest < OLDEST_PROTOCOL_VERSION or oldest > PROTOCOL_VERSION:
-        theirs, ours = _versions(oldest, newest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
-        raise UnfitError(ProtocolError(f"{peer}: speaks protocol {theirs}, not {ours}"))
+    if (mismatch := protocol_mismatch(identity)) is not None:
+        raise UnfitError(ProtocolError(f"{peer}: {mismatch}"))
     if identity.tokenizer_fingerprint != model.tokenizer_fingerprint:
         raise OtherTokenizerError(
             ProtocolError(f"{peer}: serves {identity.model!r} with another tokenizer than {model.name!r} has here")
@@ -39,7 +37,3 @@ def check_verifier(identity: model_pb2.ModelIdentity, model: Model) -> None:
                 f"of {model.name!r} here"
             )
         )
-
-
-def _versions(oldest: int, newest: int) -> str:
-    return str(newest) if oldest == newest else f"{oldest} to {newest}"

@@ -23,6 +23,7 @@ class GrantedLimits:
     def by_verifier(self, opened: verifier_pb2.VerifyOpened) -> None:
         """Take what a verifier grants."""
         self._grant("max_candidates", opened.max_candidates)
+        self._grant("max_branches", opened.max_branches)
 
     def by_draft(self, opened: draft_pb2.DraftOpened) -> None:
         """Take what a draft grants."""

@@ -11,9 +11,9 @@ import grpc
 import structlog
 
 from orchestrator.admission import Admission
-from orchestrator.breaker import Breaker
 from orchestrator.connections import connect
 from orchestrator.pod_capacity import PodCapacity
+from specdec.serving.breaker import Breaker
 
 log = structlog.get_logger()
 

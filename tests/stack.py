@@ -29,7 +29,7 @@ from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client.tls_files import TlsFiles
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, chains_only
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
@@ -40,6 +40,7 @@ from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process.server import CHANNEL_OPTIONS, SERVING, Servicer, registered
 from specdec.serving.tls import server_credentials
 from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
+from tests.paged import Paged
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import Limits as VerifierLimits
@@ -65,6 +66,7 @@ class SlowEngine:
         self.vocabulary = self.inner.vocabulary
         self.numerics = self.inner.numerics
         self.exact = self.inner.exact
+        self.chains_only = chains_only(self.inner)
 
     def packer(self) -> Packer:
         return self.inner.packer()
@@ -247,21 +249,25 @@ async def stack(
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
     controller: SpeculationController | None = None,
     draft_model: Path | None = None,
+    paged: bool = False,
 ) -> AsyncIterator[Stack]:
     """Verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine, `target_delay`
-    the target's. Verifiers may have an `draft_model`. Other kinds of servicers may stand in for the ordinary ones;
-    `disguise` changes what the verifier of this number says it is."""
+    the target's. Verifiers may have an `draft_model`; if they are `paged`, they take chains of candidates alone. Other
+    kinds of servicers may stand in for the ordinary ones; `disguise` changes what the verifier of this number says it
+    is."""
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:
             engine: Engine = exits.enter_context(torch_engine(target, capacity=capacity, dtype=dtype, exact=exact))
+            if paged:
+                engine = Paged(engine)
             if target_delay is not None:
                 engine = SlowEngine(engine, target_delay)
             own = None
             if draft_model is not None:
                 small = exits.enter_context(torch_engine(draft_model, capacity=capacity, exact=False))
                 own = DraftModelProposer(small, ModelDirectory(draft_model).context)
-            cost = cost_of(engine, target, capacity, dtype, exact, target_delay)
+            cost = cost_of(engine, target, capacity, dtype, exact, target_delay, paged)
             loop = StepLoop(engine, latency=cost, controller=controller, draft_model=own)
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)

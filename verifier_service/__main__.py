@@ -22,6 +22,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
+    from specdec.engine.vllm.options import read_options
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process import logs
@@ -58,7 +59,9 @@ def main(
         Kind,
         typer.Option(
             help="torch is the engine made for the device. eager runs the model's own layers, slowly, to compare with. "
-            "onnx uses ONNX Runtime: it exports the model on first use and is never exact."
+            "onnx uses ONNX Runtime: it exports the model on first use and is never exact. vllm has vLLM run the "
+            "model, with its kernels and quantisations, on one device or several; it verifies chains of candidates, no "
+            "trees."
         ),
     ] = "torch",
     threads: Annotated[
@@ -133,14 +136,14 @@ def main(
         bool,
         typer.Option(
             help="Compile the model's own layers with torch: half a minute at start for faster steps of models that "
-            "are not of the Llama kind. Works on CPUs only and needs a C++ compiler."
+            "are not of the Llama kind, or that vLLM runs. Works on CPUs only and needs a C++ compiler."
         ),
     ] = False,
     cuda_graphs: Annotated[
         bool,
         typer.Option(
             help="Record steps as CUDA graphs, which the host launches in one call; without them every kernel by "
-            "itself, slowly, to compare with. For the torch engine on a GPU."
+            "itself, slowly, to compare with. For the torch engine and vLLM on a GPU."
         ),
     ] = True,
     draft_model: Annotated[
@@ -150,11 +153,27 @@ def main(
             "service would take cores from the target. By default there is none."
         ),
     ] = None,
+    vllm_options: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="With --engine vllm: options of vLLM by their names in vllm.EngineArgs, such as "
+            '\'{"tensor_parallel_size": 4, "quantization": "fp8"}\'.',
+        ),
+    ] = "{}",
     *,
     server: ServerSettings,
 ) -> None:
     """Serve a target model: verify candidates and decide every token."""
     set_memory_policy()
+    try:
+        for_vllm = read_options(vllm_options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--vllm-options") from None
+    if for_vllm and engine != "vllm":
+        raise typer.BadParameter(f"is for --engine vllm, not for {engine}", param_hint="--vllm-options")
+    if draft_model is not None and engine == "vllm":
+        raise typer.BadParameter("vLLM runs one model here, and no local draft beside it", param_hint="--draft-model")
 
     def options(ranks: Ranks | None) -> dict[str, Any]:
         most = threads or threads_for(device, sharers=1 if ranks is None else ranks.local_degree)
@@ -167,7 +186,9 @@ def main(
         }
 
     def load(directory: ModelDirectory, ranks: Ranks | None) -> Engine:
-        return load_engine(engine, directory, exact=exact, compiled=compile, ranks=ranks, **options(ranks))
+        return load_engine(
+            engine, directory, exact=exact, compiled=compile, ranks=ranks, vllm_options=for_vllm, **options(ranks)
+        )
 
     def checked(share: float = 1.0) -> list[ModelDirectory]:
         placement = Placement(engine, dtype, device, kv_tokens, share, compile)

@@ -206,7 +206,7 @@ class VerifierServicer(
             case "extend":
                 self._extend(session, request.extend, arrived)
             case "policy":
-                if wrong := _policy_violations(request.policy):
+                if wrong := self._policy_violations(request.policy):
                     raise ValueError("; ".join(" ".join(each) for each in wrong))
                 session.set_policy(self._policy(request.policy))
             case "consumed":
@@ -235,6 +235,7 @@ class VerifierServicer(
             min_candidate_probability=probability,
             max_candidates=session.policy.max_candidates,
             follows_grammar=session.request.grammar is not None,
+            max_branches=1 if self._backend.chains_only else 0,
         )
         return verifier_pb2.VerifyResponse(opened=opened)
 
@@ -263,6 +264,16 @@ class VerifierServicer(
             lookahead=lookahead_from(message.lookahead) if message.HasField("lookahead") else None,
         )
 
+    def _policy_violations(self, policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
+        violations = drafter_violations("policy.drafters", policy.drafters)
+        if policy.HasField("lookahead"):
+            violations += lookahead_violations("policy.lookahead", policy.lookahead)
+            if model_pb2.DRAFTER_LOOKAHEAD not in policy.drafters:
+                violations.append(("policy.lookahead", "is set, needs the drafter LOOKAHEAD"))
+            if self._backend.chains_only:
+                violations.append(("policy.lookahead", "is set, this verifier's engine has no lookahead windows"))
+        return violations
+
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:
         """Return the session that `open` asks for; every value is checked, whoever sent it."""
         message = request.open
@@ -284,7 +295,7 @@ class VerifierServicer(
         if message.tenant_weight and not LEAST_WEIGHT <= message.tenant_weight <= MOST_WEIGHT:
             problem = f"is {message.tenant_weight:g}, must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
             violations.append(("tenant_weight", problem))
-        violations += _policy_violations(message.policy)
+        violations += self._policy_violations(message.policy)
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
         if violations:
@@ -311,15 +322,6 @@ class VerifierServicer(
             return cast("BackendSession", self._backend.session(wanted, policy, nodes, vocabulary))
         except GrammarError as error:
             raise InvalidRequestError([("generated_tokens", str(error))]) from None
-
-
-def _policy_violations(policy: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
-    violations = drafter_violations("policy.drafters", policy.drafters)
-    if policy.HasField("lookahead"):
-        violations += lookahead_violations("policy.lookahead", policy.lookahead)
-        if model_pb2.DRAFTER_LOOKAHEAD not in policy.drafters:
-            violations.append(("policy.lookahead", "is set, needs the drafter LOOKAHEAD"))
-    return violations
 
 
 def recorded_response(timeline: Timeline, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:

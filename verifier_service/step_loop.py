@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from specdec.engine.engine import Engine, step_of
+from specdec.engine.engine import Engine, chains_only, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
@@ -73,6 +73,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         super().__init__("step-loop")
         self.stats = VerifierStats()
         self._engine = engine
+        self.chains_only = chains_only(engine)
         self._tuning = tuning
         self._probe = EngineProbe(engine)
         self._forward = step_of(engine)
@@ -117,7 +118,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         return int(self.pool.available * BLOCK / tokens)
 
     def session(self, request: SessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Session:
-        return Session(request, policy, max_nodes, vocabulary, self._tuning)
+        return Session(request, policy, max_nodes, vocabulary, self._tuning, chains_only=self.chains_only)
 
     def drafting_outlook(self, session: Session, sessions: int) -> tuple[bool, float]:
         return self._speculation.outlook(session, sessions, self._planner.price)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -210,26 +210,37 @@ class TokenTree:
             path_logprob = -negative_reach
             yield path_logprob, parent
 
+    def best_chain(self, usable: Callable[[Node], bool] = anything) -> Iterator[tuple[float, Node]]:
+        """Yield (path logprob, node) down from the root, at each node to its likeliest `usable` child."""
+        path_logprob, node = 0.0, self.root
+        while True:
+            child = max(filter(usable, node.children.values()), key=lambda child: child.logprob, default=None)
+            if child is None:
+                return
+            path_logprob, node = path_logprob + child.logprob, child
+            yield path_logprob, node
+
     def best(self, count: int) -> list[Node]:
         """Return the `count` nodes of highest path logprob, best first: always a connected tree, parents first."""
         return [node for _, node in itertools.islice(self.by_path_logprob(), count)]
 
-    def expected_tokens(self, count: int, usable: Callable[[Node], bool] = anything) -> tuple[float, float]:
-        """Return (expected tokens of a step over the `count` best nodes, path probability of the likeliest leaf among
-        them).
 
-        The root is the leaf of an empty tree, with probability 1. If there are `count` nodes, no more fit, and the
-        second number is 0."""
-        expected, leaf, seen = 1.0, 0.0, 0
-        for path_logprob, node in itertools.islice(self.by_path_logprob(usable), count):
-            probability = math.exp(path_logprob)
-            expected += probability
-            seen += 1
-            if not node.children:
-                leaf = max(leaf, probability)
-        if not seen:
-            return 1.0, 1.0
-        return expected, leaf if seen < count else 0.0
+def expected_tokens(nodes: Iterable[tuple[float, Node]], count: int) -> tuple[float, float]:
+    """Return (expected tokens of a step over the first `count` of these nodes, path probability of the likeliest leaf
+    among them). They come as `by_path_logprob` and `best_chain` yield them.
+
+    Without nodes the root is the leaf, with probability 1. If there are `count` nodes, no more fit, and the second
+    number is 0."""
+    expected, leaf, seen = 1.0, 0.0, 0
+    for path_logprob, node in itertools.islice(nodes, count):
+        probability = math.exp(path_logprob)
+        expected += probability
+        seen += 1
+        if not node.children:
+            leaf = max(leaf, probability)
+    if not seen:
+        return 1.0, 1.0
+    return expected, leaf if seen < count else 0.0
 
 
 def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Paths:

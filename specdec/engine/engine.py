@@ -2,7 +2,7 @@
 
 What only some engines can do is a capability: a protocol of its own beside `Engine`. Which ones an engine has depends
 on what was loaded, so this is found out at run time, in one function for each: `step_of`, `cpu_threads`,
-`hidden_states`.
+`hidden_states`, `chains_only`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ class CpuThreads(Protocol):
 
     def use_threads(self, count: int) -> None:
         """Compute with `count` threads, one of `threads`, from now on."""
+
+
+def chains_only(engine: Engine) -> bool:
+    """Return whether a text's rows must be one chain at its end, in blocks of its own: there are no side branches, and
+    no rows beside the text. True of paged attention, which has one block table for each text."""
+    return getattr(engine, "chains_only", False)
 
 
 def cpu_threads(engine: Engine) -> CpuThreads | None:

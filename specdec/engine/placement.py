@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["torch", "eager", "onnx"]
+Kind = Literal["torch", "eager", "onnx", "vllm"]
 """The kinds of engine. On a GPU `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
-attention by tensor operations: slower everywhere, and a reference to compare with on any device."""
+attention by tensor operations: slower everywhere, and a reference to compare with on any device. `vllm` has vLLM run
+the model."""
+
+DraftKind = Literal["torch", "eager", "onnx"]
+"""The kinds of engine that a draft can have: it grows trees, which vLLM's attention cannot read."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

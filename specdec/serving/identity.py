@@ -15,6 +15,19 @@ OLDEST_PROTOCOL_VERSION = 2
 The package, as in specdec.v2, names the first version of a line."""
 
 
+def protocol_mismatch(identity: model_pb2.ModelIdentity) -> str | None:
+    """Return what is wrong with the versions of the protocol that a pod speaks; None if one of them is spoken here."""
+    newest, oldest = identity.protocol_version, identity.oldest_protocol_version or identity.protocol_version
+    if newest < OLDEST_PROTOCOL_VERSION or oldest > PROTOCOL_VERSION:
+        theirs, ours = _versions(oldest, newest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
+        return f"speaks protocol {theirs}, not {ours}"
+    return None
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return str(newest) if oldest == newest else f"{oldest} to {newest}"
+
+
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
     """Return what a pod that serves a directory says of itself; `context` is the longest text that it has room for."""
     mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST

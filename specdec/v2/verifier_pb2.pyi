@@ -203,6 +203,7 @@ class VerifyOpened(google.protobuf.message.Message):
     MIN_CANDIDATE_PROBABILITY_FIELD_NUMBER: builtins.int
     MAX_CANDIDATES_FIELD_NUMBER: builtins.int
     FOLLOWS_GRAMMAR_FIELD_NUMBER: builtins.int
+    MAX_BRANCHES_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Candidate nodes this session may have alive."""
     drafting_wanted: builtins.bool
@@ -215,6 +216,10 @@ class VerifyOpened(google.protobuf.message.Message):
     """
     follows_grammar: builtins.bool
     """Whether it follows the `grammar` of VerifyOpen. A verifier that does not know the field says no."""
+    max_branches: builtins.int
+    """Candidates for one place that a step verifies at most: 1 where the engine verifies one chain and no tree. 0: as many
+    as there are.
+    """
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -233,9 +238,10 @@ class VerifyOpened(google.protobuf.message.Message):
         min_candidate_probability: builtins.float = ...,
         max_candidates: builtins.int = ...,
         follows_grammar: builtins.bool = ...,
+        max_branches: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["capacity", b"capacity", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability"]) -> None: ...
 
 global___VerifyOpened = VerifyOpened
 

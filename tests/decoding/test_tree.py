@@ -323,6 +323,23 @@ class TestBest:
         assert len(found) == tree.size
 
     @given(trees())
+    def test_the_best_chain_goes_to_the_likeliest_child(self, tree: TokenTree) -> None:
+        node, reached = tree.root, 0.0
+        for path_logprob, child in tree.best_chain():
+            assert child.parent is node
+            assert child.logprob == max(other.logprob for other in node.children.values())
+            node, reached = child, reached + child.logprob
+            assert path_logprob == reached
+        assert not node.children
+
+    def test_the_best_chain_ends_where_nothing_is_usable(self) -> None:
+        tree = TokenTree([7], vocabulary=8, last_position=9)
+        tree.insert(1, Paths([0, 1, 2], [0, 1, 1], [-0.1, -0.1, -0.2]))
+        assert [node.token for _, node in tree.best_chain()] == [0, 1]
+        assert [node.token for _, node in tree.best_chain(lambda node: node.token != 1)] == [0, 2]
+        assert [node.token for _, node in tree.best_chain(lambda node: node.token != 0)] == []
+
+    @given(trees())
     def test_path_logprob_is_the_sum_along_the_path_and_never_rises(self, tree: TokenTree) -> None:
         for node in tree.root.walk():
             path = node.path()

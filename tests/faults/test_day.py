@@ -136,7 +136,7 @@ async def test_a_day(models: Models, oracle: Oracle, tmp_path: Path) -> None:
                 for name in oracles
             }
             full = Run(cluster)
-            await full.play(client, asked[:1], disturbed(list(cluster.pods), CAPACITY_SECONDS), AT_ONCE)
+            await full.play(client, asked, disturbed(list(cluster.pods), CAPACITY_SECONDS), AT_ONCE)
             await cluster.make_whole()
             rate = LOAD * len(full.records) / (time.monotonic() - full.began)
             calm = await Run(cluster).play_open(client, asked, [Event(At(CALM_SECONDS))], rate)

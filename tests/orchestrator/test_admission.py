@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from orchestrator.admission import MAX_OPENINGS, REFUSED_SECONDS, Admission, LeftAloneError
-from orchestrator.breaker import Breaker
 from orchestrator.pod_capacity import STALE_SECONDS, PodCapacity
+from specdec.serving.breaker import Breaker
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.v2 import model_pb2
 

@@ -99,6 +99,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
             got, _, _ = await run_all(services, requests, tokens)
             compare(want, got, what)
 
+    await against(directories.near, "chains alone", target_delay=slow_target, paged=True)
     await against(directories.other, "another draft")
     await against(directories.random, "a random draft")
     await against(directories.near, "a slow draft", delay=lambda: time.sleep(0.05))

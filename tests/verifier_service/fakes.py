@@ -31,6 +31,7 @@ from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
 from testing.mailbox import Mailbox
 from tests.choices import choose_token
+from tests.paged import Paged
 from verifier_service.backend.request import Policy, SessionRequest
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop
@@ -215,6 +216,15 @@ class FixedLatency(StepLatency):
 FREE, DEAR = FixedLatency(0.0), FixedLatency(10.0)
 
 
+class PagedTextEngine(Paged):
+    """A text engine that takes chains in blocks alone."""
+
+    inner: TextEngine
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(TextEngine(*options))
+
+
 class Client:
     """A session of a step loop whose thread was never started."""
 
@@ -252,7 +262,9 @@ class Client:
             deadline,
             coalesce_commits=coalesce_commits,
         )
-        self.session = Session(request, policy or Policy(REMOTE, max_candidates, 0.0), 64, VOCABULARY)
+        policy = policy or Policy(REMOTE, max_candidates, 0.0)
+        chains_only = isinstance(loop, StepLoop) and loop.chains_only
+        self.session = Session(request, policy, 64, VOCABULARY, chains_only=chains_only)
         self.want = reference(request)
         self.mail = Mailbox()
         self.running = RunningSession(self.session, self.mail, lambda result, times: (result, times))
@@ -306,5 +318,5 @@ def run(loop: StepLoop | PlainLoop, *clients: Client, turns: int = 2000) -> None
     raise AssertionError(f"not over after {turns} turns")
 
 
-def step_loop(engine: TextEngine, latency: StepLatency = FREE, **options: Any) -> StepLoop:
+def step_loop(engine: TextEngine | PagedTextEngine, latency: StepLatency = FREE, **options: Any) -> StepLoop:
     return StepLoop(engine, latency=latency, **options)

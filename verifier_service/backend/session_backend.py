@@ -61,6 +61,8 @@ class SessionBackend(Worker):
     """Runs the target: a worker thread that owns all sessions."""
 
     stats: VerifierStats
+    chains_only: bool = False
+    """True if a step verifies one chain of candidates for each session: no tree and no lookahead window."""
 
     @property
     @abstractmethod

@@ -14,7 +14,9 @@ import structlog
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
-from specdec.engine.engine import Engine, step_of
+from specdec.engine.engine import Engine, chains_only, step_of
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.kv.slots import Slots
 from specdec.engine.tile_size import cheapest
 from verifier_service.settings.tuning import DEFAULTS, LatencyTuning
 
@@ -68,7 +70,8 @@ class StepLatency:
     ) -> StepLatency:
         """Measure the latency by running the engine over its first `slots` slots, which no session may use yet. Once
         steps have taken `enough` seconds, no further round begins."""
-        rows = tuple(n for n in MEASURED_ROWS if n + WARM_UP_KEYS < slots)
+        room = slots // BLOCK if chains_only(engine) else slots - WARM_UP_KEYS
+        rows = tuple(n for n in MEASURED_ROWS if n < room)
         return cls(rows, least_seconds(rows, lambda count: _timed(engine, count), enough), tuning)
 
     def of(self, rows: int) -> float:
@@ -150,7 +153,8 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
 def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:
     """Return the number of prompt rows, up to `most`, at which a row takes the least time. Found by running the engine
     over its first `slots` slots, which no session may use yet; `most` if they are too few."""
-    best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG) if most < slots else most
+    room = slots // BLOCK * WARM_UP_KEYS if chains_only(engine) else slots
+    best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG) if most < room else most
     log.info("prefill_rows", best=best)
     return best
 
@@ -159,7 +163,8 @@ def _timed_prefill(engine: Engine, rows: int) -> float:
     """Return the seconds of a step over `rows` rows of short prompts."""
     packer = engine.packer()
     for begin in range(0, rows, WARM_UP_KEYS):
-        own = np.arange(1 + begin, 1 + min(rows, begin + WARM_UP_KEYS))
+        first = BLOCK * begin // WARM_UP_KEYS if chains_only(engine) else 1 + begin
+        own = first + np.arange(min(rows - begin, WARM_UP_KEYS))
         packer.add_path(own, packer.add_rows([0] * len(own), 0, own))
     packer.want(0)
     return _seconds(engine, packer, 1)
@@ -167,13 +172,20 @@ def _timed_prefill(engine: Engine, rows: int) -> float:
 
 def _timed(engine: Engine, rows: int) -> float:
     packer = engine.packer()
-    context = np.arange(1, 1 + WARM_UP_KEYS)
     for row in range(rows):
-        slot = 1 + WARM_UP_KEYS + row
-        index = packer.add_row(0, WARM_UP_KEYS, slot)
-        packer.add_path(np.append(context, slot), [index])
+        keys = _keys(engine, row)
+        index = packer.add_row(0, WARM_UP_KEYS, int(keys[-1]))
+        packer.add_path(keys, [index])
         packer.want(index)
     return _seconds(engine, packer, rows)
+
+
+def _keys(engine: Engine, row: int) -> Slots:
+    """Return the slots of a text that ends with this row. Texts share what is before it, where they need not lie in
+    blocks of their own."""
+    if chains_only(engine):
+        return BLOCK * row + np.arange(WARM_UP_KEYS + 1)
+    return np.append(np.arange(1, 1 + WARM_UP_KEYS), 1 + WARM_UP_KEYS + row)
 
 
 def _seconds(engine: Engine, packer: Packer, wanted: int) -> float:

@@ -31,7 +31,7 @@ def open_windows(
     windows: list[LookaheadRows | None] = []
     for session, nodes in zip(sessions, chosen, strict=True):
         size = None
-        if session.policy.windows and eligibility.uses_proposers(session):
+        if session.policy.windows and not session.chains_only and eligibility.uses_proposers(session):
             size = session.policy.lookahead
             if size is None and not eligibility.uses_local_model(session):  # with a draft a window has little to gain
                 size = costs.affordable(session.ngrams.sizes, session.ngrams.gain)

@@ -12,7 +12,7 @@ from specdec.decoding.query import PenaltyState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.suffix import Tokens
 from specdec.decoding.token_mask import TokenMask
-from specdec.decoding.tree import Node, Paths, TokenTree
+from specdec.decoding.tree import Node, Paths, TokenTree, expected_tokens
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
@@ -47,7 +47,11 @@ class Session:
         max_nodes: int,
         vocabulary: int,
         tuning: Tuning = DEFAULTS,
+        *,
+        chains_only: bool = False,
     ) -> None:
+        self.chains_only = chains_only
+        """True if the engine verifies one chain of candidates, and no tree."""
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
@@ -231,13 +235,17 @@ class Session:
 
     def candidates(self) -> Iterator[tuple[float, Node]]:
         """Yield the best candidates for a step, best first, each after its path logprob."""
-        return islice(self.tree.by_path_logprob(self.usable), self.max_candidates)
+        return islice(self._by_path_logprob(), self.max_candidates)
 
     def expected_tokens(self) -> tuple[float, float]:
-        """Return `TokenTree.expected_tokens` over as many candidates as the session may have."""
+        """Return what `tree.expected_tokens` does of as many candidates as the session may have."""
         if self._expected_tokens is None:
-            self._expected_tokens = self.tree.expected_tokens(self.policy.max_candidates, self.usable)
+            self._expected_tokens = expected_tokens(self._by_path_logprob(), self.policy.max_candidates)
         return self._expected_tokens
+
+    def _by_path_logprob(self) -> Iterator[tuple[float, Node]]:
+        """Yield candidates that a step can verify, best first, each after its path logprob."""
+        return (self.tree.best_chain if self.chains_only else self.tree.by_path_logprob)(self.usable)
 
     def wait_estimate(self, now: float, price: float) -> WaitEstimate:
         """Return the wait estimate of the session; `price` is the break-even probability."""

@@ -16,10 +16,10 @@ import torch._inductor.config
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
+from specdec.engine.batch_independence import rows_are_independent
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.attention_hook import PackedAttention
-from specdec.engine.hf.batch_invariance import rows_are_independent
 from specdec.engine.hf.linear import lay_out
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.engine import fast_paths
@@ -33,13 +33,14 @@ def load_engine(
     compiled: bool = False,
     cuda_graphs: bool = True,
     ranks: Ranks | None = None,
+    vllm_options: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError says in one line why it cannot be.
 
     An engine on the CPU computes with each of `threads`, thread counts with the largest first. `dtype_of` says what
     "auto" means. Without `cuda_graphs` the engine for GPUs launches its kernels one by one; to other engines it means
-    nothing. With `ranks`, return this rank's part of a parallel engine: on rank 0 it is used like any other engine,
-    elsewhere it is a `FollowingEngine`.
+    nothing. `vllm_options` are for vLLM alone. With `ranks`, return this rank's part of a parallel engine: on rank 0 it
+    is used like any other engine, elsewhere it is a `FollowingEngine`.
     """
     placement = Placement(kind, dtype, device, compiled=compiled)
     dtype = dtype_of(directory, placement)
@@ -47,6 +48,10 @@ def load_engine(
         ranks.agree(engine=kind, dtype=dtype, device=device, kv_tokens=capacity, exact=exact, compile=compiled)
     if ranks is None:
         check_placement(directory, placement)
+    elif kind == "vllm":
+        raise UnsupportedModelError(
+            "vLLM starts its own processes: leave out torchrun, and say --vllm-options '{\"tensor_parallel_size\": N}'"
+        )
     elif compiled or kind == "onnx":
         remedy = "leave out --compile" if compiled else "torchrun is for the torch engine"
         raise UnsupportedModelError(
@@ -55,6 +60,11 @@ def load_engine(
     if kind == "onnx":
         return _onnx(directory, dtype, device, capacity=capacity, threads=min(threads))  # it cannot change their number
     options: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "exact": exact}
+    if kind == "vllm":
+        from specdec.engine.vllm.engine import vllm_engine
+
+        own = {"threads": max(threads), "compiled": compiled, "cuda_graphs": cuda_graphs}
+        return vllm_engine(directory, device=device, options=vllm_options or {}, **own, **options)
     if ranks is not None:
         return _part(ranks, kind, directory, device, threads=threads, **options)
     with phase("imports"):  # torch, transformers and Numba: seconds

@@ -5,23 +5,20 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine.batch import Packer
+from specdec.engine.batch_independence import bits_of_prompt, rows_are_independent
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.kept_exactness import KeptExactness
 from specdec.engine.hf.linear import PackedLinear
 from specdec.engine.hf.pretrained import is_quantised
-from specdec.engine.kv.slots import PADDING_SLOT
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
 
 log = structlog.get_logger()
@@ -29,13 +26,6 @@ log = structlog.get_logger()
 PROBED_ROWS = 128
 """Rows that are compared at each row count: even in the smallest layers they show a difference in one element of
 10,000."""
-
-CROWDS = (41, 200, 487, 680)
-"""Numbers of other rows beside a text in the check of a whole engine: below, near and beyond the largest of
-CANDIDATES."""
-
-TEXT = 24
-"""Tokens of the text in that check."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead
 
@@ -145,7 +135,7 @@ def make_exact(engine: Tileable, contents: bytes | None = None) -> bool:
         kept = KeptExactness(contents, engine.model, linears, threads)
     if kept is not None and (known := kept.read()) is not None:
         engine.tile(known.classes)
-        if _bits_of_prompt(engine) == known.bits:
+        if bits_of_prompt(engine) == known.bits:
             return True
         log.warning("kept_exactness_refused", why="the same text has other bits now")
         engine.tile(None)
@@ -155,103 +145,7 @@ def make_exact(engine: Tileable, contents: bytes | None = None) -> bool:
     engine.tile(classes)
     if rows_are_independent(engine):
         if kept is not None:
-            kept.write(classes, _bits_of_prompt(engine))
+            kept.write(classes, bits_of_prompt(engine))
         return True
     engine.tile(None)
     return False
-
-
-def rows_are_independent(engine: Engine) -> bool:
-    """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every number of threads.
-
-    The text is computed as one prompt, token by token beside other texts, with its end as candidates in other slots,
-    and beside many other rows; attention and all layers are included. Uses the first slots of the KV cache.
-    """
-    found = set()
-    for _ in _thread_counts(engine):
-        logits = _logits_in_any_batch(engine)
-        if logits is None:
-            return False
-        found.add(logits.tobytes())
-    return len(found) == 1
-
-
-def _bits_of_prompt(engine: Engine) -> str:
-    """Return a digest of the logits of the check's text as one prompt, with every number of threads."""
-    digest = hashlib.sha256()
-    for _ in _thread_counts(engine):
-        text, own = _text(engine), np.arange(1, 1 + TEXT)
-        packer = engine.packer()
-        rows = packer.add_rows(text, 0, own)
-        packer.add_path(own, rows)
-        for row in rows:
-            packer.want(row)
-        digest.update(engine.forward(packer.pack())[:TEXT].tobytes())
-    return digest.hexdigest()
-
-
-def _text(engine: Engine) -> list[int]:
-    """Return the check's text, of TEXT tokens."""
-    return list(np.random.default_rng(1).integers(0, engine.vocabulary, TEXT).tolist())
-
-
-def _thread_counts(engine: Engine) -> Iterator[None]:
-    """Have an engine compute with each of its thread counts in turn, the largest last; any other as it does."""
-    threaded = cpu_threads(engine)
-    if threaded is None:
-        yield
-        return
-    for count in reversed(threaded.threads):
-        threaded.use_threads(count)
-        yield
-
-
-def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
-    """Return the logits of a text; None unless they are the same in all batches that are tried."""
-    length, at_once = TEXT, 5
-    text = _text(engine)
-    strangers = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
-    own, theirs, elsewhere = np.split(np.arange(1, 1 + 4 * length + at_once), (length, 4 * length))
-
-    def logits(packer: Packer, wanted: int) -> NDArray[np.float32]:
-        return engine.forward(packer.pack())[:wanted].copy()
-
-    packer = engine.packer()
-    rows = packer.add_rows(text, 0, own)
-    packer.add_path(own, rows)
-    for row in rows:
-        packer.want(row)
-    whole = logits(packer, length)
-
-    for position, token in enumerate(text[:-at_once]):
-        packer = engine.packer()
-        others = position % 4
-        if others:
-            rows = packer.add_rows(strangers[: 5 * others], 0, theirs[: 5 * others])
-            packer.add_path(theirs[: 5 * others], rows)
-        row = packer.add_row(token, position, int(own[position]))
-        packer.add_path(own[: position + 1], [row])
-        packer.want(row)
-        if not np.array_equal(logits(packer, 1)[0], whole[position]):
-            return None
-
-    packer = engine.packer()
-    start = length - at_once
-    rows = packer.add_rows(text[start:], start, elsewhere)
-    packer.add_path(np.concatenate([own[:start], elsewhere]), rows)
-    for row in rows:
-        packer.want(row)
-    if not np.array_equal(logits(packer, at_once), whole[start:]):
-        return None
-
-    for others in CROWDS:  # so many rows that torch shares the work on a tensor among threads, cut at various places
-        packer = engine.packer()
-        for _ in range(others):
-            packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(strangers[0], 0, PADDING_SLOT)])
-        rows = packer.add_rows(text, 0, own)
-        packer.add_path(own, rows)
-        for row in rows:
-            packer.want(row)
-        if not np.array_equal(logits(packer, length), whole):
-            return None
-    return whole

@@ -45,7 +45,7 @@ def check_model(wanted: Wanted) -> ModelDirectory:
     check_weights(directory)
     dtype_of(directory, wanted.placement)
     check_placement(directory, wanted.placement)
-    if not is_exported(directory, wanted.placement):  # whoever exported it has checked
+    if wanted.placement.kind != "vllm" and not is_exported(directory, wanted.placement):  # vLLM and exporters check
         check_architecture(directory)
         check_quantisation(directory, wanted.placement.device)
     return directory

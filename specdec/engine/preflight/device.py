@@ -17,8 +17,14 @@ from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.compiler import check_compiler
 from specdec.engine.unsupported import UnsupportedModelError
+from specdec.engine.vllm.versions import check_vllm
 
-PACKAGES = {"torch": ("torch", "transformers", "numba"), "eager": ("torch", "transformers"), "onnx": ("onnxruntime",)}
+PACKAGES = {
+    "torch": ("torch", "transformers", "numba"),
+    "eager": ("torch", "transformers"),
+    "onnx": ("onnxruntime",),
+    "vllm": ("torch", "vllm", "numba"),
+}
 """Packages that each kind of engine wants, whatever the device."""
 
 CUDA_DRIVER = "libcuda.so.1"
@@ -28,6 +34,8 @@ def check_device(placement: Placement) -> None:
     """Raise UnsupportedModelError unless the device is there and its kind of engine works on it, ModuleNotFoundError if
     a package is missing that this takes."""
     number = cuda_number(placement.device)
+    if placement.kind == "vllm":
+        check_vllm()
     for package in PACKAGES[placement.kind]:
         require(package)
     if number is not None and placement.kind != "onnx":  # ONNX Runtime tells of its providers by itself

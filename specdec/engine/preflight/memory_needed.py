@@ -59,7 +59,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement) -> MemoryNeed
         numbers = _numbers_of_an_export(directory)
     else:
         weights = bytes_of(directory, None if "quantization_config" in directory.config else BYTES[dtype])
-        numbers = _numbers_of_a_token(Fields(directory.path, directory.config))
+        numbers = numbers_of_a_token(directory)
     kv = tokens * numbers * BYTES[dtype]
     return MemoryNeeded(directory.name, dtype, int(weights * placement.share), tokens, int(kv * placement.share))
 
@@ -73,8 +73,9 @@ def _numbers_of_an_export(directory: ModelDirectory) -> int:
         return 0
 
 
-def _numbers_of_a_token(config: Fields) -> int:
+def numbers_of_a_token(directory: ModelDirectory) -> int:
     """Return the numbers that a token's keys and values have in all layers; 0 if the configuration does not tell."""
+    config = Fields(directory.path, directory.config)
 
     def size(*names: str) -> int:
         found = (config.content.get(name) for name in names)

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
+from specdec.engine.batch_independence import rows_are_independent
 from specdec.engine.engines.cpu_engine import CpuEngine
-from specdec.engine.hf.batch_invariance import TiledLinear, find, rows_are_independent, tile, untile
+from specdec.engine.hf.batch_invariance import TiledLinear, find, tile, untile
 from specdec.engine.hf.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts

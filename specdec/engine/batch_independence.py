@@ -1,0 +1,137 @@
+"""The check of a whole engine: do a text's logits depend on the batch that it is computed in?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.batch import Packer
+from specdec.engine.engine import Engine, chains_only, cpu_threads
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.kv.slots import PADDING_SLOT, Slots
+
+CROWDS = (41, 200, 487, 680)
+"""Numbers of other rows beside a text: below, near and beyond the largest of CANDIDATES."""
+
+TEXT = 24
+"""Tokens of the text."""
+
+AT_ONCE = 5
+"""Tokens at its end that are computed again as candidates."""
+
+
+class Places(NamedTuple):
+    """Slots of the check's texts."""
+
+    own: Slots
+    theirs: Slots
+    candidates: Slots  # of the text's end as candidates
+
+
+def rows_are_independent(engine: Engine) -> bool:
+    """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every number of threads.
+
+    The text is computed as one prompt, token by token beside other texts, with its end as candidates in other slots,
+    and beside many other rows; attention and all layers are included. Uses the first slots of the KV cache.
+    """
+    found = set()
+    for _ in _thread_counts(engine):
+        logits = _logits_in_any_batch(engine)
+        if logits is None:
+            return False
+        found.add(logits.tobytes())
+    return len(found) == 1
+
+
+def bits_of_prompt(engine: Engine) -> str:
+    """Return a digest of the logits of the check's text as one prompt, with every number of threads."""
+    digest = hashlib.sha256()
+    for _ in _thread_counts(engine):
+        text, own = _text(engine), np.arange(1, 1 + TEXT)
+        packer = engine.packer()
+        rows = packer.add_rows(text, 0, own)
+        packer.add_path(own, rows)
+        for row in rows:
+            packer.want(row)
+        digest.update(engine.forward(packer.pack())[:TEXT].tobytes())
+    return digest.hexdigest()
+
+
+def _text(engine: Engine) -> list[int]:
+    """Return the check's text, of TEXT tokens."""
+    return list(np.random.default_rng(1).integers(0, engine.vocabulary, TEXT).tolist())
+
+
+def _places(engine: Engine) -> Places:
+    """Return where the texts lie. An engine that takes chains alone has blocks for each text, and its candidates where
+    its tokens are."""
+    if chains_only(engine):
+        own, theirs = (BLOCK * block + np.arange(TEXT) for block in (1, 2))
+        return Places(own, theirs, own[-AT_ONCE:])
+    return Places(*np.split(np.arange(1, 1 + 4 * TEXT + AT_ONCE), (TEXT, 4 * TEXT)))
+
+
+def _thread_counts(engine: Engine) -> Iterator[None]:
+    """Have an engine compute with each of its thread counts in turn, the largest last; any other as it does."""
+    threaded = cpu_threads(engine)
+    if threaded is None:
+        yield
+        return
+    for count in reversed(threaded.threads):
+        threaded.use_threads(count)
+        yield
+
+
+def _logits_in_any_batch(engine: Engine) -> NDArray[np.float32] | None:
+    """Return the logits of a text; None unless they are the same in all batches that are tried."""
+    length = TEXT
+    text = _text(engine)
+    strangers = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
+    own, theirs, candidates = _places(engine)
+
+    def logits(packer: Packer, wanted: int) -> NDArray[np.float32]:
+        return engine.forward(packer.pack())[:wanted].copy()
+
+    packer = engine.packer()
+    rows = packer.add_rows(text, 0, own)
+    packer.add_path(own, rows)
+    for row in rows:
+        packer.want(row)
+    whole = logits(packer, length)
+
+    for position, token in enumerate(text[:-AT_ONCE]):
+        packer = engine.packer()
+        others = position % 4
+        if others:
+            rows = packer.add_rows(strangers[: 5 * others], 0, theirs[: 5 * others])
+            packer.add_path(theirs[: 5 * others], rows)
+        row = packer.add_row(token, position, int(own[position]))
+        packer.add_path(own[: position + 1], [row])
+        packer.want(row)
+        if not np.array_equal(logits(packer, 1)[0], whole[position]):
+            return None
+
+    packer = engine.packer()
+    start = length - AT_ONCE
+    rows = packer.add_rows(text[start:], start, candidates)
+    packer.add_path(np.concatenate([own[:start], candidates]), rows)
+    for row in rows:
+        packer.want(row)
+    if not np.array_equal(logits(packer, AT_ONCE), whole[start:]):
+        return None
+
+    for others in CROWDS:  # so many rows that torch shares the work on a tensor among threads, cut at various places
+        packer = engine.packer()
+        for _ in range(others):
+            packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(strangers[0], 0, PADDING_SLOT)])
+        rows = packer.add_rows(text, 0, own)
+        packer.add_path(own, rows)
+        for row in rows:
+            packer.want(row)
+        if not np.array_equal(logits(packer, length), whole):
+            return None
+    return whole

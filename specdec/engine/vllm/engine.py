@@ -1,0 +1,253 @@
+"""The vLLM engine: the models, kernels and executors of vLLM behind the interface of all engines.
+
+vLLM loads a model, in any quantisation that it knows, on one device or cut into parts for several, and runs passes over
+the rows that the verifier's step loop has packed. What decides about texts (scheduling, memory, prefix caching, choice)
+is ours, so a text is treated as with any other engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.choice import Tokens
+from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.query import SamplingQuery
+from specdec.engine.batch import PackedBatch
+from specdec.engine.batch_independence import rows_are_independent
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.kv.slots import PADDING_SLOT, Slots
+from specdec.engine.memory import slots_for
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import BYTES, Dtype
+from specdec.engine.preflight.memory_needed import numbers_of_a_token
+from specdec.engine.start_phases import phase
+from specdec.engine.unsupported import UnsupportedModelError
+from specdec.engine.vllm.layout import BlockPacker
+from specdec.engine.vllm.options import check_options
+from specdec.engine.vllm.versions import check_vllm
+
+MOST_ROWS = 4096
+MOST_SEQUENCES = 1024
+"""Most rows and sequences of one pass, for which vLLM sets buffers aside: more than a step ever has."""
+
+ENVIRONMENT = {
+    "VLLM_CONFIGURE_LOGGING": "0",  # what it logs goes where the service's own lines go
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a model on one device is in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is written for the first one
+}
+"""What vLLM reads when it is imported."""
+
+
+class VllmEngine:
+    """A model in vLLM, and its KV cache.
+
+    `capacity` is in slots; None takes as many as memory has room for. On CPUs it computes with `threads` threads.
+    `compiled` has torch compile the layers on CPUs; without `cuda_graphs` a GPU's kernels are launched one by one.
+    `options` are vLLM's own (`vllm.EngineArgs`), such as tensor_parallel_size. `exact` asks for the check whether rows
+    depend on their batch; the attribute of this name says whether it found that they do not.
+    """
+
+    chains_only = True
+    threads: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        *,
+        capacity: int | None,
+        threads: int,
+        dtype: Dtype,
+        device: str = "cpu",
+        exact: bool = True,
+        compiled: bool = False,
+        cuda_graphs: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_vllm()
+        options = dict(options or {})
+        check_options(options)
+        if device not in ("cpu", "cuda"):
+            raise UnsupportedModelError(
+                f"device {device}: vLLM takes the devices that it sees: say cuda, and choose by CUDA_VISIBLE_DEVICES"
+            )
+        with phase("imports"):
+            os.environ.update(ENVIRONMENT)
+            import torch
+            import vllm
+
+            from specdec.engine.hf.fingerprint import device_kind
+        self._set_threads = partial(torch.set_num_threads, threads)  # vLLM puts another function there
+        self._thread = 0  # the one that computed last: each has a number of threads of its own
+        self._compute_here()
+        memory = {} if capacity is None else {"num_gpu_blocks_override": capacity // BLOCK}
+        if device == "cpu":
+            memory = _cpu_memory(directory, capacity, dtype, options)
+        with phase("weights"):
+            self._call = _started(
+                model=str(directory.path),
+                dtype=dtype,
+                load_format="safetensors",
+                skip_tokenizer_init=True,
+                block_size=BLOCK,
+                max_num_batched_tokens=MOST_ROWS,
+                max_num_seqs=MOST_SEQUENCES,
+                enable_prefix_caching=False,
+                disable_hybrid_kv_cache_manager=True,
+                async_scheduling=False,
+                enforce_eager=not (compiled if device == "cpu" else cuda_graphs),
+                worker_extension_cls="specdec.engine.vllm.worker.Passes",
+                **memory | options,
+            )
+        try:
+            size, blocks, attention = self._call("specdec_describe")
+        except ValueError as error:
+            raise UnsupportedModelError(f"{directory.name} does not run here by vLLM: {error}") from None
+        self.capacity = blocks * size // BLOCK * BLOCK
+        self.vocabulary = directory.vocabulary
+        self.device, self.dtype = device, dtype
+        self._has_tokens_apart = self._keeps_tokens_apart()
+        with phase("exactness"):
+            self.exact = exact and rows_are_independent(self)
+        self.numerics = "/".join(
+            (
+                f"vllm-{vllm.__version__}",
+                f"torch-{torch.__version__}",
+                device_kind(device),
+                dtype,
+                attention.lower(),
+                *([json.dumps(options, sort_keys=True)] if options else []),  # any may change how it computes
+                "compiled" if compiled else "layers",
+                "exact" if self.exact else "fast",
+            )
+        )
+
+    def packer(self) -> BlockPacker:
+        return BlockPacker()
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        self._compute_here()
+        self._call("specdec_step", batch, {})
+        logits: NDArray[np.float32] = self._call("specdec_logits")
+        return logits
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        """Copy keys and values, by whole blocks: slots are copied to the same places in other blocks, which have
+        nothing else behind them yet. From the padding slot, zeros are copied, to single slots as well."""
+        clears = source == PADDING_SLOT
+        if clears.any():
+            self._clear(target[clears])
+        source, target = source[~clears], target[~clears]
+        if (source % BLOCK != target % BLOCK).any():
+            raise ValueError("slots are copied by whole blocks")
+        pairs = np.unique(np.stack([source // BLOCK, target // BLOCK]), axis=1)
+        if pairs.size:
+            self._call("specdec_copy", [tuple(pair) for pair in pairs.T.tolist()])
+
+    def _clear(self, slots: Slots) -> None:
+        _, counts = np.unique(slots // BLOCK, return_counts=True)
+        if not self._has_tokens_apart and (counts < BLOCK).any():
+            raise RuntimeError("this attention mixes the tokens of a block: they cannot be cleared one by one")
+        self._call("specdec_clear", slots)
+
+    def _keeps_tokens_apart(self) -> bool:
+        """Return whether a token's keys and values are by themselves in its block, in memory as in name."""
+        keys, packer = BLOCK + np.arange(6), self.packer()
+        packer.add_path(keys, [packer.add_row(0, 5, int(keys[5]))])
+        packer.want(0)
+        self.forward(packer.pack())
+        found: list[int] = self._call("specdec_written", 1)
+        self._call("specdec_clear", BLOCK + np.arange(BLOCK))
+        return found == [5]
+
+    def _compute_here(self) -> None:
+        """Have the calling thread compute with the engine's number of threads."""
+        if self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            self._set_threads()
+
+
+class SamplingVllmEngine(VllmEngine):
+    """The engine where logits are on a GPU or in another process: they stay there, and tokens come back."""
+
+    def step(self, batch: PackedBatch, asked: Mapping[int, SamplingQuery]) -> WorkerLogits:
+        """Run a forward pass and return its wanted rows, as `GpuSampling` has it."""
+        self._compute_here()
+        return WorkerLogits(self._call, asked, self._call("specdec_step", batch, asked))
+
+
+class WorkerLogits:
+    """Step logits that a worker of vLLM keeps until its next pass."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        asked: Mapping[int, SamplingQuery],
+        chosen: tuple[Tokens, NDArray[np.bool_]],
+    ) -> None:
+        self._call = call
+        tokens, sound = chosen
+        self._known = dict(zip(asked, zip(tokens.tolist(), sound.tolist(), strict=True), strict=True))
+
+    def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
+        unknown = {row: query for row, query in zip(rows, queries, strict=True) if row not in self._known}
+        if unknown:
+            tokens, sound = self._call("specdec_choose", list(unknown), list(unknown.values()))
+            self._known.update(zip(unknown, zip(tokens.tolist(), sound.tolist(), strict=True), strict=True))
+        chosen, are_sound = zip(*(self._known[row] for row in rows), strict=True)
+        return np.array(chosen, dtype=np.int64), np.array(are_sound, dtype=np.bool_)
+
+    def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs]:
+        found: list[Logprobs] = self._call("specdec_logprobs", list(rows), tokens, list(tops))
+        return found
+
+
+def vllm_engine(directory: ModelDirectory, *, device: str, options: Mapping[str, Any], **rest: Any) -> VllmEngine:
+    """Load a model: its logits are at hand only where they are computed in this process's memory."""
+    here = device == "cpu" and options.get("tensor_parallel_size", 1) == 1
+    return (VllmEngine if here else SamplingVllmEngine)(directory, device=device, options=options, **rest)
+
+
+def _started(**arguments: Any) -> Callable[..., Any]:
+    """Start vLLM with these engine arguments. Return the function that calls a method of all workers, and returns what
+    the one says that has the logits."""
+    import torch
+    from vllm import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    try:
+        config = EngineArgs(**arguments).create_engine_config()
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    except (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError) as error:
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise UnsupportedModelError(f"vLLM does not take it: {first}") from error
+    atexit.register(core.shutdown)
+
+    def call(method: str, *given: Any) -> Any:
+        answers = core.collective_rpc(method, args=given)
+        return next((answer for answer in answers if answer is not None), None)
+
+    return call
+
+
+def _cpu_memory(
+    directory: ModelDirectory, capacity: int | None, dtype: Dtype, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return vLLM's options for a KV cache of so many slots on a CPU; by default it would take nearly all memory."""
+    slot = numbers_of_a_token(directory) * BYTES[dtype]
+    if not slot or "kv_cache_memory_bytes" in options:
+        return {}
+    blocks = (capacity or slots_for(slot, directory.context, "cpu")) // BLOCK
+    parts = options.get("tensor_parallel_size", 1)
+    return {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * BLOCK * slot // parts}

@@ -1,0 +1,84 @@
+"""The block batch: sequences whose keys lie in blocks of the KV cache, as paged attention reads them.
+
+A *sequence* is a piece of one text: its rows are consecutive tokens at the end of what is computed, and a block table
+says where the keys of all tokens up to there are. So the candidates of a text are one chain behind its root: a side
+branch would need a table of its own, and copies of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.engine.batch import Mask, PackedBatch, Packer
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class BlockBatch(PackedBatch):
+    """A block batch: sequence s has the rows starts[s] .. starts[s + 1] - 1 of a text of lengths[s] tokens so far,
+    whose keys are in the blocks tables[s]. Sequences with fewer rows come first, as some kernels want them."""
+
+    starts: NDArray[np.int32]  # [s + 1]
+    lengths: NDArray[np.int32]  # [s] tokens, those of the rows included
+    tables: list[NDArray[np.int32]]  # [s] blocks in order of position
+
+
+class _Sequence(NamedTuple):
+    rows: range
+    length: int
+    table: NDArray[np.int32]
+
+
+@dataclass
+class BlockPacker(Packer):
+    """A packer of block batches."""
+
+    _sequences: list[_Sequence] = field(default_factory=list)
+
+    def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
+        """As in `Packer`. ValueError unless the rows stand next to each other, as consecutive tokens of the text, and
+        the text's tokens in its blocks in order."""
+        first, count = rows[0], len(rows)
+        position = self.positions[first]
+        length = position + count
+        own = range(first, first + count)
+        if list(rows) != list(own) or self.positions[first : first + count] != list(range(position, length)):
+            raise ValueError("the rows of a sequence must be consecutive tokens, next to each other")
+        if length > len(keys):
+            raise ValueError(f"a row at position {length - 1} has only {len(keys)} keys")
+        table = (keys[:length:BLOCK] // BLOCK).astype(np.int32)
+        places = np.arange(position, length)
+        written = table[places // BLOCK].astype(np.int64) * BLOCK + places % BLOCK
+        if self.slots[first : first + count] != written.tolist() or not np.array_equal(keys[position:length], written):
+            raise ValueError("the tokens of a sequence must lie in its blocks, in order of position")
+        self._sequences.append(_Sequence(own, length, table))
+
+    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
+        """Raise ValueError: a sequence has no branches."""
+        raise ValueError("a block batch has sequences alone, no trees")
+
+    def pack(self) -> BlockBatch:
+        self._pad()
+        sequences = sorted(self._sequences, key=lambda sequence: len(sequence.rows))
+        order = np.concatenate([np.asarray(sequence.rows, dtype=np.int64) for sequence in sequences])
+        if len(order) != len(self.tokens) or len(np.unique(order)) != len(order):
+            raise ValueError("every row must be in one sequence")
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        counts = [len(sequence.rows) for sequence in sequences]
+        return BlockBatch(
+            tokens=np.asarray(self.tokens, dtype=np.int64)[order],
+            positions=np.asarray(self.positions, dtype=np.int64)[order],
+            slots=np.asarray(self.slots, dtype=np.int64)[order],
+            wanted=place[np.asarray(self.wanted, dtype=np.int64)],
+            starts=np.asarray([0, *accumulate(counts)], dtype=np.int32),
+            lengths=np.asarray([sequence.length for sequence in sequences], dtype=np.int32),
+            tables=[sequence.table for sequence in sequences],
+        )

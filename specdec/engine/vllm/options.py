@@ -1,0 +1,47 @@
+"""Options that are passed on to vLLM as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.engine.unsupported import UnsupportedModelError
+
+OWN = {
+    "async_scheduling": "steps are ours",
+    "block_size": "memory is ours",
+    "disable_hybrid_kv_cache_manager": "memory is ours",
+    "dtype": "say --dtype",
+    "enable_prefix_caching": "prefixes are cached by the verifier",
+    "enforce_eager": "say --compile or --no-cuda-graphs",
+    "load_format": "weights are read from safetensors alone",
+    "max_num_batched_tokens": "say --step-rows",
+    "max_num_seqs": "say --max-sessions",
+    "model": "say --model",
+    "num_gpu_blocks_override": "say --kv-tokens",
+    "pipeline_parallel_size": "a step has one pass",
+    "skip_tokenizer_init": "texts are tokens here",
+    "speculative_config": "candidates come from drafts",
+    "trust_remote_code": "a model's own code is not run",
+    "worker_extension_cls": "it is ours",
+}
+"""Options of vLLM that the engine sets itself, and why or by what they are changed."""
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Return the options of a JSON object; ValueError if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f'must be a JSON object, such as {{"quantization": "fp8"}}, not {text[:60]}')
+    return found
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError, by name, for options that the engine sets itself."""
+    for name, why in OWN.items():
+        if name in options:
+            raise UnsupportedModelError(f"vLLM's option {name} is not passed on: {why}")

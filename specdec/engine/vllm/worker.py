@@ -1,0 +1,211 @@
+"""What runs in vLLM's workers: forward passes over block batches, by vLLM's model runner.
+
+This is the one file that knows vLLM from within; `versions.py` says which versions it was written for. A pass does what
+the runner's `execute_model` does between its states of requests and its sampler, neither of which is used: it fills
+the runner's buffers, has it build the attention's metadata, and runs the model, as a CUDA graph where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.distributed import get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from specdec.decoding.choice import Tokens
+from specdec.decoding.logprobs import Logprobs
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import HostLogits, StepLogits
+from specdec.engine.gpu.sampler import GpuLogits
+from specdec.engine.gpu.upload import upload
+from specdec.engine.kv.blocks import BLOCK
+from specdec.engine.kv.slots import Slots
+from specdec.engine.vllm.layout import BlockBatch
+
+Chosen = tuple[Tokens, NDArray[np.bool_]]
+"""Tokens, and which of their rows are sound, as `StepLogits.choose` returns them."""
+
+
+class Passes:
+    """Methods that vLLM adds to each of its workers (`worker_extension_cls`). All workers of a model are called at
+    once; what is returned counts on the one that has the logits, and is None on the others."""
+
+    model_runner: Any
+
+    def specdec_describe(self) -> tuple[int, int, str]:
+        """Return the tokens in a block of vLLM's, the blocks that there are, and the attention backend's name;
+        ValueError if the model needs more than keys and values of tokens."""
+        runner = self.model_runner
+        groups = runner.kv_cache_config.kv_cache_groups
+        size = runner.cache_config.block_size
+        if (
+            len(groups) != 1
+            or runner.uses_mrope
+            or runner.model_config.is_encoder_decoder
+            or runner.model_config.is_hybrid
+        ):
+            raise ValueError("its layers have other states than keys and values of tokens")
+        if BLOCK % size:
+            raise ValueError(f"its attention wants blocks of {size} tokens, {BLOCK} must be a multiple")
+        return size, runner.kv_cache_config.num_blocks, runner.attn_groups[0][0].backend.get_name()
+
+    @torch.inference_mode()
+    def specdec_step(self, batch: BlockBatch, asked: Mapping[int, SamplingQuery]) -> Chosen | None:
+        """Run a forward pass, keep its logits until the next one, and answer the sampling queries in `asked`, by the
+        index of their row among the wanted ones, in their order."""
+        logits = _logits(self.model_runner, batch)
+        if logits is None or get_tp_group().rank_in_group:
+            return None
+        self._specdec_logits = logits.float()
+        self._specdec_rows: StepLogits
+        if logits.device.type == "cpu":
+            self._specdec_rows = HostLogits(self._specdec_logits.numpy())
+        else:
+            self._specdec_rows = GpuLogits(self._specdec_logits, asked)
+        return self.specdec_choose(list(asked), list(asked.values()))
+
+    @torch.inference_mode()
+    def specdec_choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> Chosen | None:
+        """Answer sampling queries from the last pass's logits."""
+        if get_tp_group().rank_in_group:
+            return None
+        if not rows:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
+        return self._specdec_rows.choose(rows, queries)
+
+    @torch.inference_mode()
+    def specdec_logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[Logprobs] | None:
+        """Return log-probabilities from the last pass's logits."""
+        return None if get_tp_group().rank_in_group else self._specdec_rows.logprobs(rows, tokens, tops)
+
+    @torch.inference_mode()
+    def specdec_logits(self) -> NDArray[np.float32] | None:
+        """Return the last pass's logits [n, vocabulary]."""
+        return None if get_tp_group().rank_in_group else np.asarray(self._specdec_logits.cpu().numpy())
+
+    @torch.inference_mode()
+    def specdec_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values from block to block."""
+        runner = self.model_runner
+        sources, targets = (_of_runner(runner, np.asarray(blocks)).tolist() for blocks in zip(*pairs, strict=True))
+        copy_kv_cache_blocks_inplace(
+            runner.kv_caches, runner.kv_cache_config.num_blocks, list(zip(sources, targets, strict=True))
+        )
+
+    @torch.inference_mode()
+    def specdec_clear(self, slots: Slots) -> None:
+        """Overwrite keys and values with zeros, those of whole blocks or of single tokens."""
+        for cache in self.model_runner.kv_caches:  # [blocks, heads, tokens, numbers]
+            size = len(slots) and self._specdec_tokens_in(cache)
+            blocks, tokens = (torch.from_numpy(each).to(cache.device) for each in np.divmod(slots, size or 1))
+            cache[blocks, :, tokens] = 0
+
+    @torch.inference_mode()
+    def specdec_written(self, block: int) -> list[int]:
+        """Return the tokens of a block that have keys or values other than zeros, in any layer."""
+        found: set[int] = set()
+        for cache in self.model_runner.kv_caches:
+            size = self._specdec_tokens_in(cache)
+            tokens = cache[block * BLOCK // size : (block + 1) * BLOCK // size].transpose(1, 2).flatten(0, 1)
+            found |= set(tokens.flatten(1).ne(0).any(dim=1).nonzero().flatten().tolist())
+        return sorted(found)
+
+    def _specdec_tokens_in(self, cache: Tensor) -> int:
+        """Return the tokens in a block of a layer's cache, which kernels may want smaller than vLLM's."""
+        config = self.model_runner.kv_cache_config
+        size: int = self.model_runner.cache_config.block_size * config.num_blocks // cache.shape[0]
+        return size
+
+
+def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
+    """Run a forward pass and return the logits [n, vocabulary] of the wanted rows, on the device; None on a worker that
+    does not get them."""
+    count, sequences, counts = len(batch.tokens), len(batch.lengths), np.diff(batch.starts)
+    if count > runner.max_num_tokens or sequences > runner.max_num_reqs:
+        raise ValueError(
+            f"a step of {count} rows in {sequences} sequences, at most {runner.max_num_tokens} in {runner.max_num_reqs}"
+        )
+    with runner.synchronize_input_prep():
+        _fill(runner, batch)
+        longest = int(counts.max())
+        mode, padded, _, across, _ = runner._determine_batch_execution_and_padding(
+            num_tokens=count,
+            num_reqs=sequences,
+            num_scheduled_tokens_np=counts,
+            max_num_scheduled_tokens=longest,
+            allow_microbatching=False,
+        )
+        whole_graph = mode == CUDAGraphMode.FULL
+        rows = padded.num_tokens
+        tables = sequences if padded.num_reqs is None else padded.num_reqs
+        # Where keys are written beside the attention, they are written for the padding as well.
+        beside = not all(each.backend.forward_includes_kv_cache_update for each in runner.attn_groups[0])
+        in_attention, in_layers = runner._get_slot_mappings(
+            num_tokens_padded=rows if whole_graph or beside else count,
+            num_reqs_padded=tables if whole_graph or beside else sequences,
+            num_tokens_unpadded=count,
+        )
+        attention, _ = runner._build_attention_metadata(
+            num_tokens=count,
+            num_tokens_padded=rows if whole_graph else None,
+            num_reqs=sequences,
+            num_reqs_padded=tables if whole_graph else None,
+            max_query_len=longest,
+            slot_mappings=in_attention,
+        )
+    with set_forward_context(
+        attention,
+        runner.vllm_config,
+        num_tokens=rows,
+        num_tokens_across_dp=across,
+        cudagraph_runtime_mode=mode,
+        batch_descriptor=padded,
+        slot_mapping=in_layers,
+        is_padding=runner._prepare_padding_mask(count, rows),
+    ):
+        hidden = runner._model_forward(
+            input_ids=runner.input_ids.gpu[:rows],
+            positions=runner.positions[:rows],
+            intermediate_tensors=None,
+            inputs_embeds=None,
+        )
+    wanted = upload(batch.wanted, runner.device)
+    logits: Tensor | None = runner.model.compute_logits(hidden[wanted])
+    return logits
+
+
+def _fill(runner: Any, batch: BlockBatch) -> None:
+    """Write a batch into the buffers that the runner's metadata and graphs read."""
+    count, sequences = len(batch.tokens), len(batch.lengths)
+    runner.input_ids.np[:count] = batch.tokens
+    runner.input_ids.copy_to_gpu(count)
+    runner.positions[:count] = upload(batch.positions, runner.device)
+    runner.query_start_loc.np[: sequences + 1] = batch.starts
+    runner.query_start_loc.np[sequences + 1 :] = batch.starts[-1]  # must not fall
+    runner.query_start_loc.copy_to_gpu()
+    runner.optimistic_seq_lens_cpu[:sequences] = torch.from_numpy(batch.lengths)
+    runner.optimistic_seq_lens_cpu[sequences:] = 0
+    runner.seq_lens.copy_(runner.optimistic_seq_lens_cpu, non_blocking=True)
+    inputs = runner.input_batch
+    inputs.num_computed_tokens_cpu[:sequences] = batch.lengths - np.diff(batch.starts)
+    inputs.num_prompt_tokens_cpu_tensor[:sequences] = 0  # to the metadata every sequence is past its prompt
+    for number, table in enumerate(batch.tables):
+        inputs.block_table.add_row((_of_runner(runner, table).tolist(),), number)
+    inputs.block_table.commit_block_table(sequences)
+    inputs.block_table.compute_slot_mapping(
+        sequences, runner.query_start_loc.gpu[: sequences + 1], runner.positions[:count]
+    )
+
+
+def _of_runner(runner: Any, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """Return the runner's blocks that ours consist of, which may be smaller."""
+    parts = BLOCK // runner.cache_config.block_size
+    found: NDArray[np.int64] = (blocks[:, None].astype(np.int64) * parts + np.arange(parts)).ravel()
+    return found

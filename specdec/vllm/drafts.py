@@ -1,0 +1,246 @@
+"""Sessions at draft services, kept by a thread with an event loop of its own, so that vLLM's thread never waits for the
+network."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import grpc
+import structlog
+
+from specdec.client.tls_files import channel_credentials
+from specdec.decoding.sampling import Sampling
+from specdec.serving.breaker import Breaker
+from specdec.serving.identity import protocol_mismatch
+from specdec.serving.messages import paths_from, sampling_message
+from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
+from specdec.vllm.settings import Settings
+from specdec.vllm.texts import Text
+
+log = structlog.get_logger()
+
+SILENCE_SECONDS = 1.5
+"""Seconds without a message, not even a heartbeat, after which a draft is given up."""
+
+UNSENT = 64
+"""Messages that wait to be sent, after which a draft that does not read is given up."""
+
+AGAIN_SECONDS = 0.5
+"""Seconds until a text that has lost its draft is offered to one again."""
+
+REFUSED_SECONDS = 60.0
+"""Seconds for which a draft is left alone whose tokenizer or protocol is another."""
+
+
+class Target(NamedTuple):
+    """What drafts have to fit."""
+
+    tokenizer_fingerprint: str
+    vocabulary: int
+    context: int
+    end_tokens: frozenset[int]
+    depth: int  # candidates of a text in a step
+
+
+class UnfitError(Exception):
+    """A draft cannot draft for this target; the message says why."""
+
+
+@dataclass
+class Pod:
+    """A draft service."""
+
+    address: str
+    channel: grpc.aio.Channel
+    breaker: Breaker
+    sessions: int = 0
+    left_alone_until: float = 0.0
+    refused: str = ""  # why, as logged
+
+
+@dataclass(eq=False)
+class Session:
+    """A text's session at a draft; without a pod there is none now."""
+
+    text: Text
+    outgoing: asyncio.Queue[draft_pb2.DraftRequest] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] | None = None
+    open: bool = False  # what is committed is sent on
+    again_at: float = 0.0  # monotonic time
+
+
+class Drafts:
+    """The sessions of all texts. `follow`, `wait` and `forget` are for one thread; `lock` guards the texts."""
+
+    def __init__(self, settings: Settings, target: Target) -> None:
+        self._settings = settings
+        self._target = target
+        self.lock = threading.Condition()
+        self._sessions: dict[Text, Session] = {}
+        self._pods: list[Pod] = []
+        self._loop = asyncio.new_event_loop()
+        ready = threading.Event()
+        threading.Thread(target=self._run, args=(ready,), name="remote-draft", daemon=True).start()
+        ready.wait()
+
+    def follow(self, text: Text, base: int, tokens: list[int]) -> None:
+        """Tell a text's draft what the target has committed after `base` tokens; find the text a draft if it has none.
+        With the lock held."""
+        session = self._sessions.setdefault(text, Session(text))
+        if session.open:
+            if tokens:
+                committed = model_pb2.Committed(base=base, tokens=tokens)
+                self._soon(self._send, session, draft_pb2.DraftRequest(committed=committed))
+        elif session.task is None and time.monotonic() >= session.again_at:
+            session.again_at = time.monotonic() + AGAIN_SECONDS
+            self._soon(self._begin, session)
+
+    def wait(self, texts: Iterable[Text]) -> None:
+        """Wait until every text has candidates that is worth it, for as long as a step may wait. With the lock held."""
+
+        def missing() -> list[Text]:
+            return [text for text in texts if self._sessions[text].open and text.worth_a_wait]
+
+        if missing() and not self.lock.wait_for(lambda: not missing(), self._settings.wait):
+            for text in missing():
+                text.waited_in_vain()
+
+    def forget(self, texts: Iterable[Text]) -> None:
+        """End the sessions of texts that are over."""
+        for text in texts:
+            session = self._sessions.pop(text, None)
+            if session is not None:
+                self._soon(self._end, session)
+
+    # --- in the thread of the event loop ------------------------------------------------------------
+
+    def _soon(self, call: Any, *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _run(self, ready: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        credentials = None if self._settings.tls is None else channel_credentials(self._settings.tls.read())
+        for address in self._settings.drafts:
+            channel = (
+                grpc.aio.insecure_channel(address)
+                if credentials is None
+                else grpc.aio.secure_channel(address, credentials)
+            )
+            self._pods.append(Pod(address, channel, Breaker(address)))
+        ready.set()
+        self._loop.run_forever()
+
+    def _send(self, session: Session, message: draft_pb2.DraftRequest) -> None:
+        if not session.open:
+            return
+        session.outgoing.put_nowait(message)
+        if session.outgoing.qsize() > UNSENT:
+            self._end(session)
+
+    def _begin(self, session: Session) -> None:
+        if session.task is None:
+            session.task = self._loop.create_task(self._serve(session))
+
+    def _end(self, session: Session) -> None:
+        if session.task is not None:
+            session.task.cancel()
+
+    def _chosen(self) -> Pod | None:
+        """Return the pod with the fewest sessions of those that are worth asking."""
+        now = time.monotonic()
+        able = [pod for pod in self._pods if pod.breaker.state != "open" and now >= pod.left_alone_until]
+        return min(able, key=lambda pod: pod.sessions, default=None)
+
+    async def _serve(self, session: Session) -> None:
+        """Have a draft draft for a text until either ends."""
+        pod = self._chosen()
+        try:
+            if pod is not None:
+                pod.breaker.attempt()
+                pod.sessions += 1
+                try:
+                    await self._draft(session, pod)
+                finally:
+                    pod.sessions -= 1
+        except UnfitError as error:
+            assert pod is not None
+            pod.left_alone_until = time.monotonic() + REFUSED_SECONDS
+            if pod.refused != str(error):
+                log.warning("draft_refused", pod=pod.address, why=str(error))
+            pod.refused = str(error)
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.IncompleteReadError) as error:
+            assert pod is not None
+            code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+            pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE or isinstance(error, TimeoutError))
+        finally:
+            with self.lock:
+                session.open, session.task = False, None
+                session.outgoing = asyncio.Queue()
+                self.lock.notify_all()
+
+    async def _draft(self, session: Session, pod: Pod) -> None:
+        stub: Any = draft_pb2_grpc.DraftServiceStub(pod.channel)
+        stream = stub.Draft()
+        sending: asyncio.Task[None] | None = None
+        try:
+            with self.lock:  # what is committed from here on is sent on
+                opening = self._opening(session.text)
+                session.open = True
+            await stream.write(draft_pb2.DraftRequest(open=opening))
+            opened = await self._read(stream)
+            self._check(opened.opened.identity)
+            sending = self._loop.create_task(self._feed(session, stream))
+            while True:
+                response = await self._read(stream)
+                pod.breaker.succeeded()
+                if response.WhichOneof("message") == "extend":
+                    self._insert(session.text, response.extend)
+        finally:
+            if sending is not None:
+                sending.cancel()
+            stream.cancel()
+
+    async def _feed(self, session: Session, stream: Any) -> None:
+        outgoing = session.outgoing
+        while True:
+            await stream.write(await outgoing.get())
+
+    async def _read(self, stream: Any) -> draft_pb2.DraftResponse:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            response = await stream.read()
+        if not isinstance(response, draft_pb2.DraftResponse):  # the end: its status says why
+            raise grpc.aio.AioRpcError(await stream.code(), grpc.aio.Metadata(), grpc.aio.Metadata())
+        return response
+
+    def _insert(self, text: Text, extend: model_pb2.Extend) -> None:
+        """Add a draft's candidates; what is wrong with them costs a guess."""
+        with self.lock:
+            try:
+                text.insert(extend.base, paths_from(extend))
+            except ValueError as error:
+                log.debug("candidates_refused", why=str(error))
+            self.lock.notify_all()
+
+    def _check(self, identity: model_pb2.ModelIdentity) -> None:
+        """Raise UnfitError unless a draft can draft for this target."""
+        if (mismatch := protocol_mismatch(identity)) is not None:
+            raise UnfitError(mismatch)
+        if identity.tokenizer_fingerprint != self._target.tokenizer_fingerprint:
+            raise UnfitError(f"serves {identity.model!r} with another tokenizer than the target has")
+
+    def _opening(self, text: Text) -> draft_pb2.DraftOpen:
+        """Return the message that opens a session: argmax guesses, as far ahead as two steps take."""
+        target = self._target
+        return draft_pb2.DraftOpen(
+            prompt_tokens=text.tree.committed,
+            sampling=sampling_message(Sampling()),
+            max_tokens=max(1, target.context - len(text)),
+            end_tokens=sorted(target.end_tokens),
+            vocabulary_size=target.vocabulary,
+            policy=draft_pb2.DraftPolicy(max_nodes=8 * target.depth, max_depth=2 * target.depth + 1),
+        )

@@ -1,0 +1,50 @@
+"""Settings of the remote drafter, from the environment: what vLLM passes on to it has no place for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.client.address import parse_addresses
+from specdec.client.tls_files import TlsFiles
+
+DRAFTS = "SPECDEC_DRAFTS"
+WAIT = "SPECDEC_DRAFT_WAIT_MS"
+TLS = ("SPECDEC_DRAFT_TLS_CERT", "SPECDEC_DRAFT_TLS_KEY", "SPECDEC_DRAFT_TLS_CA")
+
+LONGEST_WAIT_MS = 1000.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where drafts are, and how long a step of vLLM may wait for them."""
+
+    drafts: tuple[str, ...]  # targets of gRPC's
+    wait: float = 0.005  # seconds
+    tls: TlsFiles | None = None  # None: connections are not encrypted
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Read the settings; ValueError names a variable that is missing or wrong."""
+        given = environment.get(DRAFTS, "")
+        if not given:
+            raise ValueError(f"{DRAFTS} is not set: addresses of draft services, joined by commas")
+        try:
+            drafts = tuple(address.target for address in parse_addresses(given))
+        except ValueError as error:
+            raise ValueError(f"{DRAFTS}: {error}") from None
+        wait = environment.get(WAIT, "5")
+        try:
+            milliseconds = float(wait)
+        except ValueError:
+            milliseconds = math.nan
+        if not 0 <= milliseconds <= LONGEST_WAIT_MS:
+            raise ValueError(f"{WAIT} is {wait!r}, must be from 0 to {LONGEST_WAIT_MS:g} milliseconds")
+        cert, key, authorities = (Path(environment[name]) if environment.get(name) else None for name in TLS)
+        tls = TlsFiles(cert, key, authorities, options=TLS) if cert or key or authorities else None
+        if tls is not None:
+            tls.read()
+        return cls(drafts, milliseconds / 1000, tls)

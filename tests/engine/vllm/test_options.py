@@ -1,0 +1,43 @@
+"""What may be said to vLLM, and which versions of it are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdec.engine.unsupported import UnsupportedModelError
+from specdec.engine.vllm import versions
+from specdec.engine.vllm.options import OWN, check_options, read_options
+
+
+def test_options_are_a_json_object() -> None:
+    assert read_options('{"tensor_parallel_size": 2}') == {"tensor_parallel_size": 2}
+    for text in ("", "[1]", "quantization=fp8", '"fp8"'):
+        with pytest.raises(ValueError, match="JSON"):
+            read_options(text)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_options_of_our_own_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} is not passed on: "):
+        check_options({"quantization": "fp8", name: None})
+    check_options({"quantization": "fp8"})
+
+
+@pytest.mark.parametrize("distribution", versions.DISTRIBUTIONS)
+def test_only_tested_versions_are_taken(distribution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match="vLLM is not installed: pip install"):
+        versions.check_vllm()
+    for version, taken in (("0.31.4", False), ("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False)):
+        folder = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        if taken:
+            versions.check_vllm()
+        else:
+            with pytest.raises(UnsupportedModelError, match=f"vLLM {version} is installed.*>=0.32"):
+                versions.check_vllm()
+        (folder / "METADATA").unlink()
+        folder.rmdir()

@@ -1,0 +1,183 @@
+"""Draft services propose for what stands in for vLLM: a batch whose rows move, a target that knows what it will say.
+
+What vLLM itself makes of it is in `tests/services/test_vllm.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draft_service.servicer import DraftServicer
+from specdec.serving.response_queue import ResponseQueue
+from specdec.serving.timeline import Timeline
+from specdec.v2 import draft_pb2
+from specdec.vllm import RemoteDraft
+from specdec.vllm.settings import Settings
+from tests.models import CONTEXT, END
+from tests.services.conftest import Directories, directories
+from tests.services.test_equality import prompts
+from tests.stack import stack
+
+__all__ = ["directories"]  # the fixture
+
+DEPTH = 5
+TOKENS = 60
+
+
+def config(target: Path, rank: int = 0) -> Any:
+    """What vLLM gives, as far as it is read."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(target), revision=None, max_model_len=CONTEXT),
+        speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
+        parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
+    )
+
+
+class Batch:
+    """Texts that a target says, in rows that move from step to step."""
+
+    def __init__(self, proposer: RemoteDraft, texts: list[tuple[list[int], list[int]]]) -> None:
+        """`texts` are prompts and what follows each."""
+        self._proposer = proposer
+        self._prompts = [prompt for prompt, _ in texts]
+        self._wants = [want for _, want in texts]
+        self._done = [0] * len(texts)
+        self._proposed: dict[int, list[int]] = {}
+        self.steps = self.accepted = self.offered = 0
+
+    @property
+    def over(self) -> bool:
+        return all(done == len(want) for done, want in zip(self._done, self._wants, strict=True))
+
+    def step(self) -> None:
+        """The target checks what was proposed, and says one token more for each text; then it is asked again."""
+        self.steps += 1
+        rows = [n for n, want in enumerate(self._wants) if self._done[n] < len(want)]
+        rows = rows[self.steps % len(rows) :] + rows[: self.steps % len(rows)]
+        tokens = np.zeros((len(rows), CONTEXT), dtype=np.int32)
+        lengths = np.zeros(len(rows), dtype=np.int32)
+        sampled: list[list[int]] = []
+        for row, number in enumerate(rows):
+            rest = self._wants[number][self._done[number] :]
+            candidates = self._proposed.get(number, [])
+            assert len(candidates) <= DEPTH
+            right = next((i for i, each in enumerate(candidates) if rest[i : i + 1] != [each]), len(candidates))
+            said = rest[: right + 1]
+            self.offered += len(candidates)
+            self.accepted += right
+            self._done[number] += len(said)
+            text = self._prompts[number] + self._wants[number][: self._done[number]]
+            tokens[row, : len(text)], lengths[row] = text, len(text)
+            sampled.append(said)
+        proposed = self._proposer.propose(sampled, lengths, tokens, slot_mappings=None)
+        self._proposed = dict(zip(rows, proposed, strict=True))
+
+    async def run(self) -> None:
+        while not self.over:
+            await asyncio.to_thread(self.step)
+
+
+def texts(directories: Directories, count: int) -> list[tuple[list[int], list[int]]]:
+    said = [(prompt, directories.oracle.greedy(prompt, TOKENS, frozenset({END}))) for prompt in prompts(count, seed=9)]
+    return [(prompt, want) for prompt, want in said if want]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("SPECDEC_DRAFT_WAIT_MS", "1000")
+    return monkeypatch
+
+
+async def test_a_draft_proposes_for_every_text(directories: Directories, environment: pytest.MonkeyPatch) -> None:
+    async with stack(directories.target, directories.target, drafts=2) as services:
+        environment.setenv("SPECDEC_DRAFTS", ",".join(pod.address for pod in services.drafts))
+        proposer = RemoteDraft(config(directories.target))
+        proposer.load_model(None)
+        batch = Batch(proposer, texts(directories, 6))
+        await batch.run()
+        assert batch.accepted > 0.9 * batch.offered > 100  # near ties between the two engines aside
+        assert all(pod.loop.stats.sent for pod in services.drafts)
+
+
+async def test_a_draft_that_dies_costs_guesses(directories: Directories, environment: pytest.MonkeyPatch) -> None:
+    async with stack(directories.target, directories.target) as services:
+        (draft,) = services.drafts
+        environment.setenv("SPECDEC_DRAFTS", draft.address)
+        proposer, said = RemoteDraft(config(directories.target)), texts(directories, 3)
+        before = Batch(proposer, said)
+        while not before.accepted:
+            await asyncio.to_thread(before.step)
+        await draft.stop()
+        begin = time.monotonic()
+        await before.run()
+        without = Batch(proposer, said)
+        await without.run()
+        assert without.offered == 0
+        assert time.monotonic() - begin < 10.0  # a second for each step that waits: few do
+        await draft.start()
+        after = Batch(proposer, said)
+        async with asyncio.timeout(30):
+            while not after.accepted:
+                after = Batch(proposer, said)
+                await after.run()
+
+
+class Mute(DraftServicer):
+    """Takes sessions, and lives, and has no candidates."""
+
+    def attach(self, session: Any, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline) -> None:
+        pass
+
+
+async def test_a_draft_that_says_nothing_is_waited_for_a_few_times(
+    directories: Directories, environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv("SPECDEC_DRAFT_WAIT_MS", "200")
+    async with stack(directories.target, directories.near, draft_kind=Mute) as services:
+        environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
+        batch = Batch(RemoteDraft(config(directories.target)), texts(directories, 4))
+        begin = time.monotonic()
+        await batch.run()
+        assert batch.offered == 0
+        assert time.monotonic() - begin < 0.2 * batch.steps / 2  # most steps do not wait
+
+
+async def test_a_draft_with_another_tokenizer_is_refused(
+    directories: Directories, environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with stack(directories.target, directories.foreign) as services:
+        environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
+        batch = Batch(RemoteDraft(config(directories.target)), texts(directories, 2))
+        await batch.run()
+        assert batch.offered == 0
+    assert "another tokenizer" in capsys.readouterr().out
+
+
+async def test_only_one_part_of_a_model_asks(directories: Directories, environment: pytest.MonkeyPatch) -> None:
+    async with stack(directories.target, directories.target) as services:
+        environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
+        batch = Batch(RemoteDraft(config(directories.target, rank=1)), texts(directories, 1))
+        await batch.run()
+        assert batch.offered == 0
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="SPECDEC_DRAFTS is not set"):
+        Settings.of({})
+    with pytest.raises(ValueError, match="SPECDEC_DRAFTS: 'http://x:1'"):
+        Settings.of({"SPECDEC_DRAFTS": "http://x:1"})
+    for wait in ("-1", "soon", "1e9", "nan"):
+        with pytest.raises(ValueError, match=f"SPECDEC_DRAFT_WAIT_MS is '{wait}', must be from 0 to 1000"):
+            Settings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_WAIT_MS": wait})
+    settings = Settings.of({"SPECDEC_DRAFTS": "a:1, b:2", "SPECDEC_DRAFT_WAIT_MS": "2"})
+    assert settings == Settings(("a:1", "b:2"), 0.002, None)
+    missing = str(tmp_path / "ca.pem")
+    with pytest.raises(Exception, match="SPECDEC_DRAFT_TLS_CA"):
+        Settings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_TLS_CA": missing})
