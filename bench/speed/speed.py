@@ -2,6 +2,7 @@
 
     python -m bench speed --out build/speed
     python -m bench speed --target DIR --draft DIR --vllm-python build/vllm/bin/python --out build/speed
+    python -m bench speed --vllm-python build/vllm/bin/python --peers none --only vLLM --dtype float32
     python -m bench speed --llama-server PATH --llama-gguf TARGET.gguf --llama-draft-gguf DRAFT.gguf
     python -m bench speed --target build/padded-1b --draft demo/draft --device cuda --peers none --quick
     python -m bench speed --quick
@@ -18,7 +19,8 @@ decoding without CUDA graphs; the draft service stays on the CPU.
 
 The other systems are called inside their own processes, which spares them a network protocol: transformers' `generate`
 (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous
-batching, and vLLM's CPU build (plain, n-grams, draft model), which `make bench-peers` installs. llama.cpp's
+batching, and vLLM's CPU build (plain, n-grams, draft model, our draft service as its remote drafter), which `make
+bench-peers` installs; with it, specdec serves vLLM as well, as its verifier's engine. llama.cpp's
 `llama-server` (plain, n-grams, draft model) is started if its path is given, and used over HTTP, as a server.
 
 All are loaded first and then take turns: in a round all get the same prompts, new in every round; the first round warms

@@ -28,11 +28,9 @@ SPECULATION = {"vLLM": "none", "vLLM n-gram": "ngram", "vLLM drafted": "draft"}
 
 def launches(setup: Setup, python: str) -> list[Launch]:
     """Return vLLM's systems; `python` is the interpreter that has vLLM."""
-    common = ["--model", str(setup.target.resolve()), "--dtype", setup.dtype, "--streams", str(setup.streams)]
-    common += ["--context", str(setup.context)]
     found = []
     for name, speculation in SPECULATION.items():
-        options = [*common, "--speculation", speculation]
+        options = [*options_of(setup), "--speculation", speculation]
         if speculation == "draft":
             if setup.draft is None:
                 continue
@@ -42,19 +40,35 @@ def launches(setup: Setup, python: str) -> list[Launch]:
     return found
 
 
-def prepare_process() -> None:
-    """Restart the process, once, with the environment variables that must be set before any library is loaded."""
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if not openmp.is_file() or "libiomp" in os.environ.get("LD_PRELOAD", ""):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ |= {
-        "LD_PRELOAD": ":".join(filter(None, (str(openmp), os.environ.get("LD_PRELOAD")))),
+def options_of(setup: Setup) -> list[str]:
+    """Return the program's options for a model."""
+    options = ["--model", str(setup.target.resolve()), "--dtype", setup.dtype, "--streams", str(setup.streams)]
+    return [*options, "--context", str(setup.context)]
+
+
+def openmp(prefix: Path, spared: int = 0) -> dict[str, str]:
+    """Return the environment variables that give an environment with vLLM, at this place, Intel's OpenMP, if it has
+    that, and a thread on each core but those that are `spared`. They must be set before any library is loaded."""
+    library = prefix / "lib" / "libiomp5.so"
+    if not library.is_file():
+        return {}
+    every = sorted(os.sched_getaffinity(0))
+    cores = every[: max(1, len(every) - spared)]
+    return {
+        "LD_PRELOAD": ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD")))),
         "OMP_NUM_THREADS": str(len(cores)),
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
     }
+
+
+def prepare_process() -> None:
+    """Restart the process, once, with what must be set before any library is loaded."""
+    spared = int("remote" in sys.argv)  # for the draft
+    if "libiomp" in os.environ.get("LD_PRELOAD", "") or not (variables := openmp(Path(sys.prefix), spared)):
+        return
+    os.environ |= variables
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -76,10 +90,15 @@ def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
         "enable_prefix_caching": False,
     }
     if args.speculation != "none":
+        of_kind: dict[str, dict[str, Any]] = {
+            "ngram": {"method": "ngram", **NGRAM},
+            "draft": {"method": "draft_model", "model": str(args.draft)},
+            "remote": {"method": "custom_class", "model": "specdec.vllm.RemoteDraft"},
+        }
+        os.environ["SPECDEC_DRAFTS"] = args.drafts
         options["speculative_config"] = {
-            "method": {"ngram": "ngram", "draft": "draft_model"}[args.speculation],
             "num_speculative_tokens": args.speculative_tokens,
-            **({"model": str(args.draft)} if args.speculation == "draft" else NGRAM),
+            **of_kind[args.speculation],
         }
     llm = vllm.LLM(model=str(args.model), disable_log_stats=False, **options)
 
@@ -114,7 +133,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--speculation", choices=["none", "ngram", "draft"], default="none")
+    parser.add_argument("--speculation", choices=["none", "ngram", "draft", "remote"], default="none")
+    parser.add_argument("--drafts", default="", help="addresses of draft services, with --speculation remote")
     parser.add_argument("--speculative-tokens", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64, help="most sequences at once")
     parser.add_argument("--context", type=int, default=1024)

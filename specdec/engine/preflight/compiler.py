@@ -16,8 +16,10 @@ def check_compiler(placement: Placement) -> None:
     """Raise UnsupportedModelError if a model is to be compiled and cannot be here."""
     if not placement.compiled:
         return
-    if placement.kind != "torch" or placement.device != "cpu":
-        raise UnsupportedModelError("only the torch engine on the CPU can compile a model: leave out --compile")
+    if placement.kind not in ("torch", "vllm") or placement.device != "cpu":
+        raise UnsupportedModelError(
+            "only the torch engine and vLLM can compile a model, on the CPU: leave out --compile"
+        )
     compiler = os.environ.get("CXX") or "g++"  # as torch looks for it
     if shutil.which(compiler) is None and not os.environ.get(INSTALLS):
         raise UnsupportedModelError(
