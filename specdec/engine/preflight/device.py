@@ -16,8 +16,8 @@ from typing import Any
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.compiler import check_compiler
+from specdec.engine.preflight.vllm_version import check_vllm
 from specdec.engine.unsupported import UnsupportedModelError
-from specdec.engine.vllm.versions import check_vllm
 
 PACKAGES = {
     "torch": ("torch", "transformers", "numba"),

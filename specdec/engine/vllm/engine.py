@@ -29,11 +29,11 @@ from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import BYTES, Dtype
 from specdec.engine.preflight.memory_needed import numbers_of_a_token
+from specdec.engine.preflight.vllm_version import check_vllm
 from specdec.engine.start_phases import phase
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.layout import BlockPacker
 from specdec.engine.vllm.options import check_options
-from specdec.engine.vllm.versions import check_vllm
 
 MOST_ROWS = 4096
 MOST_SEQUENCES = 1024

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec.engine.preflight import vllm_version as versions
 from specdec.engine.unsupported import UnsupportedModelError
-from specdec.engine.vllm import versions
 from specdec.engine.vllm.options import OWN, check_options, read_options
 
 
