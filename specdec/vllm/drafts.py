@@ -30,6 +30,9 @@ SILENCE_SECONDS = 1.5
 UNSENT = 64
 """Messages that wait to be sent, after which a draft that does not read is given up."""
 
+TOLD_AT_ONCE = 64
+"""Tokens that a paused draft is told of together, so that it has little to read when it is wanted again."""
+
 AGAIN_SECONDS = 0.5
 """Seconds until a text that has lost its draft is offered to one again."""
 
@@ -72,6 +75,8 @@ class Session:
     task: asyncio.Task[None] | None = None
     open: bool = False  # what is committed is sent on
     again_at: float = 0.0  # monotonic time
+    paused: bool = False  # the draft proposes nothing
+    unsent: list[int] = field(default_factory=list)  # tokens that a paused draft has not been told of
 
 
 class Drafts:
@@ -88,15 +93,20 @@ class Drafts:
         threading.Thread(target=self._run, args=(ready,), name="remote-draft", daemon=True).start()
         ready.wait()
 
-    def follow(self, text: Text, base: int, tokens: list[int]) -> None:
-        """Tell a text's draft what the target has committed after `base` tokens; find the text a draft if it has none.
-        With the lock held."""
+    def follow(self, text: Text, tokens: list[int], *, proposing: bool) -> None:
+        """Tell a text's draft the tokens that the target has added to the text, and whether it is to propose some; find
+        a draft for a text that has none. With the lock held."""
         session = self._sessions.setdefault(text, Session(text))
         if session.open:
-            if tokens:
-                committed = model_pb2.Committed(base=base, tokens=tokens)
+            session.unsent += tokens
+            if session.paused is proposing:
+                session.paused = not proposing
+                self._soon(self._send, session, draft_pb2.DraftRequest(policy=self._policy(paused=not proposing)))
+            if session.unsent and (proposing or len(session.unsent) >= TOLD_AT_ONCE):
+                committed = model_pb2.Committed(base=len(text) - len(session.unsent), tokens=session.unsent)
+                session.unsent = []
                 self._soon(self._send, session, draft_pb2.DraftRequest(committed=committed))
-        elif session.task is None and time.monotonic() >= session.again_at:
+        elif proposing and session.task is None and time.monotonic() >= session.again_at:
             session.again_at = time.monotonic() + AGAIN_SECONDS
             self._soon(self._begin, session)
 
@@ -179,8 +189,8 @@ class Drafts:
             pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE or isinstance(error, TimeoutError))
         finally:
             with self.lock:
-                session.open, session.task = False, None
-                session.outgoing = asyncio.Queue()
+                session.open, session.task, session.paused = False, None, False
+                session.outgoing, session.unsent = asyncio.Queue(), []
                 self.lock.notify_all()
 
     async def _draft(self, session: Session, pod: Pod) -> None:
@@ -242,5 +252,9 @@ class Drafts:
             max_tokens=max(1, target.context - len(text)),
             end_tokens=sorted(target.end_tokens),
             vocabulary_size=target.vocabulary,
-            policy=draft_pb2.DraftPolicy(max_nodes=8 * target.depth, max_depth=2 * target.depth + 1),
+            policy=self._policy(paused=False),
         )
+
+    def _policy(self, *, paused: bool) -> draft_pb2.DraftPolicy:
+        depth = self._target.depth
+        return draft_pb2.DraftPolicy(max_nodes=8 * depth, max_depth=2 * depth + 1, paused=paused)

@@ -2,7 +2,8 @@
 
 vLLM asks it after each step, and verifies what it returns with the next one. Drafts work while the target computes, so
 candidates are mostly there when they are asked for; a step waits for them no longer than it is told to. What drafts do
-costs speed at most: vLLM accepts what its own rejection sampler accepts.
+costs speed at most: vLLM accepts what its own rejection sampler accepts. Where proposals make texts slower, as is
+measured all the time (`worth.py`), none are made.
 
 A proposer of this kind returns tokens and no probabilities. With temperature 0 a candidate is accepted if it is the
 target's choice; with sampling, with the probability that the target gives it: so drafts send their likeliest tokens.
@@ -10,6 +11,7 @@ target's choice; with sampling, with the probability that the target gives it: s
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.vllm.drafts import Drafts, Target
 from specdec.vllm.settings import Settings
 from specdec.vllm.texts import TextTable
+from specdec.vllm.worth import Worth
 
 REMEMBERED_STEPS = 64
 """Steps after which a text that is not in the batch any more is over."""
@@ -28,8 +31,9 @@ REMEMBERED_STEPS = 64
 class RemoteDraft:
     """Drafts of vLLM's texts, at services. One thread of vLLM's worker uses it."""
 
-    def __init__(self, vllm_config: Any) -> None:
-        """`vllm_config` is vLLM's. ValueError if the environment does not say where drafts are (`settings.py`)."""
+    def __init__(self, vllm_config: Any, worth: Worth | None = None) -> None:
+        """`vllm_config` is vLLM's, `worth` decides when to propose. ValueError if the environment does not say where
+        drafts are (`settings.py`)."""
         settings = Settings.of()
         model = vllm_config.model_config
         self._depth: int = vllm_config.speculative_config.num_speculative_tokens
@@ -42,6 +46,7 @@ class RemoteDraft:
             directory.tokenizer_fingerprint, directory.vocabulary, context, directory.end_tokens, self._depth
         )
         self._drafts = Drafts(settings, target) if self._asks else None
+        self._worth = worth or Worth()
         self._step = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -67,14 +72,17 @@ class RemoteDraft:
             for number, sampled in enumerate(sampled_token_ids)
             if sampled
         }
+        if not rows:
+            return proposed
+        proposing = self._worth.after_step(len(rows), sum(map(len, sampled_token_ids)), time.monotonic())
         with self._drafts.lock:
             texts = self._texts.find(rows, self._step)
             for number, text in texts.items():
-                base = len(text)
-                self._drafts.follow(text, base, text.extend_to(rows[number]))
-            self._drafts.wait(texts.values())
-            for number, text in texts.items():
-                proposed[number] = text.chain(self._depth)
+                self._drafts.follow(text, text.extend_to(rows[number]), proposing=proposing)
+            if proposing:
+                self._drafts.wait(texts.values())
+                for number, text in texts.items():
+                    proposed[number] = text.chain(self._depth)
         self._drafts.forget(self._texts.forget(self._step - REMEMBERED_STEPS))
         return proposed
 

@@ -20,6 +20,7 @@ from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2
 from specdec.vllm import RemoteDraft
 from specdec.vllm.settings import Settings
+from specdec.vllm.worth import Worth
 from tests.models import CONTEXT, END
 from tests.services.conftest import Directories, directories
 from tests.services.test_equality import prompts
@@ -38,6 +39,13 @@ def config(target: Path, rank: int = 0) -> Any:
         speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
     )
+
+
+class Always(Worth):
+    """Proposals are worth it, whatever they bring."""
+
+    def after_step(self, texts: int, tokens: int, now: float) -> bool:
+        return True
 
 
 class Batch:
@@ -98,7 +106,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 async def test_a_draft_proposes_for_every_text(directories: Directories, environment: pytest.MonkeyPatch) -> None:
     async with stack(directories.target, directories.target, drafts=2) as services:
         environment.setenv("SPECDEC_DRAFTS", ",".join(pod.address for pod in services.drafts))
-        proposer = RemoteDraft(config(directories.target))
+        proposer = RemoteDraft(config(directories.target), Always())
         proposer.load_model(None)
         batch = Batch(proposer, texts(directories, 6))
         await batch.run()
@@ -110,7 +118,7 @@ async def test_a_draft_that_dies_costs_guesses(directories: Directories, environ
     async with stack(directories.target, directories.target) as services:
         (draft,) = services.drafts
         environment.setenv("SPECDEC_DRAFTS", draft.address)
-        proposer, said = RemoteDraft(config(directories.target)), texts(directories, 3)
+        proposer, said = RemoteDraft(config(directories.target), Always()), texts(directories, 3)
         before = Batch(proposer, said)
         while not before.accepted:
             await asyncio.to_thread(before.step)
@@ -142,11 +150,41 @@ async def test_a_draft_that_says_nothing_is_waited_for_a_few_times(
     environment.setenv("SPECDEC_DRAFT_WAIT_MS", "200")
     async with stack(directories.target, directories.near, draft_kind=Mute) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
-        batch = Batch(RemoteDraft(config(directories.target)), texts(directories, 4))
+        batch = Batch(RemoteDraft(config(directories.target), Always()), texts(directories, 4))
         begin = time.monotonic()
         await batch.run()
         assert batch.offered == 0
         assert time.monotonic() - begin < 0.2 * batch.steps / 2  # most steps do not wait
+
+
+class Now(Worth):
+    """Proposals are worth it when a test says so."""
+
+    proposes = True
+
+    def after_step(self, texts: int, tokens: int, now: float) -> bool:
+        return self.proposes
+
+
+async def test_a_draft_pauses_while_nothing_is_proposed(
+    directories: Directories, environment: pytest.MonkeyPatch
+) -> None:
+    async with stack(directories.target, directories.target) as services:
+        environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
+        now, said = Now(), texts(directories, 3)
+        batch = Batch(RemoteDraft(config(directories.target), now), said)
+        while not batch.accepted:
+            await asyncio.to_thread(batch.step)
+        now.proposes = False
+        await asyncio.to_thread(batch.step)  # checks what was proposed before
+        offered = batch.offered
+        for _ in range(5):
+            await asyncio.to_thread(batch.step)
+        assert batch.offered == offered
+        now.proposes = True
+        accepted = batch.accepted
+        await batch.run()
+        assert batch.accepted > accepted  # the draft has been told what it missed
 
 
 async def test_a_draft_with_another_tokenizer_is_refused(
@@ -154,7 +192,7 @@ async def test_a_draft_with_another_tokenizer_is_refused(
 ) -> None:
     async with stack(directories.target, directories.foreign) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
-        batch = Batch(RemoteDraft(config(directories.target)), texts(directories, 2))
+        batch = Batch(RemoteDraft(config(directories.target), Always()), texts(directories, 2))
         await batch.run()
         assert batch.offered == 0
     assert "another tokenizer" in capsys.readouterr().out
@@ -163,7 +201,7 @@ async def test_a_draft_with_another_tokenizer_is_refused(
 async def test_only_one_part_of_a_model_asks(directories: Directories, environment: pytest.MonkeyPatch) -> None:
     async with stack(directories.target, directories.target) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
-        batch = Batch(RemoteDraft(config(directories.target, rank=1)), texts(directories, 1))
+        batch = Batch(RemoteDraft(config(directories.target, rank=1), Always()), texts(directories, 1))
         await batch.run()
         assert batch.offered == 0
 

@@ -80,16 +80,18 @@ async def texts(client: AsyncOpenAI, prompts: list[list[int]]) -> list[str]:
     async def one(prompt: list[int]) -> str:
         asked: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
         completion = await client.completions.create(model=str(TARGET), extra_body={"ignore_eos": True}, **asked)
-        return completion.choices[0].text
+        said: str = completion.choices[0].text
+        return said
 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
 async def accepted(client: AsyncOpenAI) -> float:
     """Candidates that it has accepted since it started."""
-    said = await client.get("/../metrics", cast_to=str)
+    said: Any = await client.get("/../metrics", cast_to=str)
     lines = [line for line in str(said).splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
-    return sum(float(line.split()[-1]) for line in lines)
+    total: float = sum(float(line.split()[-1]) for line in lines)
+    return total
 
 
 async def test_its_texts_do_not_depend_on_drafts(directories: Directories, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """What runs in vLLM's workers: forward passes over block batches, by vLLM's model runner.
 
-This is the one file that knows vLLM from within; `preflight/vllm_version.py` says which versions it was written for. A pass does what
-the runner's `execute_model` does between its states of requests and its sampler, neither of which is used: it fills
-the runner's buffers, has it build the attention's metadata, and runs the model, as a CUDA graph where there is one.
+This is the one file that knows vLLM from within; `preflight/vllm_version.py` says which versions it was written for. A
+pass does what the runner's `execute_model` does between its states of requests and its sampler, neither of which is
+used: it fills the runner's buffers, has it build the attention's metadata, and runs the model, as a CUDA graph where
+there is one.
 """
 
 from __future__ import annotations
