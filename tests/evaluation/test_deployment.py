@@ -79,7 +79,7 @@ def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample]) -> None:
 
 def test_a_draft_far_away_helps_less(pair: Pair, samples: list[Sample]) -> None:
     def steps(delay: float) -> int:
-        layout = replace(REMOTE_DRAFT.layout, delay=delay)
+        layout = replace(REMOTE_DRAFT.layout, delay=delay, target_speed=0.1, draft_speed=10.0)  # in time if it is near
         return run(
             pair,
             layout,

@@ -21,10 +21,11 @@ from specdec.v2 import draft_pb2
 from specdec.vllm import RemoteDraft
 from specdec.vllm.settings import Settings
 from specdec.vllm.worth import Worth
+from tests.captured_logs import captured_logs
 from tests.models import CONTEXT, END
 from tests.services.conftest import Directories, directories
 from tests.services.test_equality import prompts
-from tests.stack import stack
+from tests.stack import stack, until
 
 __all__ = ["directories"]  # the fixture
 
@@ -188,14 +189,17 @@ async def test_a_draft_pauses_while_nothing_is_proposed(
 
 
 async def test_a_draft_with_another_tokenizer_is_refused(
-    directories: Directories, environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    directories: Directories, environment: pytest.MonkeyPatch
 ) -> None:
     async with stack(directories.target, directories.foreign) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
         batch = Batch(RemoteDraft(config(directories.target), Always()), texts(directories, 2))
-        await batch.run()
+        with captured_logs() as logs:
+            await batch.run()
+            await until(lambda: any(each["event"] == "draft_refused" for each in logs))
         assert batch.offered == 0
-    assert "another tokenizer" in capsys.readouterr().out
+        (refused,) = (each for each in logs if each["event"] == "draft_refused")
+        assert "another tokenizer" in refused["why"]
 
 
 async def test_only_one_part_of_a_model_asks(directories: Directories, environment: pytest.MonkeyPatch) -> None:

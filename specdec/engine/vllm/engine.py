@@ -230,8 +230,7 @@ def _started(**arguments: Any) -> Callable[..., Any]:
         config = EngineArgs(**arguments).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
     except (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError) as error:
-        first, *_ = str(error).splitlines() or [type(error).__name__]
-        raise UnsupportedModelError(f"vLLM does not take it: {first}") from error
+        raise UnsupportedModelError(f"vLLM does not take it: {_reason(error)}") from error
     atexit.register(core.shutdown)
 
     def call(method: str, *given: Any) -> Any:
@@ -239,6 +238,13 @@ def _started(**arguments: Any) -> Callable[..., Any]:
         return next((answer for answer in answers if answer is not None), None)
 
     return call
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error of vLLM's says, in one line. A failed check of its configuration says it in its third."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    told = lines[2] if "validation error" in lines[0] and len(lines) > 2 else lines[0]
+    return told.strip().partition(" [type=")[0].removeprefix("Value error, ")
 
 
 def _cpu_memory(

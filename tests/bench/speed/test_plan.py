@@ -30,6 +30,7 @@ def test_without_a_draft_nothing_is_drafted() -> None:
         "transformers batching",
         "vLLM",
         "vLLM n-gram",
+        "vLLM served by specdec",
     ]
 
 
@@ -37,7 +38,13 @@ def test_a_draft_brings_configurations_of_every_system() -> None:
     found = names(parsed(["--vllm-python", sys.executable]))
     ours = ["specdec drafted", "specdec drafted + lookahead", "specdec local draft"]
     assert found[:5] == [PLAIN, "specdec lookahead", *ours]
-    assert {"transformers assisted", "transformers assisted, 5", "vLLM drafted"} < set(found)
+    vllm = {"vLLM drafted", "vLLM served by specdec, drafted", "vLLM remote draft"}
+    assert {"transformers assisted", "transformers assisted, 5", *vllm} < set(found)
+
+
+def test_some_systems_alone_are_measured_beside_plain_decoding() -> None:
+    found = names(parsed(["--vllm-python", sys.executable, "--only", "n-gram,bad draft"]))
+    assert found == [PLAIN, "vLLM n-gram"]
 
 
 def test_windows_and_bad_drafts_are_more_configurations_of_specdec() -> None:
