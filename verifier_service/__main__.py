@@ -22,7 +22,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import Kind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
-    from specdec.engine.vllm.options import read_options
+    from specdec.engine.vllm.options import MOST_SEQUENCES, MOST_STEP_ROWS, read_options
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process import logs
@@ -172,6 +172,10 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--vllm-options") from None
     if for_vllm and engine != "vllm":
         raise typer.BadParameter(f"is for --engine vllm, not for {engine}", param_hint="--vllm-options")
+    bounds = {"--step-rows": (step_rows, MOST_STEP_ROWS), "--max-sessions": (max_sessions, MOST_SEQUENCES)}
+    for option, (given, most) in bounds.items():
+        if engine == "vllm" and given > most:
+            raise typer.BadParameter(f"is {given}, must be at most {most} with --engine vllm", param_hint=option)
     if draft_model is not None and engine == "vllm":
         raise typer.BadParameter("vLLM runs one model here, and no local draft beside it", param_hint="--draft-model")
 

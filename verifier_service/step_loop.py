@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from specdec.engine.engine import Engine, chains_only, step_of
+from specdec.engine.engine import Engine, chains_only, longest_text, step_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
@@ -74,6 +74,7 @@ class StepLoop(EngineWorker[Session], SessionBackend):
         self.stats = VerifierStats()
         self._engine = engine
         self.chains_only = chains_only(engine)
+        self._longest_text = longest_text(engine)
         self._tuning = tuning
         self._probe = EngineProbe(engine)
         self._forward = step_of(engine)
@@ -105,7 +106,8 @@ class StepLoop(EngineWorker[Session], SessionBackend):
     @property
     def context(self) -> int:
         """The number of tokens that one session can have memory for at most."""
-        return self.pool.usable * BLOCK
+        slots = self.pool.usable * BLOCK
+        return slots if self._longest_text is None else min(slots, self._longest_text)
 
     def memory(self) -> MemoryUse:
         pool = self.pool

@@ -1,9 +1,9 @@
 """A packed batch: the tokens of many sessions as one forward pass.
 
-Which keys a row sees is written in one of three layouts, each with its own packer: a *ragged batch* (`cpu/layout.py`)
+Which keys a row sees is written in one of four layouts, each with its own packer: a *ragged batch* (`cpu/layout.py`)
 lists every row's key slots in order of position; a *padded batch* (`padded/layout.py`) has rectangles of keys and rows
-with a mask, for attention by tensor operations; a *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys.
-A packer knows nothing about sessions or token trees.
+with a mask, for attention by tensor operations; a *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys;
+a *block batch* (`vllm/layout.py`) has a block table for each text. A packer knows nothing about sessions or trees.
 """
 
 from __future__ import annotations

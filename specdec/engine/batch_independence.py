@@ -24,6 +24,10 @@ AT_ONCE = 5
 """Tokens at its end that are computed again as candidates."""
 
 
+CHUNK = 256
+"""Tokens of a long text that are computed at once."""
+
+
 class Places(NamedTuple):
     """Slots of the check's texts."""
 
@@ -35,8 +39,9 @@ class Places(NamedTuple):
 def rows_are_independent(engine: Engine) -> bool:
     """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every number of threads.
 
-    The text is computed as one prompt, token by token beside other texts, with its end as candidates in other slots,
-    and beside many other rows; attention and all layers are included. Uses the first slots of the KV cache.
+    The text is computed as one prompt, token by token beside other texts, with its end as candidates (in other slots,
+    where the engine takes side branches), and beside many other rows; attention and all layers are included. Uses the
+    first slots of the KV cache.
     """
     found = set()
     for _ in _thread_counts(engine):
@@ -47,8 +52,37 @@ def rows_are_independent(engine: Engine) -> bool:
     return len(found) == 1
 
 
+def long_rows_are_independent(engine: Engine, length: int) -> bool:
+    """Return whether the end of a text of so many tokens gives the same logits, bit for bit, as a piece of prompt, row
+    by row, and beside the end of another such text. Uses blocks for both, from the second one on."""
+    texts = np.random.default_rng(3).integers(0, engine.vocabulary, (2, length)).tolist()
+    room = -(-length // BLOCK) * BLOCK
+    places = [BLOCK + number * room + np.arange(length) for number in range(2)]
+    end = length - AT_ONCE
+
+    def logits(*parts: tuple[int, int, int]) -> NDArray[np.float32]:
+        """Of rows (number of the text, first, one behind the last), all of them in one pass."""
+        packer = engine.packer()
+        for number, first, stop in parts:
+            rows = packer.add_rows(texts[number][first:stop], first, places[number][first:stop])
+            packer.add_path(places[number][:stop], list(rows))
+            for row in rows[-AT_ONCE:]:
+                packer.want(row)
+        return engine.forward(packer.pack()).copy()
+
+    for number in range(2):
+        for first in range(0, end, CHUNK):
+            logits((number, first, min(first + CHUNK, end)))
+    together = logits((0, end, length))
+    beside = logits((0, end, length), (1, end, length))[:AT_ONCE]
+    alone = np.concatenate([logits((0, place, place + 1))[:1] for place in range(end, length)])
+    crowd = np.concatenate([logits((0, place, place + 1), (1, end, end + 1))[:1] for place in range(end, length)])
+    return all(np.array_equal(together[:AT_ONCE], each) for each in (beside, alone, crowd))
+
+
 def bits_of_prompt(engine: Engine) -> str:
-    """Return a digest of the logits of the check's text as one prompt, with every number of threads."""
+    """Return a digest of the logits of the check's text as one prompt, with every number of threads. For engines that
+    take any slots."""
     digest = hashlib.sha256()
     for _ in _thread_counts(engine):
         text, own = _text(engine), np.arange(1, 1 + TEXT)

@@ -2,7 +2,7 @@
 
 What only some engines can do is a capability: a protocol of its own beside `Engine`. Which ones an engine has depends
 on what was loaded, so this is found out at run time, in one function for each: `step_of`, `cpu_threads`,
-`hidden_states`, `chains_only`.
+`hidden_states`, `chains_only`, `longest_text`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ def chains_only(engine: Engine) -> bool:
     """Return whether a text's rows must be one chain at its end, in blocks of its own: there are no side branches, and
     no rows beside the text. True of paged attention, which has one block table for each text."""
     return getattr(engine, "chains_only", False)
+
+
+def longest_text(engine: Engine) -> int | None:
+    """Return the tokens of the longest text that an engine can compute; None: as many as its KV cache has slots."""
+    return getattr(engine, "longest_text", None)
 
 
 def cpu_threads(engine: Engine) -> CpuThreads | None:

@@ -4,6 +4,8 @@ network."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -35,6 +37,12 @@ TOLD_AT_ONCE = 64
 
 AGAIN_SECONDS = 0.5
 """Seconds until a text that has lost its draft is offered to one again."""
+
+IDLE_SECONDS = 10.0
+"""Seconds without a step after which a text's session at its draft ends: vLLM does not say that a text is over."""
+
+FULL_SECONDS = 5.0
+"""Seconds until a text is offered again that drafts had no room for."""
 
 REFUSED_SECONDS = 60.0
 """Seconds for which a draft is left alone whose tokenizer or protocol is another."""
@@ -73,10 +81,12 @@ class Session:
     text: Text
     outgoing: asyncio.Queue[draft_pb2.DraftRequest] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
-    open: bool = False  # what is committed is sent on
-    again_at: float = 0.0  # monotonic time
+    open: bool = False  # its draft knows the text, but for what is unsent
+    answered: bool = False  # its draft has taken it
+    again_at: float = 0.0  # when it may be offered to a draft, in monotonic time
+    followed_at: float = 0.0  # when the text was last in a step
     paused: bool = False  # the draft proposes nothing
-    unsent: list[int] = field(default_factory=list)  # tokens that a paused draft has not been told of
+    unsent: list[int] = field(default_factory=list)  # tokens that the draft has not been told of
 
 
 class Drafts:
@@ -87,18 +97,20 @@ class Drafts:
         self._target = target
         self.lock = threading.Condition()
         self._sessions: dict[Text, Session] = {}
+        self._credentials = None if settings.tls is None else channel_credentials(settings.tls.read())
         self._pods: list[Pod] = []
         self._loop = asyncio.new_event_loop()
-        ready = threading.Event()
-        threading.Thread(target=self._run, args=(ready,), name="remote-draft", daemon=True).start()
-        ready.wait()
+        threading.Thread(target=self._run, name="remote-draft", daemon=True).start()
 
     def follow(self, text: Text, tokens: list[int], *, proposing: bool) -> None:
         """Tell a text's draft the tokens that the target has added to the text, and whether it is to propose some; find
         a draft for a text that has none. With the lock held."""
-        session = self._sessions.setdefault(text, Session(text))
+        session, now = self._sessions.setdefault(text, Session(text)), time.monotonic()
+        session.followed_at = now
         if session.open:
             session.unsent += tokens
+            if not session.answered:
+                return
             if session.paused is proposing:
                 session.paused = not proposing
                 self._soon(self._send, session, draft_pb2.DraftRequest(policy=self._policy(paused=not proposing)))
@@ -106,8 +118,8 @@ class Drafts:
                 committed = model_pb2.Committed(base=len(text) - len(session.unsent), tokens=session.unsent)
                 session.unsent = []
                 self._soon(self._send, session, draft_pb2.DraftRequest(committed=committed))
-        elif proposing and session.task is None and time.monotonic() >= session.again_at:
-            session.again_at = time.monotonic() + AGAIN_SECONDS
+        elif proposing and session.task is None and now >= session.again_at:
+            session.again_at = now + AGAIN_SECONDS
             self._soon(self._begin, session)
 
     def wait(self, texts: Iterable[Text]) -> None:
@@ -132,18 +144,25 @@ class Drafts:
     def _soon(self, call: Any, *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _run(self, ready: threading.Event) -> None:
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        credentials = None if self._settings.tls is None else channel_credentials(self._settings.tls.read())
         for address in self._settings.drafts:
-            channel = (
-                grpc.aio.insecure_channel(address)
-                if credentials is None
-                else grpc.aio.secure_channel(address, credentials)
-            )
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(address)
+            else:
+                channel = grpc.aio.secure_channel(address, self._credentials)
             self._pods.append(Pod(address, channel, Breaker(address)))
-        ready.set()
+        self._loop.call_later(IDLE_SECONDS / 2, self._end_idle)
         self._loop.run_forever()
+
+    def _end_idle(self) -> None:
+        """End the sessions of texts that no step has had for long."""
+        self._loop.call_later(IDLE_SECONDS / 2, self._end_idle)
+        with self.lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            if time.monotonic() - session.followed_at > IDLE_SECONDS:
+                self._end(session)
 
     def _send(self, session: Session, message: draft_pb2.DraftRequest) -> None:
         if not session.open:
@@ -183,14 +202,23 @@ class Drafts:
             if pod.refused != str(error):
                 log.warning("draft_refused", pod=pod.address, why=str(error))
             pod.refused = str(error)
-        except (grpc.aio.AioRpcError, TimeoutError, asyncio.IncompleteReadError) as error:
+        except ValueError as error:  # no message can hold the text
+            log.debug("text_not_drafted", why=str(error))
+            session.again_at = math.inf
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
             assert pod is not None
             code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-            pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE or isinstance(error, TimeoutError))
+            if code is grpc.StatusCode.INVALID_ARGUMENT:  # it is longer than drafts take, say
+                session.again_at = math.inf
+            elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                session.again_at = time.monotonic() + FULL_SECONDS
+            else:
+                pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE or isinstance(error, TimeoutError))
         finally:
             with self.lock:
-                session.open, session.task, session.paused = False, None, False
-                session.outgoing, session.unsent = asyncio.Queue(), []
+                session.open = session.answered = session.paused = False
+                session.outgoing, session.unsent, session.task = asyncio.Queue(), [], None
+                session.text.lost()
                 self.lock.notify_all()
 
     async def _draft(self, session: Session, pod: Pod) -> None:
@@ -204,10 +232,12 @@ class Drafts:
             await stream.write(draft_pb2.DraftRequest(open=opening))
             opened = await self._read(stream)
             self._check(opened.opened.identity)
+            pod.breaker.succeeded()
             sending = self._loop.create_task(self._feed(session, stream))
+            with self.lock:
+                session.answered = True
             while True:
                 response = await self._read(stream)
-                pod.breaker.succeeded()
                 if response.WhichOneof("message") == "extend":
                     self._insert(session.text, response.extend)
         finally:
@@ -217,8 +247,9 @@ class Drafts:
 
     async def _feed(self, session: Session, stream: Any) -> None:
         outgoing = session.outgoing
-        while True:
-            await stream.write(await outgoing.get())
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader is told why it ended
+            while True:
+                await stream.write(await outgoing.get())
 
     async def _read(self, stream: Any) -> draft_pb2.DraftResponse:
         async with asyncio.timeout(SILENCE_SECONDS):

@@ -5,7 +5,7 @@ A row may hold another text at the next step: vLLM closes gaps in its batch. A t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from itertools import islice
 
 import numpy as np
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from specdec.decoding.tree import Paths, TokenTree
 
 Tokens = NDArray[np.int32]
+
+COMPARED = 64
+"""Tokens at the end of a text by which it is known again where it was at the last step."""
 
 LEAST_PATH_PROBABILITY = 0.1
 """Path probability from which on a candidate is proposed: each costs the target a row."""
@@ -30,22 +33,27 @@ class Text:
             tokens.tolist(), vocabulary=vocabulary, last_position=context - 1, end_tokens=end_tokens, max_nodes=1024
         )
         self.seen = 0  # step in which the text was last in the batch
-        self._tokens = tokens.copy()
-        self._in_vain = 0
+        self._ends = end_tokens
+        self._tokens = np.empty(max(context, len(tokens)), dtype=np.int32)
+        self._tokens[: len(tokens)] = tokens
+        self._in_vain = IN_VAIN  # nothing has come yet
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self.tree.base
 
-    def continues_in(self, row: Tokens) -> bool:
-        """Return whether a row of tokens is this text, or the text and what has been generated since."""
-        return len(row) >= len(self._tokens) and bool(np.array_equal(row[: len(self._tokens)], self._tokens))
+    def continues_in(self, row: Tokens, compared: int | None = None) -> bool:
+        """Return whether a row of tokens is this text, or the text and what has been generated since; by so many of the
+        text's last tokens, or by all."""
+        end = len(self)
+        first = 0 if compared is None else max(0, end - compared)
+        return len(row) >= end and bool(np.array_equal(row[first:end], self._tokens[first:end]))
 
     def extend_to(self, row: Tokens) -> list[int]:
         """Add what a row has beyond the text; return it."""
-        tokens: list[int] = row[len(self._tokens) :].tolist()
-        if tokens:
-            self._tokens = row.copy()
-            self.tree.commit(tokens)
+        new = row[len(self) :]
+        self._tokens[len(self) : len(row)] = new
+        tokens: list[int] = new.tolist()
+        self.tree.commit(tokens)
         return tokens
 
     def insert(self, base: int, paths: Paths) -> None:
@@ -55,13 +63,18 @@ class Text:
 
     def chain(self, length: int) -> list[int]:
         """Return the likeliest candidates, one after the other, at most so many."""
-        least = np.log(LEAST_PATH_PROBABILITY)
+        least = math.log(LEAST_PATH_PROBABILITY)
         return [node.token for path_logprob, node in islice(self.tree.best_chain(), length) if path_logprob >= least]
 
     @property
     def worth_a_wait(self) -> bool:
-        """True if nothing is there to propose, and its draft has not been late time after time."""
-        return not self.tree.root.children and self._in_vain < IN_VAIN
+        """True if nothing is there to propose, the text goes on, and its draft is not late time after time: it has sent
+        something, and not long ago."""
+        return not self.tree.root.children and self._in_vain < IN_VAIN and self.tree.root.token not in self._ends
+
+    def lost(self) -> None:
+        """Note that the text has no draft any more."""
+        self._in_vain = IN_VAIN
 
     def waited_in_vain(self) -> None:
         """Note that a step has waited, and nothing came."""
@@ -75,10 +88,6 @@ class TextTable:
         self._made_with = vocabulary, context, end_tokens
         self._of_row: dict[int, Text] = {}
 
-    def texts(self) -> Iterable[Text]:
-        """Return all texts."""
-        return list(self._of_row.values())
-
     def find(self, rows: dict[int, Tokens], step: int) -> dict[int, Text]:
         """Return the text that each of these rows holds in this step, which is a new one if none continues there. Texts
         are not extended yet."""
@@ -87,7 +96,7 @@ class TextTable:
         before = dict(self._of_row)
         for number, row in rows.items():
             text = before.get(number)
-            if text is not None and text.continues_in(row):
+            if text is not None and text.continues_in(row, COMPARED):
                 found[number] = before.pop(number)
             else:
                 homeless.append(number)

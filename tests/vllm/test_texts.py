@@ -92,11 +92,23 @@ def test_nothing_follows_the_end() -> None:
 
 def test_a_draft_that_is_late_is_not_waited_for_until_it_sends_something() -> None:
     text = Text(row(5), VOCABULARY, CONTEXT, END)
+    assert not text.worth_a_wait  # nothing has come yet
+    text.insert(1, chain(6))
+    assert not text.worth_a_wait  # there is something
+    text.extend_to(row(5, 6))
     for _ in range(IN_VAIN):
         assert text.worth_a_wait
         text.waited_in_vain()
     assert not text.worth_a_wait
-    text.insert(1, chain(6))
-    assert not text.worth_a_wait  # there is something
-    text.extend_to(row(5, 6))
+    text.insert(2, chain(7))
+    text.extend_to(row(5, 6, 7))
     assert text.worth_a_wait
+    text.lost()
+    assert not text.worth_a_wait
+
+
+def test_a_text_that_is_over_is_not_waited_for() -> None:
+    text = Text(row(5), VOCABULARY, CONTEXT, END)
+    text.insert(1, chain(6))
+    text.extend_to(row(5, 1))
+    assert not text.worth_a_wait

@@ -22,7 +22,7 @@ from specdec.decoding.choice import Tokens
 from specdec.decoding.logprobs import Logprobs
 from specdec.decoding.query import SamplingQuery
 from specdec.engine.batch import PackedBatch
-from specdec.engine.batch_independence import rows_are_independent
+from specdec.engine.batch_independence import long_rows_are_independent, rows_are_independent
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.memory import slots_for
@@ -33,20 +33,21 @@ from specdec.engine.preflight.vllm_version import check_vllm
 from specdec.engine.start_phases import phase
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.vllm.layout import BlockPacker
-from specdec.engine.vllm.options import check_options
-
-MOST_ROWS = 4096
-MOST_SEQUENCES = 1024
-"""Most rows and sequences of one pass, for which vLLM sets buffers aside: more than a step ever has."""
+from specdec.engine.vllm.options import MOST_ROWS, MOST_SEQUENCES, check_options
 
 ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # what it logs goes where the service's own lines go
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # how keys are split depends on the batch, and so would bits
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a model on one device is in this process
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is written for the first one
 }
 """What vLLM reads when it is imported."""
+
+
+LONG_TEXT = 1024
+"""Tokens of the long text in the check of exactness, or as many as fit: over short ones attention is never split."""
 
 
 class VllmEngine:
@@ -90,9 +91,7 @@ class VllmEngine:
         self._set_threads = partial(torch.set_num_threads, threads)  # vLLM puts another function there
         self._thread = 0  # the one that computed last: each has a number of threads of its own
         self._compute_here()
-        memory = {} if capacity is None else {"num_gpu_blocks_override": capacity // BLOCK}
-        if device == "cpu":
-            memory = _cpu_memory(directory, capacity, dtype, options)
+        memory = _memory(directory, capacity, dtype, device, options)
         with phase("weights"):
             self._call = _started(
                 model=str(directory.path),
@@ -109,16 +108,17 @@ class VllmEngine:
                 worker_extension_cls="specdec.engine.vllm.worker.Passes",
                 **memory | options,
             )
-        try:
-            size, blocks, attention = self._call("specdec_describe")
-        except ValueError as error:
-            raise UnsupportedModelError(f"{directory.name} does not run here by vLLM: {error}") from None
+        told = self._call("specdec_describe")
+        if isinstance(told, str):
+            raise UnsupportedModelError(f"{directory.name} does not run here by vLLM: {told}")
+        size, blocks, self.longest_text, attention = told
         self.capacity = blocks * size // BLOCK * BLOCK
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, dtype
         self._has_tokens_apart = self._keeps_tokens_apart()
         with phase("exactness"):
-            self.exact = exact and rows_are_independent(self)
+            long = min(LONG_TEXT, self.longest_text, self.capacity // 2 - BLOCK)
+            self.exact = exact and rows_are_independent(self) and long_rows_are_independent(self, long)
         self.numerics = "/".join(
             (
                 f"vllm-{vllm.__version__}",
@@ -221,7 +221,6 @@ def vllm_engine(directory: ModelDirectory, *, device: str, options: Mapping[str,
 def _started(**arguments: Any) -> Callable[..., Any]:
     """Start vLLM with these engine arguments. Return the function that calls a method of all workers, and returns what
     the one says that has the logits."""
-    import torch
     from vllm import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
@@ -229,7 +228,7 @@ def _started(**arguments: Any) -> Callable[..., Any]:
     try:
         config = EngineArgs(**arguments).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    except (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError) as error:
+    except Exception as error:  # of many kinds, and of none in particular where workers do not start
         raise UnsupportedModelError(f"vLLM does not take it: {_reason(error)}") from error
     atexit.register(core.shutdown)
 
@@ -247,13 +246,18 @@ def _reason(error: Exception) -> str:
     return told.strip().partition(" [type=")[0].removeprefix("Value error, ")
 
 
-def _cpu_memory(
-    directory: ModelDirectory, capacity: int | None, dtype: Dtype, options: Mapping[str, Any]
+def _memory(
+    directory: ModelDirectory, capacity: int | None, dtype: Dtype, device: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return vLLM's options for a KV cache of so many slots on a CPU; by default it would take nearly all memory."""
+    """Return vLLM's options for a KV cache of so many slots, and for the longest text that it has room for. On a GPU
+    vLLM finds both; on a CPU it would take nearly all memory."""
     slot = numbers_of_a_token(directory) * BYTES[dtype]
-    if not slot or "kv_cache_memory_bytes" in options:
-        return {}
-    blocks = (capacity or slots_for(slot, directory.context, "cpu")) // BLOCK
-    parts = options.get("tensor_parallel_size", 1)
-    return {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * BLOCK * slot // parts}
+    if device == "cpu" and slot and "kv_cache_memory_bytes" not in options:
+        capacity = capacity or slots_for(slot, directory.context, "cpu")
+    if capacity is None:
+        return {"max_model_len": -1}
+    blocks = capacity // BLOCK
+    found = {"num_gpu_blocks_override": blocks, "max_model_len": min(directory.context, (blocks - 1) * BLOCK)}
+    if device == "cpu" and slot:
+        found["kv_cache_memory_bytes"] = blocks * BLOCK * slot // options.get("tensor_parallel_size", 1)
+    return found

@@ -8,19 +8,33 @@ from typing import Any
 
 from specdec.engine.unsupported import UnsupportedModelError
 
+MOST_ROWS = 4096
+MOST_SEQUENCES = 1024
+"""Rows and sequences of one pass for which vLLM sets buffers aside."""
+
+MOST_STEP_ROWS = 2048
+"""Rows up to which prompts may fill a step: roots of all sessions and their candidates come on top."""
+
 OWN = {
     "async_scheduling": "steps are ours",
     "block_size": "memory is ours",
+    "data_parallel_size": "each verifier has one model: start several",
+    "decode_context_parallel_size": "memory is ours",
     "disable_hybrid_kv_cache_manager": "memory is ours",
     "dtype": "say --dtype",
+    "enable_dbo": "a step has one pass",
     "enable_prefix_caching": "prefixes are cached by the verifier",
     "enforce_eager": "say --compile or --no-cuda-graphs",
+    "kv_sharing_fast_prefill": "memory is ours",
+    "kv_transfer_config": "memory is ours",
     "load_format": "weights are read from safetensors alone",
+    "max_model_len": "it follows from the model and --kv-tokens",
     "max_num_batched_tokens": "say --step-rows",
     "max_num_seqs": "say --max-sessions",
     "model": "say --model",
     "num_gpu_blocks_override": "say --kv-tokens",
     "pipeline_parallel_size": "a step has one pass",
+    "prefill_context_parallel_size": "memory is ours",
     "skip_tokenizer_init": "texts are tokens here",
     "speculative_config": "candidates come from drafts",
     "trust_remote_code": "a model's own code is not run",

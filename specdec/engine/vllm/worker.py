@@ -40,9 +40,9 @@ class Passes:
 
     model_runner: Any
 
-    def specdec_describe(self) -> tuple[int, int, str]:
-        """Return the tokens in a block of vLLM's, the blocks that there are, and the attention backend's name;
-        ValueError if the model needs more than keys and values of tokens."""
+    def specdec_describe(self) -> tuple[int, int, int, str] | str:
+        """Return the tokens in a block of vLLM's, the blocks that there are, the tokens of the longest text, and the
+        attention backend's name; or why the model cannot be run."""
         runner = self.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
         size = runner.cache_config.block_size
@@ -52,10 +52,11 @@ class Passes:
             or runner.model_config.is_encoder_decoder
             or runner.model_config.is_hybrid
         ):
-            raise ValueError("its layers have other states than keys and values of tokens")
+            return "its layers have other states than keys and values of tokens"
         if BLOCK % size:
-            raise ValueError(f"its attention wants blocks of {size} tokens, {BLOCK} must be a multiple")
-        return size, runner.kv_cache_config.num_blocks, runner.attn_groups[0][0].backend.get_name()
+            return f"its attention wants blocks of {size} tokens, {BLOCK} must be a multiple"
+        attention = runner.attn_groups[0][0].backend.get_name()
+        return size, runner.kv_cache_config.num_blocks, runner.max_model_len, attention
 
     @torch.inference_mode()
     def specdec_step(self, batch: BlockBatch, asked: Mapping[int, SamplingQuery]) -> Chosen | None:
@@ -104,8 +105,8 @@ class Passes:
     def specdec_clear(self, slots: Slots) -> None:
         """Overwrite keys and values with zeros, those of whole blocks or of single tokens."""
         for cache in self.model_runner.kv_caches:  # [blocks, heads, tokens, numbers]
-            size = len(slots) and self._specdec_tokens_in(cache)
-            blocks, tokens = (torch.from_numpy(each).to(cache.device) for each in np.divmod(slots, size or 1))
+            places = np.divmod(slots, self._specdec_tokens_in(cache))
+            blocks, tokens = (torch.from_numpy(each).to(cache.device) for each in places)
             cache[blocks, :, tokens] = 0
 
     @torch.inference_mode()
@@ -177,6 +178,12 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
             intermediate_tensors=None,
             inputs_embeds=None,
         )
+    if not len(batch.wanted):
+        # Nobody will fetch anything of this pass: wait for it here, before the next one fills the same buffers.
+        if hidden.device.type != "cpu":
+            torch.accelerator.synchronize()
+        nothing: Tensor = hidden.new_empty((0, runner.model_config.get_vocab_size()))
+        return nothing
     wanted = upload(batch.wanted, runner.device)
     logits: Tensor | None = runner.model.compute_logits(hidden[wanted])
     return logits
