@@ -42,7 +42,7 @@ gpu:  ## All that only a GPU can show, in ten minutes at most; leaves build/gpu/
 bench: setup  ## Speed on the demo pair beside transformers, in two minutes if nothing else runs.
 	$(BIN)/specdec bench speed --quick
 
-bench-peers: build/vllm/.done  ## vLLM's CPU build, in an environment of its own, for `specdec bench speed`.
+bench-peers: build/vllm/.specdec  ## vLLM's CPU build, in an environment of its own, for `specdec bench speed`.
 	@echo "Now: $(BIN)/specdec bench speed --vllm-python build/vllm/bin/python --out build/speed"
 
 # Its torch is its own. What pip brings of torchvision, torchaudio and torchcodec is built for another torch and
@@ -55,8 +55,8 @@ build/vllm/.done: Makefile
 	build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# What a verifier on vLLM needs besides, in vLLM's environment. pip tells that vLLM asks for an older llguidance: it is for
-# vLLM's own structured output, which is not used, and all pods of a deployment shall have one version.
+# What specdec needs in vLLM's environment. pip tells that vLLM asks for an older llguidance, for its own structured
+# output: that is not used, and all pods of a deployment shall have one version.
 vllm: build/vllm/.specdec  ## An environment for `--engine vllm` and for our drafts in vLLM, on CPUs.
 	@echo "Now: build/vllm/bin/python -m verifier_service --engine vllm --model demo/target"
 

@@ -61,7 +61,7 @@ def long_rows_are_independent(engine: Engine, length: int) -> bool:
     end = length - AT_ONCE
 
     def logits(*parts: tuple[int, int, int]) -> NDArray[np.float32]:
-        """Of rows (number of the text, first, one behind the last), all of them in one pass."""
+        """Return the logits at the end of each part (number of the text, first row, the one behind its last)."""
         packer = engine.packer()
         for number, first, stop in parts:
             rows = packer.add_rows(texts[number][first:stop], first, places[number][first:stop])

@@ -49,7 +49,7 @@ REFUSED_SECONDS = 60.0
 
 
 class Target(NamedTuple):
-    """What drafts have to fit."""
+    """The target that drafts have to fit, and vLLM's number of candidates."""
 
     tokenizer_fingerprint: str
     vocabulary: int
@@ -90,7 +90,7 @@ class Session:
 
 
 class Drafts:
-    """The sessions of all texts. `follow`, `wait` and `forget` are for one thread; `lock` guards the texts."""
+    """The sessions of all texts. vLLM's thread calls `follow`, `wait` and `forget`; `lock` guards the texts."""
 
     def __init__(self, settings: Settings, target: Target) -> None:
         self._settings = settings
@@ -123,7 +123,7 @@ class Drafts:
             self._soon(self._begin, session)
 
     def wait(self, texts: Iterable[Text]) -> None:
-        """Wait until every text has candidates that is worth it, for as long as a step may wait. With the lock held."""
+        """Wait until every text that is worth a wait has candidates, no longer than a step may. With the lock held."""
 
         def missing() -> list[Text]:
             return [text for text in texts if self._sessions[text].open and text.worth_a_wait]

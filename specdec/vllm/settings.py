@@ -20,7 +20,7 @@ LONGEST_WAIT_MS = 1000.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Where drafts are, and how long a step of vLLM may wait for them."""
+    """The settings: where drafts are, and how long a step of vLLM may wait for them."""
 
     drafts: tuple[str, ...]  # targets of gRPC's
     wait: float = 0.005  # seconds

@@ -26,7 +26,7 @@ IDLE_SECONDS = 1.0
 
 @dataclass
 class _Size:
-    """What is known of batches of about one size."""
+    """The measurements of batches of about one size."""
 
     best: bool = True  # with proposals
     trial: bool = False  # the other is being tried

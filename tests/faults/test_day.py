@@ -137,8 +137,8 @@ async def test_a_day(models: Models, oracle: Oracle, tmp_path: Path) -> None:
             }
             full = Run(cluster)
             await full.play(client, asked, disturbed(list(cluster.pods), CAPACITY_SECONDS), AT_ONCE)
-            await cluster.make_whole()
             rate = LOAD * len(full.records) / (time.monotonic() - full.began)
+            await cluster.make_whole()
             calm = await Run(cluster).play_open(client, asked, [Event(At(CALM_SECONDS))], rate)
             run = Run(cluster, rollout=rollout)
             await run.play_open(client, asked, day(list(cluster.pods)), rate)

@@ -89,7 +89,7 @@ def tokens_of(completions: Sequence[generation_pb2.Completion]) -> list[list[int
 
 
 async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories) -> None:
-    patient: dict[str, Any] = {"target_delay": slow_target, "patience_seconds": 0.3}
+    patient: dict[str, Any] = {"target_delay": lambda: time.sleep(0.015), "patience_seconds": 0.3}
     async with stack(directories.target, directories.near, **patient) as services:
         plain = await all_of(services, plain=True)
         cases = [grammar for grammar in GRAMMARS.values() for _ in SAMPLINGS]
@@ -97,7 +97,7 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
             check_fits(directories, grammar, completion)
         drafted = await all_of(services, speculation=ALWAYS)
         assert tokens_of(drafted) == tokens_of(plain)
-        assert sum(each.finish.speculation.sources["remote_draft"] for each in drafted) > 10
+        assert sum(each.finish.speculation.sources["remote_draft"] for each in drafted) > 30
         own = await all_of(services, speculation=generation_pb2.Speculation(drafters=OWN_DRAFTERS))
         assert tokens_of(own) == tokens_of(plain)
         assert sum(each.finish.speculation.sources["grammar"] for each in own) > 30

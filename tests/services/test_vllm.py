@@ -149,6 +149,8 @@ async def test_whatever_a_request_asks_for_holds(models: tuple[Path, Path, Oracl
             )
             assert len(other.tokens) == TOKENS
             assert other.finish.speculation.accepted > 0
+        least = await complete(client, tokens=prompt, max_tokens=30, min_tokens=25, logit_bias={END: 20.0})
+        assert (len(least.tokens), least.finish.reason) == (26, "stop")  # it ends as soon as it may
         told = await complete(client, tokens=prompt, max_tokens=8, logprobs=3, ignore_end_token=True)
         assert told.logprobs is not None
         assert len(told.logprobs) == 8

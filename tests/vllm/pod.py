@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ START_SECONDS = 180.0
 
 
 class VllmPod:
-    """A running one."""
+    """A verifier that runs."""
 
     def __init__(self, process: asyncio.subprocess.Process, address: str, log: Path) -> None:
         self.address = address
@@ -33,9 +32,6 @@ class VllmPod:
 
     def kill(self) -> None:
         self._process.kill()
-
-    def freeze(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
 
     async def terminate(self) -> int:
         """Have it drain; its exit status."""

@@ -43,8 +43,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is written for the first one
 }
-"""What vLLM reads when it is imported."""
-
+"""Environment variables that vLLM reads when it is imported."""
 
 LONG_TEXT = 1024
 """Tokens of the long text in the check of exactness, or as many as fit: over short ones attention is never split."""

@@ -43,8 +43,8 @@ class BlockPacker(Packer):
     _sequences: list[_Sequence] = field(default_factory=list)
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        """As in `Packer`. ValueError unless the rows stand next to each other, as consecutive tokens of the text, and
-        the text's tokens in its blocks in order."""
+        """Let rows see one text, as in `Packer`. ValueError unless the rows stand next to each other, as consecutive
+        tokens of the text, and the text's tokens in its blocks in order."""
         first, count = rows[0], len(rows)
         position = self.positions[first]
         length = position + count

@@ -1,4 +1,4 @@
-"""What runs in vLLM's workers: forward passes over block batches, by vLLM's model runner.
+"""Forward passes over block batches inside vLLM's workers, by vLLM's model runner.
 
 This is the one file that knows vLLM from within; `preflight/vllm_version.py` says which versions it was written for. A
 pass does what the runner's `execute_model` does between its states of requests and its sampler, neither of which is
@@ -36,7 +36,7 @@ Chosen = tuple[Tokens, NDArray[np.bool_]]
 
 class Passes:
     """Methods that vLLM adds to each of its workers (`worker_extension_cls`). All workers of a model are called at
-    once; what is returned counts on the one that has the logits, and is None on the others."""
+    once. The one of rank 0 has the logits, and answers; the others return None."""
 
     model_runner: Any
 
