@@ -15,7 +15,6 @@ with needed_by("orchestrator", "orchestrator"):
     import typer
 
     from orchestrator.catalog import Catalog
-    from orchestrator.connections import SecureConnections, connect
     from orchestrator.followed_catalog import FollowedCatalog
     from orchestrator.model import Model
     from orchestrator.models_file import LoadedRevision, ModelsFile, ModelsFileError, RevisionEntry
@@ -36,6 +35,7 @@ with needed_by("orchestrator", "orchestrator"):
         run_command,
     )
     from specdec.engine.model_directory import ModelDirectory
+    from specdec.serving.pods.connections import SecureConnections, connect
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, StartError, run, run_program
     from specdec.text.check import check_text

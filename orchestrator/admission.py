@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from orchestrator.pod_capacity import PodCapacity
-from specdec.serving.breaker import Breaker
 from specdec.serving.errors import OverloadedError, TenantLimitError, TooLateError
+from specdec.serving.pods.breaker import Breaker
 from specdec.v2 import model_pb2
 
 MAX_OPENINGS = 64

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from orchestrator.connections import connect
-from orchestrator.discovery import Discovery
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from specdec.client.address import Address
+from specdec.serving.pods.connections import connect
+from specdec.serving.pods.discovery import Discovery
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import grpc
 import structlog
 
 from orchestrator.admission import Admission
-from orchestrator.connections import connect
 from orchestrator.pod_capacity import PodCapacity
-from specdec.serving.breaker import Breaker
+from specdec.serving.pods.breaker import Breaker
+from specdec.serving.pods.connections import connect
 
 log = structlog.get_logger()
 

@@ -17,7 +17,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.faults.pods import PRELOAD, free_address
+from tests.faults.births import PRELOAD
+from tests.faults.pods import free_address
 
 PATIENCE_SECONDS = 120.0
 """For a busy machine."""

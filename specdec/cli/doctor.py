@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specdec.cli.failure import fail
-from specdec.engine.placement import WantedDtype
+from specdec.engine.placement import Kind, WantedDtype
 
 
 def doctor(
@@ -25,6 +25,7 @@ def doctor(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",
     dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
+    engine: Annotated[Kind, typer.Option(help="How the target computes; `vllm` has vLLM run it.")] = "torch",
     kv_tokens: Annotated[
         int | None, typer.Option(min=512, help="Tokens that the target's KV cache is to have room for.")
     ] = None,
@@ -37,7 +38,7 @@ def doctor(
     from specdec.doctor.report import Asked, Report
     from specdec.doctor.table import lines
 
-    report = Report(Asked(model, draft, device, dtype, kv_tokens))
+    report = Report(Asked(model, draft, device, dtype, kv_tokens, engine))
     if json_output:
         print(json.dumps(report.as_json(), indent=2))
     else:

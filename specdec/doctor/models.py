@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.placement import Placement, WantedDtype
+from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.memory_needed import memory_needed
@@ -33,13 +33,11 @@ class Models(NamedTuple):
     problem: str
 
 
-def models(
-    target: Path | None, draft: Path | None, *, device: str, dtype: WantedDtype, kv_tokens: int | None
-) -> Models:
-    """Check a target as a verifier would with these options, and a draft as a draft service would by default."""
+def models(target: Path | None, draft: Path | None, placement: Placement) -> Models:
+    """Check a target as a verifier would that places it so, and a draft as a draft service would by default."""
     wanted = {}
     if target is not None:
-        wanted["target"] = Wanted(target, Placement("torch", dtype, device, kv_tokens))
+        wanted["target"] = Wanted(target, placement)
     if draft is not None:
         wanted["draft"] = Wanted(draft, Placement("onnx"))
     try:

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from specdec.engine.preflight import vllm_version
 from specdec.extras import DISTRIBUTION, install_command
 
 EXTRAS = (
@@ -66,11 +67,14 @@ def requirements() -> list[Requirement]:
 
 
 def packages(required: list[Requirement]) -> list[Package]:
-    """Return the packages that specdec or one of EXTRAS requires, each once, with all of its ranges."""
+    """Return the packages that specdec or one of EXTRAS requires, each once, with all of its ranges; and vLLM if it is
+    installed, which no extra brings."""
     ranges: dict[str, SpecifierSet] = {}
     for each in (*_without_extras(required), *(each for extra in EXTRAS for each in _of(extra, required))):
         ranges[each.name] = ranges.get(each.name, SpecifierSet()) & each.specifier
-    return [Package(name, installed_version(name), wanted) for name, wanted in ranges.items()]
+    found = [Package(name, installed_version(name), wanted) for name, wanted in ranges.items()]
+    installed = vllm_version.installed_vllm()
+    return found if installed is None else [*found, Package("vllm", installed, vllm_version.TESTED)]
 
 
 def extras(required: list[Requirement]) -> list[Extra]:

@@ -16,7 +16,7 @@ from specdec.doctor.packages import Extra, Package
 from specdec.doctor.places import Cache
 from specdec.engine import fast_paths
 from specdec.engine.fast_paths import FastPathOff
-from specdec.engine.placement import WantedDtype
+from specdec.engine.placement import Kind, Placement, WantedDtype
 from specdec.extras import hint
 
 
@@ -29,6 +29,7 @@ class Asked:
     device: str = "cpu"
     dtype: WantedDtype = "auto"
     kv_tokens: int | None = None
+    engine: Kind = "torch"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Report:
         asked = self.asked
         if asked.model is None and asked.draft is None:
             return None
-        return models(asked.model, asked.draft, device=asked.device, dtype=asked.dtype, kv_tokens=asked.kv_tokens)
+        target = Placement(asked.engine, asked.dtype, asked.device, asked.kv_tokens)
+        return models(asked.model, asked.draft, target)
 
     @cached_property
     def fast_paths(self) -> dict[str, FastPathOff | None] | str:

@@ -8,18 +8,20 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import grpc
 import structlog
 
-from specdec.client.tls_files import channel_credentials
+from specdec.client.tls_files import TlsFiles
 from specdec.decoding.sampling import Sampling
-from specdec.serving.breaker import Breaker
 from specdec.serving.identity import protocol_mismatch
 from specdec.serving.messages import paths_from, sampling_message
+from specdec.serving.pods.breaker import Breaker
+from specdec.serving.pods.connections import SecureConnections, connect
+from specdec.serving.pods.discovery import Discovery
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 from specdec.vllm.settings import Settings
 from specdec.vllm.texts import Text
@@ -74,6 +76,40 @@ class Pod:
     refused: str = ""  # why, as logged
 
 
+class Pods:
+    """The draft services. Only the event loop touches them."""
+
+    def __init__(self, tls: TlsFiles | None) -> None:
+        self.names: dict[str, str] = {}  # of those that are found in DNS, for which their certificates are
+        self._connect = connect if tls is None else SecureConnections(tls, None, self.names)
+        self._pods: dict[str, Pod] = {}
+        self._leaving: list[Pod] = []
+
+    def __iter__(self) -> Iterator[Pod]:
+        return iter(self._pods.values())
+
+    def become(self, addresses: Iterable[str]) -> None:
+        before, self._pods = self._pods, {}
+        for address in dict.fromkeys(addresses):
+            known = address in before
+            self._pods[address] = (
+                before.pop(address) if known else Pod(address, self._connect(address), Breaker(address))
+            )
+        self._leaving += before.values()
+
+    async def close_idle(self) -> None:
+        idle = [pod for pod in self._leaving if not pod.sessions]
+        self._leaving = [pod for pod in self._leaving if pod.sessions]
+        for pod in idle:
+            await pod.channel.close()
+
+    def choose(self) -> Pod | None:
+        """Return the pod with the fewest sessions of those that are worth asking."""
+        now = time.monotonic()
+        able = [pod for pod in self if pod.breaker.state != "open" and now >= pod.left_alone_until]
+        return min(able, key=lambda pod: pod.sessions, default=None)
+
+
 @dataclass(eq=False)
 class Session:
     """A text's session at a draft; without a pod there is none now."""
@@ -97,8 +133,7 @@ class Drafts:
         self._target = target
         self.lock = threading.Condition()
         self._sessions: dict[Text, Session] = {}
-        self._credentials = None if settings.tls is None else channel_credentials(settings.tls.read())
-        self._pods: list[Pod] = []
+        self._pods = Pods(settings.tls)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="remote-draft", daemon=True).start()
 
@@ -146,14 +181,13 @@ class Drafts:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        for address in self._settings.drafts:
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(address)
-            else:
-                channel = grpc.aio.secure_channel(address, self._credentials)
-            self._pods.append(Pod(address, channel, Breaker(address)))
         self._loop.call_later(IDLE_SECONDS / 2, self._end_idle)
+        self._loop.run_until_complete(self._find_pods())
         self._loop.run_forever()
+
+    async def _find_pods(self) -> None:
+        self._discovery = Discovery(self._settings.drafts, self._pods, names=self._pods.names)
+        await self._discovery.start()
 
     def _end_idle(self) -> None:
         """End the sessions of texts that no step has had for long."""
@@ -179,15 +213,9 @@ class Drafts:
         if session.task is not None:
             session.task.cancel()
 
-    def _chosen(self) -> Pod | None:
-        """Return the pod with the fewest sessions of those that are worth asking."""
-        now = time.monotonic()
-        able = [pod for pod in self._pods if pod.breaker.state != "open" and now >= pod.left_alone_until]
-        return min(able, key=lambda pod: pod.sessions, default=None)
-
     async def _serve(self, session: Session) -> None:
         """Have a draft draft for a text until either ends."""
-        pod = self._chosen()
+        pod = self._pods.choose()
         try:
             if pod is not None:
                 pod.breaker.attempt()

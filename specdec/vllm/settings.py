@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.client.address import parse_addresses
+from specdec.client.address import Address, parse_addresses
 from specdec.client.tls_files import TlsFiles
 
 DRAFTS = "SPECDEC_DRAFTS"
@@ -22,7 +22,7 @@ LONGEST_WAIT_MS = 1000.0
 class Settings:
     """The settings: where drafts are, and how long a step of vLLM may wait for them."""
 
-    drafts: tuple[str, ...]  # targets of gRPC's
+    drafts: tuple[Address, ...]
     wait: float = 0.005  # seconds
     tls: TlsFiles | None = None  # None: connections are not encrypted
 
@@ -33,7 +33,7 @@ class Settings:
         if not given:
             raise ValueError(f"{DRAFTS} is not set: addresses of draft services, joined by commas")
         try:
-            drafts = tuple(address.target for address in parse_addresses(given))
+            drafts = tuple(parse_addresses(given))
         except ValueError as error:
             raise ValueError(f"{DRAFTS}: {error}") from None
         wait = environment.get(WAIT, "5")

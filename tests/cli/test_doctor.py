@@ -15,6 +15,7 @@ from specdec import cli
 from specdec.doctor.report import Asked, Report
 from specdec.doctor.table import lines
 from specdec.extras import EXTRAS
+from tests.vllm.pod import PYTHON, needs_vllm
 
 ROOT = Path(__file__).parents[2]
 TARGET, DRAFT = ROOT / "demo" / "target", ROOT / "demo" / "draft"
@@ -96,6 +97,22 @@ def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, js
 def test_a_device_that_is_not_there_is_told() -> None:
     problem = Report(Asked(TARGET, device="cuda:77")).problem
     assert problem.startswith("device cuda:77: ")
+
+
+def test_an_engine_that_is_not_there_is_told() -> None:
+    assert Report(Asked(TARGET, engine="vllm")).problem.startswith("vLLM is not installed: pip install 'vllm")
+    assert doctor_here("--model", TARGET, "--engine", "vlm").exit_code == 2
+
+
+@pytest.mark.verify
+@needs_vllm
+def test_where_vllm_is_it_is_told() -> None:
+    program = [str(PYTHON), "-m", "specdec.cli", "doctor", "--model", str(TARGET), "--engine", "vllm", "--json"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told["packages"]["vllm"]["fits"]
+    assert [model["role"] for model in told["models"]] == ["target"]
 
 
 def test_the_client_alone_is_enough() -> None:

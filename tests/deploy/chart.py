@@ -39,6 +39,13 @@ SMALL: Object = {
 }
 """The least that a user says."""
 
+ALONE: Object = {
+    "drafts": {"b": {"path": "/models/draft"}},
+    "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
+    "networkPolicy": {"draftClients": [{"podSelector": {}}]},
+}
+"""Drafts alone, for an ordinary vLLM."""
+
 
 def values_of(example: Path) -> Object:
     """Return the values of a file."""

@@ -74,6 +74,13 @@ class TestNetwork:
         things = render(EVERYTHING)
         assert self.reaches(things, labels(templates(things)[caller]), NAMESPACE, callee, port) is may
 
+    def test_vllm_may_call_drafts_where_values_say_so(self) -> None:
+        vllm = {"app": "vllm"}
+        values = at("networkPolicy/draftClients", [{"podSelector": {"matchLabels": vllm}}])
+        for things, may in ((render(SMALL), False), (render(merged(SMALL, values)), True)):
+            assert self.reaches(things, vllm, NAMESPACE, "specdec-draft-b", 50052) is may
+            assert not self.reaches(things, vllm, NAMESPACE, "specdec-verifier-a", 50051)
+
     @pytest.mark.parametrize(
         ("namespace", "callee", "port", "may"),
         [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import helm_python
 import pytest
 
-from tests.deploy.chart import SMALL, Object, at, merged, of_kind, render
+from tests.deploy.chart import ALONE, SMALL, Object, at, merged, of_kind, render
 from tests.deploy.test_chart import ROUTE
 
 WRONG: dict[str, tuple[Object, str]] = {
@@ -45,6 +45,18 @@ WRONG: dict[str, tuple[Object, str]] = {
     "no revision": (at("verifiers/c", {"model": "tiny"}), "verifiers.c.revision: is missing"),
     "a draft without a path": (at("drafts/c", {"replicas": 2}), "drafts.c.path: is missing"),
     "a draft on two GPUs": (at("drafts/b/gpus", 2), "drafts.b.gpus: is 2, and a draft runs on one"),
+    "vLLM on two nodes": (
+        at("verifiers/a", {"gpus": 2, "nodes": 2, "options": {"engine": "vllm"}}),
+        "verifiers.a.nodes: is 2, and with engine vllm a target is in one pod",
+    ),
+    "GPUs that vLLM leaves alone": (
+        at("verifiers/a", {"gpus": 4, "options": {"engine": "vllm", "vllm-options": '{"tensor_parallel_size": 2}'}}),
+        "verifiers.a.options.vllm-options: tensor_parallel_size is 2, and verifiers.a.gpus is 4",
+    ),
+    "no options of vLLM's": (
+        at("verifiers/a", {"gpus": 4, "options": {"engine": "vllm", "vllm-options": "{quantization: fp8}"}}),
+        "verifiers.a.options.vllm-options: is no JSON object",
+    ),
     "nodes without GPUs": (at("verifiers/a/nodes", 2), "verifiers.a.gpus: is 0"),
     "GPUs that are not used": (
         at("verifiers/a", {"gpus": 1, "options": {"device": "cpu"}}),
@@ -113,11 +125,32 @@ WRONG: dict[str, tuple[Object, str]] = {
 }
 
 
+WRONG_ALONE: dict[str, tuple[Object, str]] = {
+    "nobody may call them": (at("networkPolicy/draftClients", []), "networkPolicy.draftClients: is empty"),
+    "a front without models": (at("openai/enabled", True), "openai.enabled: is true, and models is empty"),
+    "a way to no orchestrator": (
+        at("orchestrator/grpcRoute", {"enabled": True, "parentRefs": [{"name": "gateway"}]}),
+        "orchestrator.grpcRoute: leads to orchestrators, and without models there are none",
+    ),
+    "certificates for nobody": (
+        at("tls", {"mode": "certManager", "issuer": {"name": "ca"}}),
+        "tls.clientName: is empty, and without models",
+    ),
+}
+
+
 class TestWhatIsRefused:
     @pytest.mark.parametrize(("values", "says"), WRONG.values(), ids=WRONG.keys())
     def test_in_words_that_name_it(self, values: Object, says: str) -> None:
         with pytest.raises(helm_python.HelmError) as refused:
             render(SMALL | values if values == {"models": {}} else merged(SMALL, values))
+        assert says in str(refused.value)
+
+    @pytest.mark.parametrize(("values", "says"), WRONG_ALONE.values(), ids=WRONG_ALONE.keys())
+    def test_where_drafts_are_alone(self, values: Object, says: str) -> None:
+        render(ALONE)
+        with pytest.raises(helm_python.HelmError) as refused:
+            render(merged(ALONE, values))
         assert says in str(refused.value)
 
     def test_a_release_that_begins_with_a_digit(self) -> None:

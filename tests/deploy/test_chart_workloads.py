@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from tests.deploy.chart import (
+    ALONE,
     CHART,
     NAMESPACE,
     SMALL,
@@ -105,6 +107,37 @@ class TestSeveralGpus:
         found = container(templates(render(merged(SMALL, at("verifiers/a/gpus", 1))))["specdec-verifier-a"])
         assert "command" not in found
         assert found["args"] == ["verifier", "--config", "/etc/specdec/config/config.yaml"]
+
+
+class TestVllm:
+    def test_it_starts_the_processes_of_several_gpus_itself(self) -> None:
+        options = {"engine": "vllm", "vllm-options": '{"quantization": "fp8"}'}
+        things = render(merged(SMALL, at("verifiers/a", {"gpus": 4, "options": options})))
+        pod = templates(things)["specdec-verifier-a"]
+        assert "command" not in container(pod)
+        assert container(pod)["resources"]["limits"] == {"nvidia.com/gpu": 4}
+        passed = json.loads(config(things, pod)["vllm-options"])
+        assert passed == {"quantization": "fp8", "tensor_parallel_size": 4}
+
+    def test_one_gpu_needs_no_option(self) -> None:
+        things = render(merged(SMALL, at("verifiers/a", {"gpus": 1, "options": {"engine": "vllm"}})))
+        assert "vllm-options" not in config(things, templates(things)["specdec-verifier-a"])
+
+
+class TestDraftsAlone:
+    """For an ordinary vLLM: no models, no orchestrator."""
+
+    def test_nothing_else_is_there(self) -> None:
+        things = render(ALONE)
+        assert set(templates(things)) == {"specdec-draft-b"}
+        for kind in ("Service", "ServiceAccount", "ConfigMap"):
+            assert {name.rpartition("/")[2] for name in of_kind(things, kind)} <= {"specdec-draft-b", "specdec-draft"}
+
+    def test_certificates_are_theirs(self) -> None:
+        tls = {"mode": "certManager", "issuer": {"name": "ca"}, "clientName": "vllm.serving.svc"}
+        things = render(merged(ALONE, at("tls", tls)))
+        assert set(of_kind(things, "Certificate")) == {"specdec-draft"}
+        assert config(things, templates(things)["specdec-draft-b"])["tls-client-name"] == ["vllm.serving.svc"]
 
 
 class TestAutoscaling:

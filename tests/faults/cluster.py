@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import grpc
 
 from specdec.client.tls_files import channel_credentials
+from tests.faults.births import Spawned
 from tests.faults.pods import Pod, free_address
 from tests.faults.security import Security
+from tests.vllm.pod import PYTHON
 
 DRAIN_SECONDS = 10.0
 ONE_THREAD = ("--threads", "1")  # many pods share the cores
+OF_VLLM = ("--engine", "vllm", "--dtype", "float32", "--kv-tokens", "32768")
+FAILOVER_SECONDS = 120.0
+"""Seconds that requests wait for a verifier of vLLM's: one takes a quarter of a minute and more to start."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Models:
     target: Path
     draft: Path  # often agrees with the target
     revision: Path  # another target with the same tokenizer
+    on_vllm: bool = False  # whether vLLM runs the targets
 
 
 class Cluster:
@@ -54,9 +61,7 @@ class Cluster:
         return self
 
     def verifier(self, *options: str, model: Path | None = None) -> Pod:
-        return self._add(
-            "verifier", "verifier_service", "--model", str(model or self.models.target), *ONE_THREAD, *options
-        )
+        return self._add("verifier", "verifier_service", *self._served(model or self.models.target), *options)
 
     def draft(self, *options: str, model: Path | None = None) -> Pod:
         served = str(model or self.models.draft)
@@ -67,16 +72,24 @@ class Cluster:
         peers = [word for address in verifiers for word in ("--verifier", address)]
         peers += [word for address in drafts for word in ("--draft", address)]
         served = ("--model", str(self.models.target), "--trust-drafts")
-        return self._add("orchestrator", "orchestrator", *served, *peers, *options)
+        return self._add("orchestrator", "orchestrator", *served, *self._waits, *peers, *options)
 
     def orchestrator_of(self, models: Path, *options: str) -> Pod:
         """Told of models and pods by a file."""
-        return self._add("orchestrator", "orchestrator", "--models", str(models), "--trust-drafts", *options)
+        served = ("--models", str(models), "--trust-drafts")
+        return self._add("orchestrator", "orchestrator", *served, *self._waits, *options)
 
     def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
         """A spare verifier with another model, at the address of one that must have ended before it is started."""
         address = self.pods[for_verifier].address
-        self.spares[name] = self._pod(name, "verifier_service", address, "--model", str(model), *ONE_THREAD)
+        self.spares[name] = self._pod(name, "verifier_service", address, *self._served(model))
+
+    def _served(self, target: Path) -> tuple[str, ...]:
+        return ("--model", str(target), *ONE_THREAD, *(OF_VLLM if self.models.on_vllm else ()))
+
+    @property
+    def _waits(self) -> tuple[str, ...]:
+        return ("--failover-seconds", str(FAILOVER_SECONDS)) if self.models.on_vllm else ()
 
     def _add(self, role: str, module: str, *options: str) -> Pod:
         name = f"{role}-{len(self.of(role))}"
@@ -87,7 +100,10 @@ class Cluster:
         if self.security is not None:
             options += self.security.options(name)
         options += ("--drain-seconds", str(DRAIN_SECONDS), "--log-level", "info")
-        return Pod(name, module, address, options, self._logs / f"{name}.log")
+        log = self._logs / f"{name}.log"
+        if self.models.on_vllm and module == "verifier_service":
+            return Pod(name, module, address, options, log, partial(Spawned, PYTHON))
+        return Pod(name, module, address, options, log)
 
     def of(self, role: str) -> list[Pod]:
         return [pod for name, pod in self.pods.items() if name.startswith(role)]

@@ -10,17 +10,21 @@ from tests.faults.asks import CONTEXT
 from tests.faults.cluster import Cluster, Models
 from tests.margins import Oracle
 from tests.models import make, near
+from tests.vllm.pod import needs_vllm
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+@pytest.fixture(scope="session", params=["ours", pytest.param("vllm", marks=[pytest.mark.verify, needs_vllm])])
+def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Models:
+    """The targets are run by our engine for CPUs or by vLLM: whatever becomes of pods, the tokens are the same."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("models")
-    target = make("llama", root / "target", max_position_embeddings=CONTEXT)
+    sizes = {"max_position_embeddings": CONTEXT, "head_dim": 32}  # the narrowest heads that vLLM takes on CPUs
+    target = make("llama", root / "target", **sizes)
     return Models(
         target=target,
         draft=near(target, root / "draft", noise=0.04),
-        revision=make("llama", root / "revision", seed=1, max_position_embeddings=CONTEXT),
+        revision=make("llama", root / "revision", seed=1, **sizes),
+        on_vllm=request.param == "vllm",
     )
 
 

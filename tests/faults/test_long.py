@@ -61,7 +61,9 @@ async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str, 
     security = Security(tmp_path / "security") if secured else None
     cluster = Cluster(models, tmp_path, security).deploy(verifiers=2, drafts=2, orchestrators=2)
     async with deployed(cluster, asked) as wants:
-        events = kills(seed=12, pods=list(cluster.pods), seconds=90, gap=(0.5, 3.0))
+        # Verifiers of vLLM's take longer to start, and some should run.
+        seconds, gap = (200, (4.0, 16.0)) if models.on_vllm else (90, (0.5, 3.0))
+        events = kills(seed=12, pods=list(cluster.pods), seconds=seconds, gap=gap)
         run = await play(cluster, asked, events, AT_ONCE)
         assert run.faults(wants, oracle) == []
         killed = {event.whom.partition("-")[0] for _, event in run.timeline if event.do == "kill"}

@@ -13,10 +13,10 @@ from tests.faults.cluster import Models
 SCRIPT = """
 import asyncio, sys, time
 from pathlib import Path
-from tests.faults import pods
+from tests.faults import births, pods
 
 async def main():
-    pods.PRELOAD.clear()
+    births.PRELOAD.clear()
     options = ("--model", sys.argv[1], "--verifier", "127.0.0.1:1")
     made = [
         pods.Pod(name, "orchestrator", pods.free_address(), options, Path(sys.argv[2]))

@@ -15,10 +15,10 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.catalog import Catalog
-from orchestrator.connections import SecureConnections, connect
 from orchestrator.peers import Peers
 from orchestrator.pods import Pods
 from orchestrator.servicer import GenerationServicer
+from specdec.serving.pods.connections import SecureConnections, connect
 from specdec.v2 import generation_pb2_grpc
 from tests.certificates import Authority
 from tests.faults.cluster import Models

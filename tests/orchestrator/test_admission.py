@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.admission import MAX_OPENINGS, REFUSED_SECONDS, Admission, LeftAloneError
 from orchestrator.pod_capacity import STALE_SECONDS, PodCapacity
-from specdec.serving.breaker import Breaker
 from specdec.serving.errors import OverloadedError, PeerLostError
+from specdec.serving.pods.breaker import Breaker
 from specdec.v2 import model_pb2
 
 

@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import main
-from orchestrator.discovery import Discovery
 from orchestrator.pods import Pods
 from specdec.client.address import Address
+from specdec.serving.pods.discovery import Discovery
 
 
 @pytest.mark.parametrize("option", ["--verifier", "--draft"])

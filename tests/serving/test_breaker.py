@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.serving.breaker import FAILURES, FIRST_OPEN_SECONDS, MAX_OPEN_SECONDS, TRIAL_SECONDS, Breaker
+from specdec.serving.pods.breaker import FAILURES, FIRST_OPEN_SECONDS, MAX_OPEN_SECONDS, TRIAL_SECONDS, Breaker
 from tests.captured_logs import captured_logs
 
 

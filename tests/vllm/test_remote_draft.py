@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from draft_service.servicer import DraftServicer
+from specdec.client.address import Address
+from specdec.client.tls_files import TlsFiles
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2
@@ -22,10 +24,11 @@ from specdec.vllm import RemoteDraft
 from specdec.vllm.settings import Settings
 from specdec.vllm.worth import Worth
 from tests.captured_logs import captured_logs
+from tests.certificates import Authority
 from tests.models import CONTEXT, END
 from tests.services.conftest import Directories, directories
 from tests.services.test_equality import prompts
-from tests.stack import stack, until
+from tests.stack import Pod, stack, until
 
 __all__ = ["directories"]  # the fixture
 
@@ -113,6 +116,29 @@ async def test_a_draft_proposes_for_every_text(directories: Directories, environ
         await batch.run()
         assert batch.accepted > 0.9 * batch.offered > 100  # near ties between the two engines aside
         assert all(pod.loop.stats.sent for pod in services.drafts)
+
+
+async def test_drafts_are_found_by_name_and_with_tls(
+    directories: Directories, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    files = TlsFiles(*authority.issue("server", "localhost"), authority.file)
+    async with stack(directories.target, directories.target) as services:
+        draft = Pod(services.drafts[0].service, tls=files)
+        await draft.start()
+        certificate, key = authority.issue("client", "vllm")
+        port = draft.address.rpartition(":")[2]
+        environment.setenv("SPECDEC_DRAFTS", f"dns:///localhost:{port}")  # not by the number that the name has
+        environment.setenv("SPECDEC_DRAFT_TLS_CA", str(authority.file))
+        environment.setenv("SPECDEC_DRAFT_TLS_CERT", str(certificate))
+        environment.setenv("SPECDEC_DRAFT_TLS_KEY", str(key))
+        proposer, said = RemoteDraft(config(directories.target), Always()), texts(directories, 3)
+        batch = Batch(proposer, said)
+        async with asyncio.timeout(30):
+            while not batch.accepted:
+                batch = Batch(proposer, said)
+                await batch.run()
+        await draft.stop()
 
 
 async def test_a_draft_that_dies_costs_guesses(directories: Directories, environment: pytest.MonkeyPatch) -> None:
@@ -219,7 +245,7 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"SPECDEC_DRAFT_WAIT_MS is '{wait}', must be from 0 to 1000"):
             Settings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_WAIT_MS": wait})
     settings = Settings.of({"SPECDEC_DRAFTS": "a:1, b:2", "SPECDEC_DRAFT_WAIT_MS": "2"})
-    assert settings == Settings(("a:1", "b:2"), 0.002, None)
+    assert settings == Settings((Address.parse("a:1"), Address.parse("b:2")), 0.002, None)
     missing = str(tmp_path / "ca.pem")
     with pytest.raises(Exception, match="SPECDEC_DRAFT_TLS_CA"):
         Settings.of({"SPECDEC_DRAFTS": "a:1", "SPECDEC_DRAFT_TLS_CA": missing})

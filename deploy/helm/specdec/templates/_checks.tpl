@@ -22,7 +22,9 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{/* Checks what is served, and by which pools. Takes the values. */}}
 {{- define "specdec.checkModels" -}}
 {{- $all := . }}
-{{- if not .models }}{{ fail "models: is empty, should name a model, its revisions and their pools" }}{{ end }}
+{{- if not (or .models (include "specdec.draftsAlone" .)) }}
+{{- fail "models: is empty, should name a model, its revisions and their pools" }}
+{{- end }}
 {{- $directories := dict }}
 {{- range $model, $given := .models }}
 {{- $shared := false }}
@@ -66,6 +68,7 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- if and (gt (int $w.nodes) 1) (not $w.gpus) }}
 {{- fail (printf "%s.gpus: is 0, and a target on %d nodes needs GPUs" $w.key (int $w.nodes)) }}
 {{- end }}
+{{- if $w.onVllm }}{{ include "specdec.checkOnVllm" $w }}{{ end }}
 {{- end }}
 {{- if and (eq $w.role "draft") (not $w.path) }}{{ fail (printf "%s.path: is missing" $w.key) }}{{ end }}
 {{- if and (eq $w.role "draft") (gt (int $w.gpus) 1) }}
@@ -97,6 +100,20 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- include "specdec.checkModelVolume" (list (printf "%s.modelVolume" $w.key) $w.modelVolume) }}
 {{- end }}
 
+{{/* Checks a verifier whose model vLLM runs. Takes the workload. */}}
+{{- define "specdec.checkOnVllm" -}}
+{{- if gt (int .nodes) 1 }}
+{{- fail (printf "%s.nodes: is %d, and with engine vllm a target is in one pod" .key (int .nodes)) }}
+{{- end }}
+{{- $at := printf "%s.options.vllm-options" .key }}
+{{- $passed := default "{}" (index .options "vllm-options") | fromJson }}
+{{- if hasKey $passed "Error" }}{{ fail (printf "%s: is no JSON object: %s" $at $passed.Error) }}{{ end }}
+{{- $size := dig "tensor_parallel_size" (max 1 (int .gpus)) $passed | int }}
+{{- if and .gpus (ne $size (int .gpus)) }}
+{{- fail (printf "%s: tensor_parallel_size is %d, and %s.gpus is %d" $at $size .key (int .gpus)) }}
+{{- end }}
+{{- end }}
+
 {{/* Checks a volume of models. Takes a list: where it stands, its values. */}}
 {{- define "specdec.checkModelVolume" -}}
 {{- if gt (len (index . 1)) 1 }}
@@ -107,21 +124,34 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{/* Checks that certificates come from somewhere. Takes the values. */}}
 {{- define "specdec.checkTls" -}}
 {{- $values := . }}
+{{- $alone := include "specdec.draftsAlone" . }}
 {{- if eq .tls.mode "secrets" }}
 {{- range $role := list "verifier" "draft" "orchestrator" "openai" }}
-{{- $unused := get (dict "draft" (empty $values.drafts) "openai" (not $values.openai.enabled)) $role }}
-{{- if not (or $unused (get $values.tls.secrets $role)) }}
+{{- $unused := dict "draft" (empty $values.drafts) "openai" (not $values.openai.enabled) }}
+{{- if not (or (and $alone (ne $role "draft")) (get $unused $role) (get $values.tls.secrets $role)) }}
 {{- fail (printf "tls.secrets.%s: is empty, and tls.mode is secrets" $role) }}
 {{- end }}
 {{- end }}
 {{- else if and (eq .tls.mode "certManager") (not .tls.issuer.name) }}
 {{- fail "tls.issuer.name: is empty, and tls.mode is certManager" }}
 {{- end }}
+{{- if and $alone (ne .tls.mode "none") (not .tls.clientName) }}
+{{- fail "tls.clientName: is empty, and without models no orchestrator has a name that drafts could want to see" }}
+{{- end }}
 {{- end }}
 
 {{/* Checks that ways from outside lead somewhere. Takes the values. */}}
 {{- define "specdec.checkRoutes" -}}
 {{- $openai := .openai }}
+{{- if include "specdec.draftsAlone" . }}
+{{- if $openai.enabled }}{{ fail "openai.enabled: is true, and models is empty" }}{{ end }}
+{{- if .orchestrator.grpcRoute.enabled }}
+{{- fail "orchestrator.grpcRoute: leads to orchestrators, and without models there are none" }}
+{{- end }}
+{{- if and .networkPolicy.enabled (not .networkPolicy.draftClients) }}
+{{- fail "networkPolicy.draftClients: is empty, and without models nobody else may call the drafts" }}
+{{- end }}
+{{- end }}
 {{- range $route := list "ingress" "httpRoute" }}
 {{- if and (get $openai $route).enabled (not $openai.enabled) }}
 {{- fail (printf "openai.%s: leads to openai, and openai.enabled is false" $route) }}

@@ -47,6 +47,11 @@
 {{- $_ := set $own "model" $w.directory }}
 {{- if and $w.gpus (not $w.options.device) }}{{ $_ := set $own "device" "cuda" }}{{ end }}
 {{- end }}
+{{- if and $w.onVllm (gt (int $w.gpus) 1) }}
+{{- $passed := dict "tensor_parallel_size" (int $w.gpus) }}
+{{- include "specdec.lay" (list $passed (default "{}" (index $w.options "vllm-options") | fromJson)) }}
+{{- $_ := set $own "vllm-options" (toJson $passed) }}
+{{- end }}
 {{- if ne $root.Values.tls.mode "none" }}{{ include "specdec.tlsOptions" (list $root $w $own) }}{{ end }}
 {{- $options := deepCopy $w.options }}
 {{- include "specdec.lay" (list $options $own) }}

@@ -13,7 +13,7 @@
 {{- end }}
 {{- range $role := list "orchestrator" "openai" }}
 {{- $given := get $root.Values $role }}
-{{- if or (eq $role "orchestrator") $given.enabled }}
+{{- if eq $role "openai" | ternary $given.enabled (not (include "specdec.draftsAlone" $root.Values)) }}
 {{- $taken := dict "root" $root "role" $role "pool" "" "key" $role "layers" (list $given) }}
 {{- $all = append $all (include "specdec.workload" $taken | fromYaml) }}
 {{- end }}
@@ -22,12 +22,19 @@
 {{- toYaml (dict "all" $all) }}
 {{- end }}
 
+{{/* Whether drafts alone are installed, for whoever calls them without an orchestrator: "true" or nothing. Takes the
+values. */}}
+{{- define "specdec.draftsAlone" -}}
+{{- if and .drafts (not .verifiers) (not .models) }}true{{ end }}
+{{- end }}
+
 {{/* One workload as YAML: its values over their defaults, and what follows from them:
 
     role, pool, name    what it is, and what its objects are called
     key                 where its values stand, for messages
     directory           the model that it serves
     ranks               processes that torchrun starts in a pod; 0 without torchrun
+    onVllm              whether vLLM runs its model; the GPUs of a pod are then vLLM's affair
 
 Takes a dict: root, role, pool, key, layers (lowest first). */}}
 {{- define "specdec.workload" -}}
@@ -41,7 +48,8 @@ Takes a dict: root, role, pool, key, layers (lowest first). */}}
 {{- $_ := set $w "directory" (dig $w.model "revisions" (default "" $w.revision) "path" "" .root.Values.models) }}
 {{- end }}
 {{- $several := gt (mul (int $w.gpus) (max 1 (int $w.nodes))) 1 }}
-{{- $_ := set $w "ranks" ($several | ternary (int $w.gpus) 0) }}
+{{- $_ := set $w "onVllm" (eq (toString $w.options.engine) "vllm") }}
+{{- $_ := set $w "ranks" (and $several (not $w.onVllm) | ternary (int $w.gpus) 0) }}
 {{- toYaml $w }}
 {{- end }}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from orchestrator.connections import SecureConnections
 from specdec.client.tls_files import TlsError, TlsFiles
+from specdec.serving.pods.connections import SecureConnections
 from specdec.serving.tls import server_credentials
 from tests.certificates import Authority
 

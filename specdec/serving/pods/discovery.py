@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import structlog
 
-from orchestrator.pods import Pods
 from specdec.client.address import Address
 
 log = structlog.get_logger()
@@ -28,13 +27,31 @@ class Resolve(Protocol):
     async def __call__(self, host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]: ...
 
 
+class FoundPod(Protocol):
+    """A pod of a role."""
+
+    address: str
+
+
+class FoundPods(Protocol):
+    """The pods of a role, whose addresses may change while sessions run."""
+
+    def __iter__(self) -> Iterator[FoundPod]: ...
+
+    def become(self, addresses: Iterable[str]) -> None:
+        """Have pods at these addresses, and no others."""
+
+    async def close_idle(self) -> None:
+        """Close the channels of pods that are gone, once nobody uses them."""
+
+
 class Discovery:
     """Keeps the pods of a role up to date with its addresses."""
 
     def __init__(
         self,
         addresses: Sequence[Address],
-        pods: Pods,
+        pods: FoundPods,
         *,
         resolve: Resolve | None = None,
         again_seconds: float = AGAIN_SECONDS,

@@ -1,0 +1,1 @@
+"""Pods of another role: found by their addresses, reached, and left alone while they fail."""
