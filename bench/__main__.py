@@ -33,6 +33,7 @@ ROOMS = {
         "drain": "what ending a pod takes, and what clients notice of it",
         "fairness": "what a tenant notices of another that floods the verifier",
         "goodput": "requests complete before their deadline, by how many come",
+        "restarts": "what users notice while servers are killed and started again, beside vLLM's",
         "overload": "who is served and who is refused under ten times the load",
         "prefix-routing": "how much of chats is computed again where several verifiers share the work",
         "predictions": "what `specdec evaluate` predicts, beside what is measured",

@@ -1,0 +1,378 @@
+"""Measure what users notice while servers die: specdec, and vLLM's servers that die by the same schedule.
+
+    python -m bench restarts --vllm-python build/vllm/bin/python [--seconds 180 --every 20]
+
+Each system has two servers of the target: specdec two verifiers, and two drafts and two orchestrators beside them; vLLM
+two `vllm serve`. Requests come at Poisson times, at a rate that all can serve while nothing is wrong. Then, by a
+schedule, one process is killed (SIGKILL) and started again at once: specdec's pods in turns, whatever they are, and
+vLLM's servers in turns. Who asks vLLM does what a patient application does: it asks the servers in turns, and asks
+another one from the beginning when a stream breaks, for a minute. Whoever asks specdec does nothing of the kind.
+
+Told are, for the time without trouble and for the time with it: requests that failed, texts that were begun again
+before their user's eyes, texts that are not what the same seed gave without trouble, times to the first token and
+between tokens, the longest silence in a text, and tokens of complete texts a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import pairwise
+
+import httpx2
+import numpy as np
+
+from bench.arguments import parser_of
+from bench.environment import as_installed
+from bench.report import markdown_table
+from bench.serving.commands import VLLM_KV_GIB
+from bench.serving.drain import Pod, deployment
+from bench.systems import peer_options
+from bench.systems.http_server import HOST, end_with_parent, free_port
+from demo.prompts import held_out
+from specdec.client import AsyncClient, SpecdecError
+from specdec.local import DEMO
+
+TOKENS = 128
+TEMPERATURE = 0.8
+PROMPTS = 64
+PATIENCE_SECONDS = 60.0
+"""Seconds for which a request is asked again where no server answers."""
+
+CAPACITY_SECONDS = 15.0
+AT_ONCE = 8
+LOAD = 0.4
+"""Of what the slowest system completes with AT_ONCE requests under way: a process that starts takes cores from the
+others here, which on machines of their own it would not."""
+
+ROUND = ("verifier", "draft", "orchestrator")
+"""Roles of specdec, of which one pod after the other is killed."""
+
+
+@dataclass
+class Seen:
+    """One text, as its user saw it."""
+
+    number: int
+    begin: float
+    times: list[float] = field(default_factory=list)  # when its pieces came
+    sizes: list[int] = field(default_factory=list)  # tokens of each
+    text: str = ""
+    begun_again: int = 0
+    failed: bool = False
+
+    def piece(self, text: str, tokens: int) -> None:
+        self.times.append(time.monotonic())
+        self.sizes.append(tokens)
+        self.text += text
+
+
+class System:
+    """Servers that serve the same target, and how they are asked."""
+
+    name: str
+
+    async def ask(self, seen: Seen) -> None:
+        """Have a text written to its end; mark it where it fails."""
+        raise NotImplementedError
+
+    def kill(self, turn: int) -> str:
+        """Kill a process and start it again; say which."""
+        raise NotImplementedError
+
+    async def whole(self) -> None:
+        """Wait until all servers serve."""
+        raise NotImplementedError
+
+
+class Specdec(System):
+    name = "specdec"
+
+    def __init__(self, pods: dict[str, list[Pod]], client: AsyncClient) -> None:
+        self._pods = pods
+        self._client = client
+
+    async def ask(self, seen: Seen) -> None:
+        try:
+            async with self._client.generate(
+                tokens=prompt_of(seen.number),
+                max_tokens=TOKENS,
+                temperature=TEMPERATURE,
+                seed=seen.number,
+                ignore_end_token=True,
+            ) as stream:
+                async for chunk in stream:
+                    seen.piece(chunk.text, len(chunk.tokens))
+        except SpecdecError:
+            seen.failed = True
+
+    def kill(self, turn: int) -> str:
+        role = ROUND[turn % len(ROUND)]
+        pod = self._pods[role][turn // len(ROUND) % 2]
+        pod.child.process.kill()
+        pod.child.process.wait()
+        pod.child = pod.child.again(pod.address)
+        return role
+
+    async def whole(self) -> None:
+        for pod in itertools.chain.from_iterable(self._pods.values()):
+            await asyncio.to_thread(pod.until_ready)
+
+
+class VllmServer:
+    """A `vllm serve` that is killed and started again at the same port."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], port: int) -> None:
+        self._command = (*command, "--host", HOST, "--port", str(port))
+        self._environment = environment
+        self.address = f"http://{HOST}:{port}"
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+
+    def kill(self) -> None:
+        """Kill it and the engine that it started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Vllm(System):
+    name = "vllm serve"
+
+    def __init__(self, servers: list[VllmServer], model: str, client: httpx2.AsyncClient) -> None:
+        self._servers = servers
+        self._model = model
+        self._client = client
+        self._turn = itertools.cycle(servers)
+
+    async def ask(self, seen: Seen) -> None:
+        give_up = seen.begin + PATIENCE_SECONDS
+        while time.monotonic() < give_up:
+            try:
+                await self._stream(next(self._turn), seen)
+                return
+            except httpx2.HTTPError:
+                if seen.text:
+                    seen.begun_again += 1
+                    seen.text = ""
+                await asyncio.sleep(0.1)
+        seen.failed = True
+
+    async def _stream(self, server: VllmServer, seen: Seen) -> None:
+        asked = {
+            "model": self._model,
+            "prompt": prompt_of(seen.number),
+            "max_tokens": TOKENS,
+            "temperature": TEMPERATURE,
+            "seed": seen.number,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        done = False
+        async with self._client.stream("POST", f"{server.address}/v1/completions", json=asked) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    done = True
+                elif data:
+                    seen.piece(json.loads(data)["choices"][0]["text"], 1)  # a token at a time without speculation
+        if not done:
+            raise httpx2.RemoteProtocolError("the stream broke off")
+
+    def kill(self, turn: int) -> str:
+        server = self._servers[turn % len(self._servers)]
+        server.kill()
+        server.start()
+        return "server"
+
+    async def whole(self) -> None:
+        deadline = time.monotonic() + 300
+        for server in self._servers:
+            while True:
+                try:
+                    (await self._client.get(f"{server.address}/health")).raise_for_status()
+                    break
+                except httpx2.HTTPError:
+                    if server.process.poll() is not None or time.monotonic() > deadline:
+                        raise SystemExit("vllm serve does not start") from None
+                    await asyncio.sleep(0.2)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    return held_out(PROMPTS, tokens=64, seed=11)
+
+
+def prompt_of(number: int) -> list[int]:
+    return prompts()[number]
+
+
+@asynccontextmanager
+async def specdec() -> AsyncIterator[System]:
+    with deployment() as pods:
+        fronts = [pod.address for pod in pods["orchestrator"]]
+        async with AsyncClient(fronts, timeout=PATIENCE_SECONDS, max_retries=20) as client:
+            yield Specdec(pods, client)
+
+
+@asynccontextmanager
+async def vllm(python: str) -> AsyncIterator[System]:
+    """Two servers with a core each, as the verifiers have one, and without compilation, which starts sooner."""
+    target, servers = str((DEMO / "target").resolve()), list[VllmServer]()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "float32"]
+    command += ["--max-model-len", "1024", "--enforce-eager"]
+    try:
+        for core in sorted(os.sched_getaffinity(0))[:2]:
+            environment = {
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB),
+                "VLLM_CPU_OMP_THREADS_BIND": str(core),
+            }
+            servers.append(VllmServer(command, as_installed(**environment), free_port()))
+        async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS) as client:
+            yield Vllm(servers, target, client)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+async def in_turns(system: System, numbers: Sequence[int]) -> list[Seen]:
+    """Ask for these texts, AT_ONCE at a time."""
+    waiting, done = iter(numbers), list[Seen]()
+
+    async def ask_on() -> None:
+        for number in waiting:
+            done.append(Seen(number, time.monotonic()))
+            await system.ask(done[-1])
+
+    await asyncio.gather(*(ask_on() for _ in range(AT_ONCE)))
+    return done
+
+
+async def capacity(system: System) -> float:
+    """Return the texts a second that a system completes with AT_ONCE under way."""
+    await in_turns(system, range(AT_ONCE))  # what is used first is slow
+    begin = time.monotonic()
+    done = await in_turns(system, range(PROMPTS))
+    if any(seen.failed for seen in done):
+        raise SystemExit(f"{system.name} does not answer while nothing is wrong")
+    return PROMPTS / (time.monotonic() - begin)
+
+
+async def arrivals(system: System, rate: float, seconds: float) -> list[Seen]:
+    """Ask at Poisson times, so many a second for so long; return what was seen of each text."""
+    dice, asked, tasks = random.Random(3), list[Seen](), list[asyncio.Task[None]]()
+    begin = at = time.monotonic()
+    for number in itertools.cycle(range(PROMPTS)):
+        at += dice.expovariate(rate)
+        if at > begin + seconds:
+            break
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        asked.append(Seen(number, time.monotonic()))
+        tasks.append(asyncio.create_task(system.ask(asked[-1])))
+    await asyncio.gather(*tasks)
+    return asked
+
+
+async def kill_on(system: System, every: float) -> None:
+    for turn in itertools.count():
+        await asyncio.sleep(every)
+        await asyncio.to_thread(system.kill, turn)
+
+
+def told(seen: Sequence[Seen], wants: Mapping[int, str], seconds: float) -> list[str]:
+    """Return the cells of a row."""
+    first = [each.times[0] - each.begin for each in seen if each.times]
+    gaps = [
+        (late - early) / max(1, size)
+        for each in seen
+        for (early, late), size in zip(pairwise(each.times), each.sizes[1:], strict=True)
+        for _ in range(size)
+    ]
+    silences = [max((late - early for early, late in pairwise(each.times)), default=0.0) for each in seen]
+    whole = [each for each in seen if not each.failed]
+    tokens = TOKENS * len(whole)
+    p50, p99 = np.quantile(first, [0.5, 0.99])
+    between, late = 1000 * np.quantile(gaps, [0.5, 0.99])
+    return [
+        str(len(seen)),
+        str(sum(each.failed for each in seen)),
+        str(sum(each.begun_again > 0 for each in seen)),
+        str(sum(each.text != wants[each.number] for each in whole)),
+        f"{p50:.2f}, {p99:.2f}",
+        f"{between:.1f}, {late:.1f}",
+        f"{np.quantile(silences, 0.99):.1f}, {max(silences):.1f}",
+        f"{tokens / seconds:.0f}",
+    ]
+
+
+COLUMNS = (
+    "texts",
+    "failed",
+    "begun again",
+    "other text",
+    "first token p50, p99, s",
+    "between tokens p50, p99, ms",
+    "longest silence p99, most, s",
+    "tokens/s",
+)
+
+
+async def measure(
+    systems: Mapping[str, Callable[[], AbstractAsyncContextManager[System]]], seconds: float, every: float
+) -> str:
+    """Return the table."""
+    most = {}
+    for name, start in systems.items():
+        async with start() as system:
+            await system.whole()
+            most[name] = await capacity(system)
+    rate = LOAD * min(most.values())
+    able = ", ".join(f"{name} {each:.2f}" for name, each in most.items())
+    print(f"texts a second with {AT_ONCE} under way: {able}; asked for: {rate:.2f}", flush=True)
+    rows = []
+    for name, start in systems.items():
+        async with start() as system:
+            await system.whole()
+            wants = {seen.number: seen.text for seen in await in_turns(system, range(PROMPTS))}
+            calm = await arrivals(system, rate, seconds / 3)
+            rows.append((f"{name}, calm", told(calm, wants, seconds / 3)))
+            killing = asyncio.create_task(kill_on(system, every))
+            begin = time.monotonic()
+            seen = await arrivals(system, rate, seconds)
+            killing.cancel()
+            rows.append((f"{name}, killed", told(seen, wants, time.monotonic() - begin)))
+    return "\n".join(markdown_table("", COLUMNS, rows))
+
+
+def main(given: Sequence[str]) -> None:
+    parser = parser_of("restarts", __doc__)
+    peer_options.add(parser)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of trouble, after a third of that without")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds from one kill to the next")
+    args = parser.parse_args(given)
+    systems: dict[str, Callable[[], AbstractAsyncContextManager[System]]] = {"specdec": specdec}
+    if (python := peer_options.vllm_python(parser, args)) is not None:
+        systems["vllm serve"] = partial(vllm, python)
+    print(asyncio.run(measure(systems, args.seconds, args.every)))
