@@ -38,7 +38,7 @@ from bench.report import markdown_table
 from bench.serving.commands import VLLM_KV_GIB
 from bench.serving.drain import Pod, deployment
 from bench.systems import peer_options
-from bench.systems.http_server import HOST, end_with_parent, free_port
+from bench.systems.http_server import HOST, free_port
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
 from specdec.local import DEMO
@@ -140,13 +140,12 @@ class VllmServer:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            self._command,
+            ("setpriv", "--pdeathsig", "KILL", *self._command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=self._environment,
             start_new_session=True,
-            preexec_fn=end_with_parent,
         )
 
     def kill(self) -> None:
@@ -298,7 +297,7 @@ async def arrivals(system: System, rate: float, seconds: float) -> list[Seen]:
 async def kill_on(system: System, every: float) -> None:
     for turn in itertools.count():
         await asyncio.sleep(every)
-        await asyncio.to_thread(system.kill, turn)
+        system.kill(turn)
 
 
 def told(seen: Sequence[Seen], wants: Mapping[int, str], seconds: float) -> list[str]:

@@ -25,8 +25,10 @@ from specdec.roles import environment
 
 PRELOAD = ["tests.faults.warm"]
 
+ENDS_WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""A program that runs another one. (No Python can be run between fork and exec, since gRPC has threads here.)"""
+
 _PR_SET_PDEATHSIG = 1
-_process = ctypes.CDLL(None)
 
 
 class Process(Protocol):
@@ -77,7 +79,7 @@ class Forked:
 
 def _be(module: str, options: tuple[str, ...], log: Path, stdin: Connection, stdout: Connection) -> None:
     """Become the pod."""
-    _end_with_the_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()  # Ctrl-C is for the tests, which end their pods themselves
     os.dup2(stdin.fileno(), 0)
     os.dup2(stdout.fileno(), 1)
@@ -94,13 +96,12 @@ class Spawned:
     def __init__(self, python: Path, module: str, options: tuple[str, ...], log: Path) -> None:
         with log.open("a") as stderr:
             self._process = subprocess.Popen(
-                [python, "-m", module, *options],
+                [*ENDS_WITH_ITS_PARENT, python, "-m", module, *options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**environment(), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
                 start_new_session=True,
-                preexec_fn=_end_with_the_parent,
             )
         weakref.finalize(self, _bury, self._process)
         assert self._process.stdout is not None
@@ -125,7 +126,3 @@ class Spawned:
 def _bury(process: subprocess.Popen[bytes]) -> None:
     with process:
         process.kill()
-
-
-def _end_with_the_parent() -> None:
-    _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -38,8 +38,9 @@ KILL_SECONDS = 20.0
 CAPACITY_SECONDS = 3 * KILL_SECONDS
 AT_ONCE = 24
 LOAD = 0.8
-"""Of the capacity: of the requests that are completed where there are always so many under way, and pods are killed as
-on the day. A pod that starts takes cores from the others here, which in a cluster it has for itself."""
+"""Of the capacity: of the requests that are completed where there are always so many under way, pods are killed as on
+the day, and each revision has half of the requests, so that twice as many pods share the cores with smaller batches. A
+pod that starts takes cores from the others here, which in a cluster it has for itself."""
 
 UPGRADE_BEGINS, UPGRADE_APART = 0.2 * SECONDS, 0.015 * SECONDS
 """When the pods begin to be replaced, and the least time from one to the next."""
@@ -135,9 +136,11 @@ async def test_a_day(models: Models, oracle: Oracle, tmp_path: Path) -> None:
                 name: await undisturbed(client, [Ask(each.prompt, each.options | {"model": name}) for each in asked])
                 for name in oracles
             }
+            rollout.half()
             full = Run(cluster)
             await full.play(client, asked, disturbed(list(cluster.pods), CAPACITY_SECONDS), AT_ONCE)
             rate = LOAD * len(full.records) / (time.monotonic() - full.began)
+            rollout.back()
             await cluster.make_whole()
             calm = await Run(cluster).play_open(client, asked, [Event(At(CALM_SECONDS))], rate)
             run = Run(cluster, rollout=rollout)

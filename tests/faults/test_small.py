@@ -105,7 +105,8 @@ async def test_drafts_are_killed(pods: Cluster, wants: dict[int, Record], oracle
     )
 
 
-async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+async def test_verifiers_and_a_draft_are_frozen(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
+    """Both verifiers, one after the other: all texts may be at one of them, which has their beginnings in its cache."""
     failover_events = await play(
         pods,
         wants,
@@ -113,6 +114,8 @@ async def test_a_verifier_and_a_draft_are_frozen(pods: Cluster, wants: dict[int,
         Event(Received(500), "freeze", "draft-0"),
         Event(Received(500), "freeze", "verifier-0"),
         Event(After(4), "thaw", "verifier-0"),
+        Event(Received(500), "freeze", "verifier-1"),
+        Event(After(4), "thaw", "verifier-1"),
         Event(After(0), "thaw", "draft-0"),
     )
     assert failover_events["verifier_lost"]
