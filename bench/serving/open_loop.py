@@ -59,8 +59,8 @@ async def arrivals(
 
 
 async def capacity(client: AsyncClient, seconds: float, at_once: int = 48) -> float:
-    """Return the requests a second that are completed when there is always another one. They are counted in the second
-    half of the time: at first none is near its end."""
+    """Return the requests a second that are completed when there is always another one. It asks for twice `seconds`
+    and counts in the second half: in the first, no request is near its end yet."""
     prompts, done = iter(held_out(4000, tokens=PROMPT_TOKENS, seed=7)), 0
     begin = time.perf_counter() + seconds
     end = begin + seconds

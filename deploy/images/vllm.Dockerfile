@@ -63,13 +63,12 @@ ENV HOME=/tmp \
     HF_HUB_OFFLINE=1 \
     VLLM_NO_USAGE_STATS=1 \
     SPECDEC_CACHE_DIR=/var/cache/specdec \
-    SPECDEC_VERIFIER_ENGINE=vllm \
     SPECDEC_VERIFIER_HOST=0.0.0.0
 WORKDIR /
 EXPOSE 50051
 USER 10001:10001
 ENTRYPOINT ["specdec"]
-CMD ["verifier"]
+CMD ["verifier", "--engine", "vllm"]
 ARG VERSION=0.1.0
 ARG REVISION=
 LABEL org.opencontainers.image.title="specdec vllm" \

@@ -89,13 +89,10 @@ class Pods:
         return iter(self._pods.values())
 
     def become(self, addresses: Iterable[str]) -> None:
-        before, self._pods = self._pods, {}
-        for address in dict.fromkeys(addresses):
-            known = address in before
-            self._pods[address] = (
-                before.pop(address) if known else Pod(address, self._connect(address), Breaker(address))
-            )
-        self._leaving += before.values()
+        wanted = dict.fromkeys(addresses)
+        self._leaving += [self._pods.pop(address) for address in list(self._pods) if address not in wanted]
+        new = [address for address in wanted if address not in self._pods]
+        self._pods |= {address: Pod(address, self._connect(address), Breaker(address)) for address in new}
 
     async def close_idle(self) -> None:
         idle = [pod for pod in self._leaving if not pod.sessions]
@@ -257,7 +254,8 @@ class Drafts:
             with self.lock:  # what is committed from here on is sent on
                 opening = self._opening(session.text)
                 session.open = True
-            await stream.write(draft_pb2.DraftRequest(open=opening))
+            with contextlib.suppress(asyncio.InvalidStateError):  # it is over, and the reader is told why
+                await stream.write(draft_pb2.DraftRequest(open=opening))
             opened = await self._read(stream)
             self._check(opened.opened.identity)
             pod.breaker.succeeded()
@@ -282,8 +280,8 @@ class Drafts:
     async def _read(self, stream: Any) -> draft_pb2.DraftResponse:
         async with asyncio.timeout(SILENCE_SECONDS):
             response = await stream.read()
-        if not isinstance(response, draft_pb2.DraftResponse):  # the end: its status says why
-            raise grpc.aio.AioRpcError(await stream.code(), grpc.aio.Metadata(), grpc.aio.Metadata())
+        if not isinstance(response, draft_pb2.DraftResponse):  # it ended without an error, which no draft should
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
         return response
 
     def _insert(self, text: Text, extend: model_pb2.Extend) -> None:

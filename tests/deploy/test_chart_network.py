@@ -74,6 +74,16 @@ class TestNetwork:
         things = render(EVERYTHING)
         assert self.reaches(things, labels(templates(things)[caller]), NAMESPACE, callee, port) is may
 
+    def test_drafts_serve_vllm_beside_orchestrators_by_their_certificates(self) -> None:
+        tls = {"mode": "certManager", "issuer": {"name": "ca"}, "draftClientNames": ["vllm.serving.svc"]}
+        things = render(merged(SMALL, at("tls", tls), at("networkPolicy/draftClients", [{"podSelector": {}}])))
+        orchestrators = f"specdec-orchestrator.{NAMESPACE}.svc.cluster.local"
+        for pod, names in (
+            ("specdec-draft-b", [orchestrators, "vllm.serving.svc"]),
+            ("specdec-verifier-a", [orchestrators]),
+        ):
+            assert config(things, templates(things)[pod])["tls-client-name"] == names
+
     def test_vllm_may_call_drafts_where_values_say_so(self) -> None:
         vllm = {"app": "vllm"}
         values = at("networkPolicy/draftClients", [{"podSelector": {"matchLabels": vllm}}])

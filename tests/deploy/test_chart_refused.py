@@ -134,7 +134,7 @@ WRONG_ALONE: dict[str, tuple[Object, str]] = {
     ),
     "certificates for nobody": (
         at("tls", {"mode": "certManager", "issuer": {"name": "ca"}}),
-        "tls.clientName: is empty, and without models",
+        "tls.draftClientNames: is empty",
     ),
 }
 

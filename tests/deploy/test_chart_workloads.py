@@ -133,8 +133,14 @@ class TestDraftsAlone:
         for kind in ("Service", "ServiceAccount", "ConfigMap"):
             assert {name.rpartition("/")[2] for name in of_kind(things, kind)} <= {"specdec-draft-b", "specdec-draft"}
 
+    def test_a_draft_can_be_exported(self) -> None:
+        jobs = at("exportJobs/small", {"model": "/models/small", "out": "/models/small-onnx"})
+        things = render(merged(ALONE, jobs))
+        (job,) = of_kind(things, "Job").values()
+        assert job["spec"]["template"]["spec"]["serviceAccountName"] in of_kind(things, "ServiceAccount")
+
     def test_certificates_are_theirs(self) -> None:
-        tls = {"mode": "certManager", "issuer": {"name": "ca"}, "clientName": "vllm.serving.svc"}
+        tls = {"mode": "certManager", "issuer": {"name": "ca"}, "draftClientNames": ["vllm.serving.svc"]}
         things = render(merged(ALONE, at("tls", tls)))
         assert set(of_kind(things, "Certificate")) == {"specdec-draft"}
         assert config(things, templates(things)["specdec-draft-b"])["tls-client-name"] == ["vllm.serving.svc"]

@@ -65,13 +65,14 @@ def test_it_has_both(image: Image, logs: Path) -> None:
 
 
 def test_it_serves_as_a_verifier(image: Image, builder: Builder, models: Path, logs: Path, tmp_path: Path) -> None:
-    """In a root that cannot be written, and on vLLM without being told so."""
+    """In a root that cannot be written."""
     orchestrators = builder.build(FOLDER / "orchestrator.Dockerfile", "specdec-orchestrator")
     cache, read = Mount(owned(tmp_path / "cache"), "/var/cache/specdec", "rw"), Mount(models, "/models")
     served = ("--model", "/models/target", "--host", "127.0.0.1", "--port", "0")
     with ExitStack() as stack:
         small = ("--dtype", "float32", "--kv-tokens", "8192")
-        verifier = stack.enter_context(image.started(logs, "verifier", *served, *small, mounts=(read, cache)))
+        command = image.config["Cmd"]
+        verifier = stack.enter_context(image.started(logs, *command, *served, *small, mounts=(read, cache)))
         address = verifier.ready()
         image.output(logs, address, entry=("python3", PROBE))
         orchestrator = stack.enter_context(

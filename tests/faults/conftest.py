@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,15 +18,18 @@ from tests.vllm.pod import needs_vllm
 @pytest.fixture(scope="session", params=["ours", pytest.param("vllm", marks=[pytest.mark.verify, needs_vllm])])
 def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Models:
     """The targets are run by our engine for CPUs or by vLLM: whatever becomes of pods, the tokens are the same."""
+    return made(tmp_path_factory.mktemp("models"), on_vllm=request.param == "vllm")
+
+
+def made(root: Path, *, on_vllm: bool = False) -> Models:
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("models")
     sizes = {"max_position_embeddings": CONTEXT, "head_dim": 32}  # the narrowest heads that vLLM takes on CPUs
     target = make("llama", root / "target", **sizes)
     return Models(
         target=target,
         draft=near(target, root / "draft", noise=0.04),
         revision=make("llama", root / "revision", seed=1, **sizes),
-        on_vllm=request.param == "vllm",
+        on_vllm=on_vllm,
     )
 
 

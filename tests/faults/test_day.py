@@ -38,9 +38,9 @@ KILL_SECONDS = 20.0
 CAPACITY_SECONDS = 3 * KILL_SECONDS
 AT_ONCE = 24
 LOAD = 0.8
-"""Of the capacity: of the requests that are completed where there are always so many under way, pods are killed as on
-the day, and each revision has half of the requests, so that twice as many pods share the cores with smaller batches. A
-pod that starts takes cores from the others here, which in a cluster it has for itself."""
+"""Of the capacity: the requests that are completed where there are always AT_ONCE under way, in the worst hour of the
+day. Pods are killed as on the day, and one that starts takes cores from the others here, which in a cluster
+it has for itself. Each revision has half of the requests, so that more pods share the cores, with smaller batches."""
 
 UPGRADE_BEGINS, UPGRADE_APART = 0.2 * SECONDS, 0.015 * SECONDS
 """When the pods begin to be replaced, and the least time from one to the next."""

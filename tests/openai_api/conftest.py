@@ -1,6 +1,14 @@
-"""The models of the service tests serve here too."""
+"""The models of the service tests serve here too, and those of the fault suite."""
 
-from tests.faults.conftest import models
+import pytest
+
+from tests.faults.cluster import Models
+from tests.faults.conftest import made
 from tests.services.conftest import directories
 
-__all__ = ["directories", "models"]
+__all__ = ["directories"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return made(tmp_path_factory.mktemp("models"))

@@ -184,6 +184,25 @@ async def test_a_draft_that_says_nothing_is_waited_for_a_few_times(
         assert time.monotonic() - begin < 0.2 * batch.steps / 2  # most steps do not wait
 
 
+class Leaving(DraftServicer):
+    """Ends every session at once, and with a status that says that all is well."""
+
+    async def Draft(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        pass
+
+
+async def test_a_draft_that_ends_its_sessions_costs_guesses(
+    directories: Directories, environment: pytest.MonkeyPatch
+) -> None:
+    async with stack(directories.target, directories.near, draft_kind=Leaving) as services:
+        environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
+        proposer = RemoteDraft(config(directories.target), Always())
+        for _ in range(3):
+            batch = Batch(proposer, texts(directories, 2))
+            await batch.run()
+            assert batch.offered == 0
+
+
 class Now(Worth):
     """Proposals are worth it when a test says so."""
 

@@ -52,9 +52,12 @@ def check_model(wanted: Wanted) -> ModelDirectory:
 
 
 def check_memory(placements: list[Placement], directories: list[ModelDirectory]) -> None:
-    """Raise UnsupportedModelError unless each device has room for all models that are placed on it."""
+    """Raise UnsupportedModelError unless each device has room for all models that are placed on it. On GPUs vLLM finds
+    out by itself: its own options say on how many of them a model is, and in which quantisation."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
     for placement, directory in zip(placements, directories, strict=True):
+        if placement.kind == "vllm" and placement.device != "cpu":
+            continue
         on_device["cuda:0" if placement.device == "cuda" else placement.device].append(
             memory_needed(directory, placement)
         )

@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a model on one device is in this process
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is written for the first one
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and has asked the CUDA driver for its devices
 }
 """Environment variables that vLLM reads when it is imported."""
 

@@ -135,8 +135,8 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- else if and (eq .tls.mode "certManager") (not .tls.issuer.name) }}
 {{- fail "tls.issuer.name: is empty, and tls.mode is certManager" }}
 {{- end }}
-{{- if and $alone (ne .tls.mode "none") (not .tls.clientName) }}
-{{- fail "tls.clientName: is empty, and without models no orchestrator has a name that drafts could want to see" }}
+{{- if and (ne .tls.mode "none") (not .tls.draftClientNames) (or $alone .networkPolicy.draftClients) }}
+{{- fail "tls.draftClientNames: is empty, and drafts serve those whose certificates have one of these names" }}
 {{- end }}
 {{- end }}
 

@@ -77,8 +77,10 @@
 {{- $_ := set $options "tls-client-ca" $ca }}
 {{- end }}
 {{- if not $towards }}
-{{- $name := default (include "specdec.host" (list $root "orchestrator" "")) $root.Values.tls.clientName }}
-{{- $_ := set $options "tls-client-name" (list $name) }}
+{{- $names := list (default (include "specdec.host" (list $root "orchestrator" "")) $root.Values.tls.clientName) }}
+{{- if include "specdec.draftsAlone" $root.Values }}{{ $names = list }}{{ end }}
+{{- if eq $w.role "draft" }}{{ $names = concat $names $root.Values.tls.draftClientNames }}{{ end }}
+{{- $_ := set $options "tls-client-name" $names }}
 {{- end }}
 {{- end }}
 
