@@ -18,7 +18,7 @@ from specdec.engine.memory import free_on_host
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight import architectures
-from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.preflight.check import Wanted, check, check_memory
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.quantisation import METHODS
 
@@ -110,6 +110,16 @@ def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
     assert wide.weights == 2 * narrow.weights > 0
     assert wide.kv == 2 * narrow.kv == more.kv // 2 > 0
     assert memory_needed(directory, Placement(dtype="float32", share=0.5)).total == wide.total // 2
+
+
+def test_what_vllm_puts_on_gpus_is_its_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may cut a target into parts, and quantise it while it loads."""
+    monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda device: 1)
+    directory = ModelDirectory(DEMO / "target")
+    check_memory([Placement("vllm", device="cuda")], [directory])
+    for placement in (Placement("torch", device="cuda"), Placement("vllm")):
+        with pytest.raises(UnsupportedModelError, match="free"):
+            check_memory([placement], [directory])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def made(root: Path, *, on_vllm: bool = False) -> Models:
     torch.set_num_threads(1)
-    sizes = {"max_position_embeddings": CONTEXT, "head_dim": 32}  # the narrowest heads that vLLM takes on CPUs
+    sizes = {"max_position_embeddings": CONTEXT}
+    if on_vllm:
+        sizes["head_dim"] = 32  # the narrowest heads that it takes on CPUs
     target = make("llama", root / "target", **sizes)
     return Models(
         target=target,
