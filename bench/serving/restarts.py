@@ -24,6 +24,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -356,10 +357,12 @@ async def measure(
             begin = time.monotonic()
             calm = await arrivals(system, rate, seconds / 3)
             rows.append((f"{name}, calm", told(calm, wants, time.monotonic() - begin)))
+            print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
             killing = asyncio.create_task(kill_on(system, every))
             begin = time.monotonic()
             seen = await arrivals(system, rate, seconds)
             rows.append((f"{name}, killed", told(seen, wants, time.monotonic() - begin)))
+            print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
             killing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await killing  # with the error that ended it, if one did
